@@ -1,0 +1,61 @@
+"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval (seconds).
+
+BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of episodes of 5 turns;
+250 held-out items and 2,000 for training, every held-out first observation unlike every one in training.
+TextCraft: every goal is either held out (200, by depth as in the whole) or trained on, with three sets of distractors.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from envs import make_env  # noqa: E402
+from worlds.babyai import LEVELS  # noqa: E402
+from worlds.textcraft import GOALS, goal_depth  # noqa: E402
+
+BABYAI = {  # level -> (family, held-out items); fewer of the red balls, where a policy that ignores the mission does well
+    "GoToRedBallGrey": ("goto", 40), "GoToRedBlueBall": ("goto", 40), "GoToObjDoor": ("goto", 60),
+    "PickupDistDebug": ("pickup", 50), "ActionObjDoor": ("mixed", 60)}
+
+
+def write(path, env, numbers):
+    path = HERE / path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{"item_id": f"{env}_{n}"} for n in numbers], indent=0) + "\n")
+
+
+def babyai():
+    env, seen, train, test = make_env("babyai"), set(), [], {}
+    for level, (family, held_out) in BABYAI.items():
+        chosen = []
+        for seed in range(2000):  # no first observation twice
+            n = LEVELS.index(level) + len(LEVELS) * seed
+            first = env.reset(n)
+            if first not in seen and len(chosen) < 9 * held_out:
+                seen.add(first)
+                chosen.append(n)
+        test.setdefault(family, []).extend(chosen[:held_out])
+        train += chosen[held_out:]
+    return sorted(train), test
+
+
+def textcraft():
+    rng, test = random.Random(0), {}
+    for depth in (1, 2, 3, 4):
+        goals = [g for g in range(GOALS) if goal_depth(g) == depth]
+        test[f"depth_{depth}"] = sorted(rng.sample(goals, round(200 * len(goals) / GOALS)))
+    held = {g for goals in test.values() for g in goals}
+    return [g + GOALS * k for k in range(3) for g in range(GOALS) if g not in held], test
+
+
+if __name__ == "__main__":
+    for env, make in (("babyai", babyai), ("textcraft", textcraft)):
+        train, test = make()
+        write(f"AgentItemId/{env}_train.json", env, train)
+        write(f"AgentEval/{env}/{env}_test.json", env, sorted(n for numbers in test.values() for n in numbers))
+        for category, numbers in test.items():
+            write(f"AgentEval/{env}/{category}.json", env, sorted(numbers))
+        print(env, len(train), "for training,", {c: len(n) for c, n in test.items()}, "held out")

@@ -1,0 +1,339 @@
+"""The tiny base model, from nothing: `python data/make_tiny.py` (about 22 minutes on two cores) writes data/tiny/.
+
+A causal LM of Qwen2's architecture, its tokenizer and its chat template, as ordinary Hugging Face files. It is a *base*
+model: it speaks the worlds' interface and knows nothing of their tasks. It is trained by next-token prediction on
+  - transcripts in which a random policy picks among the valid actions: no solver, nothing filtered by success;
+  - general language exercises (repeat, pick from a list by a property, recall who wants what, say whether something is
+    in a list), in no world's format and with no task's solution: what any pretrained model brings along.
+What makes copying from the context work at this size, measured (LOG.md): initial weights of std 1/sqrt(d) instead of
+0.02; two heads that look at the previous tokens from the start (`look_back`); nothing but repeating words for the first
+600 steps, and a quarter of that kept in the mixture, else it is forgotten; a weight of 5 on the replies' tokens.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from agent import Chat, instructions  # noqa: E402
+from envs import make_env  # noqa: E402
+
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+# Phrases that never vary are one token each; every word that does (a colour, a thing, a number) is its own, so that
+# what is learned about "red" in one action holds in all of them. An action has the same tokens in a list and in a reply.
+PHRASES = [p.replace("\\n", "\n") for p in """user\\n
+assistant\\n
+In front of you in this room, you can see several objects:
+ There is a
+  There is a
+ steps in front of you and
+ steps to your left.
+ steps to your right.
+ right in front of you
+ steps away.
+  The room has walls around you.
+ The room has walls around you.
+ You are facing a wall
+ You are facing a box
+ You are carrying a
+ You are not carrying anything.
+\\nAvailable actions: ["
+", "
+"]
+turn left
+turn right
+move forward
+toggle and go through
+go through
+go to
+check available actions
+Your goal:
+The action is not recognized. Please check valid actions.
+You can take the following actions:
+\\n The task is completed.
+Crafting commands:
+\\n\\nGoal: craft
+Could not find enough items to craft
+Could not find
+Could not execute
+Inventory:""".split("\n")] + [f" {n}" for n in range(1, 10)]
+
+REPLY_WEIGHT = 5.0
+COLOURS = "red green blue purple yellow grey white black orange pink brown".split()
+NOUNS = """ball box key door cup hat pen lamp stone chair table book shoe coat leaf ring bell boat bird fish horse cow pig
+sheep dog cat tree flower apple pear plum nut egg bread cake cheese rope nail knife spoon plate bowl jar brush wheel flag
+kite drum coin map letter stamp clock mirror glove scarf boot button candle basket ladder shovel bucket""".split()
+NAMES = "Anna Bob Carla David Emma Frank Greta Hugo Ida Jack Karin Leo Mia Noah Olga Paul Rosa Sam Tina Uwe".split()
+
+
+VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold lend".split()
+
+
+def exercise(rng, words):
+    """One question about a short text -> (question, answer). What is to be copied stands at the start of a line, so that
+    its tokens are those of the answer."""
+    kind = rng.randrange(10)
+    if kind == 0:
+        said = " ".join(rng.choices(words, k=rng.randint(2, 8)))
+        return f"Repeat:\n{said}", said
+    if kind == 1:  # who wants what
+        wants = {n: f"{rng.randint(1, 9)} {' '.join(rng.choices(words, k=rng.randint(1, 3)))}"
+                 for n in rng.sample(NAMES, rng.randint(2, 7))}
+        who = rng.choice(list(wants))
+        return "\n".join(f"{n} wants\n{w}" for n, w in wants.items()) + f"\n\nWhat does {who} want?", wants[who]
+    if kind == 2:  # bring something that one of them needs
+        needs = {" ".join(rng.choices(words, k=rng.randint(1, 3))): [
+            f"{rng.randint(1, 9)} {' '.join(rng.choices(words, k=rng.randint(1, 2)))}" for _ in range(rng.randint(1, 3))]
+            for _ in range(rng.randint(2, 8))}
+        what = rng.choice(list(needs))
+        text = "\n".join(f"for {n} we need {', '.join(w)}" for n, w in needs.items())
+        return f"{text}\n\nBring something for {what}.", f"bring {rng.choice(needs[what])}"
+    things = [(rng.choice(COLOURS[:rng.choice([3, 6, 11])]), rng.choice(NOUNS[:rng.choice([4, 8, 60])]))
+              for _ in range(rng.randint(2, 12))]
+    shown = [f"{c} {n} {sum(t == (c, n) for t in things[:i]) + 1}" for i, (c, n) in enumerate(things)]
+    colour, noun = rng.choice(things)
+    if kind == 3:  # is it there?
+        if rng.random() < 0.6:
+            colour, noun = rng.choice(COLOURS[:6]), rng.choice(NOUNS[:8])
+        ask, hit = rng.choice([(f"a {colour} {noun}", (colour, noun) in things),
+                               (f"a {noun}", any(n == noun for _, n in things)),
+                               (f"a {colour} thing", any(c == colour for c, _ in things))])
+        question, answer = f"Is there {ask}?", "yes" if hit else "no"
+    else:
+        by, what = rng.choice([(lambda c, n: (c, n) == (colour, noun), f"{colour} {noun}"), (lambda c, n: n == noun, noun),
+                               (lambda c, n: c == colour, f"{colour} thing")])
+        if kind == 4:
+            question, answer = f"Which one is a {what}?", rng.choice([s for s, t in zip(shown, things) if by(*t)])
+        else:  # a list of deeds, with some verbs that all things share
+            verbs = rng.sample(VERBS, rng.randint(1, 3))
+            deeds = [(v, s, t) for v in verbs for s, t in zip(shown, things) if rng.random() < 0.8]
+            found = [(v, s) for v, s, t in deeds if by(*t)]
+            verb = rng.choice(found)[0] if found else rng.choice(verbs)
+            question = rng.choice([f"Choose what is about the {what}.", f"Do something with the {what}."])
+            if kind >= 8:
+                question, found = f"{verb.capitalize()} the {what}.", [(v, s) for v, s in found if v == verb]
+            shown = [f"{v} {s}" for v, s, _ in deeds]
+            answer = " ".join(rng.choice(found)) if found else "none"
+    text = "\n".join(shown)
+    return (f"{question}\n{text}" if rng.random() < 0.7 else f"{text}\n\n{question}"), answer
+
+
+def drill(rng, words):
+    """A conversation that is mostly copying -> (first message, [(observation, reply)])."""
+    said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
+    return "Repeat what you read.", [(s, s) for s in said]
+
+
+def play(env, name, item, rng, turns):
+    """A random policy's episode -> (instructions, [(observation, action), ...])."""
+    observation, pairs = env.reset(item), []
+    for _ in range(turns):
+        action = random_action(env, name, rng)
+        pairs.append((observation, action))
+        step = env.step(action)
+        observation = step.observation
+        if step.done:
+            break
+    return instructions(env.prompt), pairs
+
+
+def random_action(env, name, rng):
+    """The random policy: uniform over the valid actions; in TextCraft first over the verb (get, craft, inventory), as
+    listed ingredients outnumber everything else."""
+    actions = env.valid_actions()
+    if name == "textcraft":
+        verbs = {"craft": 0.47, "get": 0.5, "inventory": 0.03}
+        verbs = {v: w for v, w in verbs.items() if any(a.startswith(v) for a in actions)}
+        verb = rng.choices(list(verbs), list(verbs.values()))[0]
+        actions = [a for a in actions if a.startswith(verb)]
+    return rng.choice(actions)
+
+
+SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room, half of BabyAI's share
+
+
+def vocabulary():
+    """Single words to practise on: those of TextCraft's items, everyday things, colours, numbers."""
+    env = make_env("textcraft")
+    return sorted({w for i in range(544) for w in env.reset(i).replace(",", "").split() if w.isalpha()}
+                  | set(NOUNS) | set(COLOURS) | set("123456789"))
+
+
+def conversations(count, seed):
+    """`count` conversations as (first message, [(observation, reply), ...]); items from 100,000 seeds on, which no
+    item set uses."""
+    rng = random.Random(seed)
+    envs, words = {name: make_env(name) for name in ("babyai", "textcraft")}, vocabulary()
+    for _ in tqdm(range(count), desc="playing", leave=False):
+        u = rng.random()
+        if u < 0.3:
+            questions = [exercise(rng, words) for _ in range(rng.randint(2, 5))]
+            yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
+        elif u < 0.77:
+            level = rng.choice(SINGLE_ROOM) if rng.random() < 0.6 else rng.randrange(40)
+            item = level + 40 * (100_000 + rng.randrange(10**6))
+            yield play(envs["babyai"], "babyai", item, rng, rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
+        else:
+            item = rng.randrange(544) + 544 * (100_000 + rng.randrange(10**6))
+            yield play(envs["textcraft"], "textcraft", item, rng, rng.choice([1, 2, 3, 4, 6, 8, 12]))
+
+
+def make_tokenizer(texts, vocab_size):
+    tok = Tokenizer(models.BPE())
+    tok.normalizer = normalizers.NFC()
+    # Qwen2's own split (words with the space before them, single digits): loaders pick it by the model's type
+    split = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+                  r"|\s+(?!\S)|\s+")
+    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"),
+                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.decoder = decoders.ByteLevel()
+    tok.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tok.add_tokens([AddedToken(p, normalized=False) for p in PHRASES])
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                                   chat_template=TEMPLATE, model_max_length=8192)
+
+
+def encode(chat, conversation):
+    """-> ids [T] int16, reply mask [T] bool."""
+    first, pairs = conversation
+    ids, mask = [], []
+    for i, (observation, reply) in enumerate(pairs):
+        new = chat.start(first, observation) if i == 0 else chat.turn(observation, closed=True)
+        said = chat.tokenizer.encode(reply, add_special_tokens=False) + [chat.end_id]
+        ids += new + said
+        mask += [False] * len(new) + [True] * len(said)
+    return np.array(ids, np.int16), np.array(mask)
+
+
+def batches(data, tokens, rng):
+    """Endless shuffled batches of similar length, at most `tokens` tokens each, padded right."""
+    while True:
+        order = sorted(range(len(data)), key=lambda i: (len(data[i][0]) + rng.random() * 40))
+        groups, group = [], []
+        for i in order:
+            if group and (len(group) + 1) * len(data[i][0]) > tokens:
+                groups.append(group)
+                group = []
+            group.append(i)
+        rng.shuffle(groups)
+        for group in groups:
+            width = max(len(data[i][0]) for i in group)
+            ids, weight = torch.zeros(len(group), width, dtype=torch.long), torch.zeros(len(group), width)
+            for row, i in enumerate(group):
+                n = len(data[i][0])
+                ids[row, :n] = torch.from_numpy(data[i][0].astype(np.int64))
+                weight[row, :n] = torch.from_numpy(np.where(data[i][1], REPLY_WEIGHT, 1.0).astype(np.float32))
+            yield ids, weight
+
+
+@torch.no_grad()
+def look_back(model, offsets=(1, 2), strength=6.0, pairs=5):
+    """Start head h of the first layer looking at the token offsets[h] back, by the biases of its query and key alone:
+    under RoPE two constant vectors score by distance, highest (by `strength`) where their phases cancel. Training may
+    change it; it is the half of an induction head that is slow to form."""
+    attention, config = model.model.layers[0].self_attn, model.config
+    size = config.hidden_size // config.num_attention_heads
+    theta = 10_000.0 ** (-torch.arange(pairs) / (size // 2))  # the fastest rotations, radians a token
+    c = math.sqrt(strength * math.sqrt(size))
+    for head, offset in enumerate(offsets):
+        at = head * size
+        attention.k_proj.bias[at:at + pairs] = c
+        attention.q_proj.bias[at:at + pairs] = c * torch.cos(offset * theta)
+        attention.q_proj.bias[at + size // 2:at + size // 2 + pairs] = -c * torch.sin(offset * theta)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
+    parser.add_argument("--minutes", type=float, default=21, help="time for the training itself")
+    parser.add_argument("--conversations", type=int, default=50_000)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--drill_steps", type=int, default=600)
+    parser.add_argument("--drill_lr", type=float, default=3e-3)
+    parser.add_argument("--batch_tokens", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+
+    talks = list(conversations(args.conversations, args.seed))
+    texts = [t for first, pairs in talks[:8000] for t in [first, *(x for pair in pairs for x in pair)]]
+    tokenizer = make_tokenizer(texts, 1900)
+    chat = Chat(tokenizer)
+    data = [encode(chat, t) for t in tqdm(talks, desc="encoding", leave=False)]
+    held, data = data[:300], data[300:]
+    words = vocabulary()
+    drills = [encode(chat, drill(rng, words)) for _ in range(15_000)]
+    print(f"{len(tokenizer)} tokens in the vocabulary; {sum(len(d[0]) for d in data) / 1e6:.1f}M tokens of text")
+
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
+        max_position_embeddings=8192, tie_word_embeddings=True, initializer_range=1 / math.sqrt(args.hidden),
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = Qwen2ForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
+    look_back(model)
+    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.05},
+                                   {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95))
+
+    def loss_of(ids, weight):
+        logits = model(ids[:, :-1]).logits  # right padding and a causal mask: pads reach nothing that counts
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        return loss, weight[:, 1:].flatten()
+
+    begin, seen, bar = time.time(), 0, tqdm(total=100, desc="training", unit="%")
+    drilling, mixture = batches(drills, args.batch_tokens // 2, rng), batches(data, args.batch_tokens, rng)
+    for step in range(10**9):
+        done = min(1.0, (time.time() - begin) / 60 / args.minutes)
+        if step < args.drill_steps:
+            parts, lr = [(drilling, 1.0)], args.drill_lr * min(1, (step + 1) / 40)
+        else:  # warm-up, constant, then linearly to zero
+            parts = [(mixture, 1.0)] + [(drilling, 0.5)] * (step % 2)
+            lr = args.lr * min(1, (step - args.drill_steps + 10) / 100) * min(1, (1 - done) / 0.6 + 0.02)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for source, share in parts:
+            ids, weight = next(source)
+            loss, weight = loss_of(ids, weight)
+            (share * (loss * weight).sum() / weight.sum()).backward()
+            seen += int((weight > 0).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 250 == 249 or done >= 1:
+            with torch.no_grad():
+                pairs = [loss_of(*b) for b, _ in zip(batches(held, args.batch_tokens, random.Random(0)), range(10))]
+            said = torch.cat([l[w == REPLY_WEIGHT] for l, w in pairs]).mean()
+            rest = torch.cat([l[w == 1] for l, w in pairs]).mean()
+            tqdm.write(f"step {step + 1}  {seen / 1e6:.1f}M tokens  {(time.time() - begin) / 60:.1f} min  "
+                       f"held-out loss: replies {said:.4f}, rest {rest:.4f}")
+            model.save_pretrained(args.out)
+            tokenizer.save_pretrained(args.out)
+            bar.update(int(100 * done) - bar.n)
+        if done >= 1:
+            break
+    (Path(args.out) / "recipe.json").write_text(json.dumps(vars(args) | {"steps": step + 1, "tokens": seen}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

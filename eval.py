@@ -1,0 +1,305 @@
+"""How good is a model? Success on held-out items, avg@k and pass@k, by category, each with a 95 % interval.
+
+    python eval.py --env babyai --model runs/NAME/final --samples 4 --out result.json
+    python eval.py --model runs/NAME/final --horizon 2,4,6        # a sweep: one result for each horizon
+
+The settings are those of the run whose folder holds the model, else what train.py takes by default for this world and
+model; a flag wins over both. All items of the split are played, at temperature 1. Failed environments are left out of
+the statistics; their share is `env_error`.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from argparse import RawDescriptionHelpFormatter
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from logging import ERROR, getLogger
+from pathlib import Path
+
+import train  # before torch: it says how idle threads wait
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+import agent
+import envs as worlds
+import rl
+import schedule
+from rollout import EnvPool, rollout
+from train import arg
+
+
+@dataclass
+class Config:
+    env: str | None = arg(None, f"world: {', '.join(worlds.WORLDS)}; default: the run's, else babyai")
+    model: str = arg("tiny", "'tiny' (built in), a folder such as runs/NAME/final, or a hub id")
+    samples: int = arg(1, "trajectories of each item: the k of avg@k and pass@k")
+    horizon: str = arg("", "largest number of turns; several, as in 2,4,6, are evaluated one after the other")
+    split: str = arg("test", "test (held out) | train")
+    items: int | None = arg(None, "only so many, the first of the split in an order drawn from --seed; default: all")
+    data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, else data/")
+    out: str = arg("", "JSON file for the result")
+    trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put into its name")
+    seed: int = arg(0, "every random number follows from it")
+    temperature: float = arg(1.0, "of sampling; 0 takes the likeliest token")
+    top_p: float = arg(1.0, "nucleus sampling")
+    top_k: int = arg(0, "0: off")
+    max_tokens: int | None = arg(None, "largest reply, tokens")
+    max_length: int | None = arg(None, "largest trajectory, tokens")
+    action_format: str | None = arg(None, " | ".join(agent.FORMATS))
+    dtype: str | None = arg(None, "float32 | bfloat16")
+    slots: int = arg(128, "trajectories played at a time")
+    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
+
+
+def run_of(model) -> dict:
+    """The config.json of the training run that wrote this model folder (final/ or a checkpoint); {} if none did."""
+    folder = Path(model).resolve().parent
+    path = (folder.parent if folder.name == "checkpoints" else folder) / "config.json"
+    if not Path(model).is_dir() or not path.exists():
+        return {}
+    try:
+        run = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON: {e}") from e
+    return run if {"env", "algo", "horizon"} <= set(run) else {}  # or it is a model's own config.json
+
+
+def parse_config(argv=None) -> Config:
+    """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
+    parser = train.Parser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                          epilog="a flag without a default takes the run's value, else that of train.py --help")
+    parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
+    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"unknown argument {unknown[0]}; python eval.py --help lists all")
+    run = run_of(cfg.model)
+    trained_on = [part.split(":")[0] for part in run.get("env", "").split(",")]  # a mixture: babyai:2,textcraft:1
+    if cfg.env is None and len(trained_on) > 1:
+        raise ValueError(f"the run was trained on {', '.join(trained_on)}; choose one of them with --env")
+    cfg.env = cfg.env or trained_on[0] or "babyai"
+    tiny = "tiny" in (cfg.model, run.get("model"))
+    presets = (train.TINY | train.WORLD_TINY.get(cfg.env, {}) if tiny else
+               train.REAL | train.WORLD_REAL.get(cfg.env, {})) | {"data": ""}
+    for name in ("data", "max_tokens", "max_length", "action_format", "dtype"):
+        if getattr(cfg, name) is None:
+            setattr(cfg, name, run.get(name, presets[name]))
+    preset = (schedule.TINY if tiny else schedule.UPSTREAM).get(cfg.env, schedule.UPSTREAM["babyai"])
+    if not cfg.horizon:  # the run's says something about the worlds it was made for only
+        known = cfg.env in trained_on
+        cfg.horizon = str(schedule.parse_rounds(run["horizon"], cfg.env)[-1] if known else preset.eval_rounds)
+    check(cfg)
+    return cfg
+
+
+def check(cfg):
+    """Everything that can be known to be wrong before anything is played: ValueError, one line."""
+    worlds.make_env(cfg.env).close()
+    for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16")}.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
+    for name in ("samples", "items", "max_tokens", "max_length", "slots"):
+        if getattr(cfg, name) is not None and not getattr(cfg, name) > 0:
+            raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
+    for name in ("temperature", "top_k", "seed"):
+        if not 0 <= getattr(cfg, name) < math.inf:
+            raise ValueError(f"--{name} must be a number from 0 on, not {getattr(cfg, name)}")
+    if not 0 < cfg.top_p <= 1:
+        raise ValueError(f"--top_p must lie in (0, 1], not {cfg.top_p}")
+    schedule.parse_rounds(cfg.horizon, cfg.env)
+    if len(pick_items(cfg)) < (cfg.items or 1):
+        raise ValueError(f"--items {cfg.items or 1}: the split '{cfg.split}' has only {len(pick_items(cfg))}")
+    rl.model_path(cfg.model)
+    for path in (Path(p).absolute() for p in (cfg.out, cfg.trajectories) if p):  # not after hours of playing
+        above = next(p for p in path.parents if p.exists())
+        if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+            raise ValueError(f"cannot write {path}: {'it' if path.is_dir() else above} is in the way")
+    for url in filter(None, cfg.env_url.split(",")):
+        worlds.check_url(url)
+
+
+def pick_items(cfg) -> list[str]:
+    names = worlds.items(cfg.env, cfg.split, cfg.data or None)
+    order = np.random.default_rng(cfg.seed).permutation(len(names))[:cfg.items]
+    return names if cfg.items is None else [names[i] for i in order]
+
+
+def evaluate(policy, tokenizer, pool, items, horizon, samples, *, slots=128, **how):
+    """Play every item `samples` times, `slots` trajectories at a time; `how` (seed, temperature ...) is `rollout`'s.
+    -> list[Trajectory], in the order of items, `group` being the item's place. Raises ValueError for a bad item."""
+    out, count = [], max(1, slots // samples)
+    with tqdm(total=len(items) * samples, desc=f"horizon {horizon}", delay=1, leave=False, dynamic_ncols=True) as bar:
+        for at in range(0, len(items), count):
+            part = rollout(policy, tokenizer, pool, items[at:at + count], horizon, samples=samples, slots=slots,
+                           progress=bar, **how)
+            for t in part:
+                t.group += at
+            out += part
+            bar.n = len(out)  # `rollout` counts what it plays again twice
+            bar.set_postfix_str(f"success {np.mean([t.success for t in out]):.2f}", refresh=False)
+    return out
+
+
+# ---- statistics ----
+
+
+def pass_at_k(n, c, k) -> float:
+    """The chance that one of k samples or more succeeds, estimated without bias from c successes in n >= k samples:
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, not n={n}, c={c}, k={k}")
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)  # whole numbers up to the one division
+
+
+def powers(samples) -> list[int]:
+    """The k of pass@k: powers of two and the number of samples: 6 -> [1, 2, 4, 6]."""
+    return sorted({2 ** i for i in range(samples.bit_length())} | {samples})
+
+
+def bootstrap(values, seed, resamples=10_000) -> tuple[float, float]:
+    """The 95 % interval of the mean of `values` (one an item): percentiles 2.5 and 97.5 of the means of resampled
+    items. It has no width where all values are equal, and is a little narrow for a handful of them."""
+    values, rng = np.asarray(values, float), np.random.default_rng(seed)
+    rows = [min(1000, resamples - at) for at in range(0, resamples, 1000)]  # a thousand at a time bounds the memory
+    means = np.concatenate([values[rng.integers(0, len(values), (r, len(values)))].mean(1) for r in rows])
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def summarise(trajectories, categories, ks, seed) -> dict:
+    """-> {"success", "score", "turns", "valid_actions", "env_error", "avg@1", "avg@k", "pass@1" ... "pass@k",
+    "ci95": {name: [low, high]}, "categories": {category: {"items", "success", "score", "turns", "ci95"}}}.
+
+    categories: item -> category. Every number is a mean over items of the mean over the item's samples, failed
+    environments left out (but for env_error, their share) and with them an item that has nothing else.
+    valid_actions: the valid share of a trajectory's actions. avg@k is the mean success of k samples. Its expected
+    value is the same for every k, so avg@1 and avg@k (the largest of ks) are both `success`, over all samples.
+    pass@k: over items with k samples or more; None if there is none. Raises ValueError if every environment failed.
+    """
+    played, failed = {}, {}  # item -> its usable trajectories; item -> whether each of its trajectories failed
+    for t in trajectories:
+        failed.setdefault(t.item, []).append(t.status == "env_error")
+        if t.status != "env_error":
+            played.setdefault(t.item, []).append(t)
+    if not played:
+        raise ValueError("nothing to summarise: every environment failed")
+
+    def means(name, part):
+        return [float(np.mean([getattr(t, name) for t in ts])) for ts in part.values()]
+
+    basic = ("success", "score", "turns")
+    columns = {name: means(name, played) for name in basic}  # name -> one value an item
+    columns["valid_actions"] = [np.mean([t.valid_actions / max(1, t.turns) for t in ts]) for ts in played.values()]
+    columns["env_error"] = [np.mean(flags) for flags in failed.values()]
+    columns |= {f"avg@{k}": columns["success"] for k in sorted({1, max(ks)})}
+    columns |= {f"pass@{k}": [pass_at_k(len(ts), sum(t.success for t in ts), k) for ts in played.values()
+                              if len(ts) >= k] for k in ks}
+    result = {name: float(np.mean(column)) if column else None for name, column in columns.items()}
+    result["ci95"] = {name: list(bootstrap(column, seed)) if column else None for name, column in columns.items()}
+    result["categories"] = {}
+    for category in sorted({categories[item] for item in played if item in categories}):
+        part = {item: ts for item, ts in played.items() if categories.get(item) == category}
+        result["categories"][category] = {
+            "items": len(part), **{name: float(np.mean(means(name, part))) for name in basic},
+            "ci95": {"success": list(bootstrap(means("success", part), seed))}}
+    return result
+
+
+# ---- the command ----
+
+
+def tables(results) -> str:
+    """For people: one result in full, or a line for each of several."""
+    def cell(x):
+        if isinstance(x, list):
+            return f"{x[0]:.3f} .. {x[1]:.3f}"
+        return "-" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x)
+
+    def table(*rows):
+        rows = [[cell(x) for x in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "".join("\n" + "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])])
+                       for first, *rest in rows)
+
+    result, c = results[0], results[0]["config"]
+    title = f"{c['model']} on {c['env']} {c['split']}, {c['items']} items x {c['samples']}"
+    if len(results) > 1:
+        names = ["score", "turns", "valid_actions", "env_error", f"pass@{c['samples']}"]
+        return title + table(["horizon", "success", "95 % interval", *names],
+                             *([r["config"]["horizon"], r["success"], r["ci95"]["success"], *(r[n] for n in names)]
+                               for r in results))
+    text = f"{title}, horizon {c['horizon']}" + table(
+        ["", "mean", "95 % interval"], *([name, result[name], interval] for name, interval in result["ci95"].items()))
+    return text + ("\n" + table(["category", "items", "success", "95 % interval", "score", "turns"], *(
+        [name, c["items"], c["success"], c["ci95"]["success"], c["score"], c["turns"]]
+        for name, c in result["categories"].items())) if result["categories"] else "")
+
+
+def write(path, text):
+    """All or nothing: the file gets its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def pins(cfg, names) -> dict:
+    """What it takes to repeat the evaluation of the items `names`: `config` in the result, but for the horizon."""
+    weights = hashlib.sha256()
+    files = sorted(Path(rl.model_path(cfg.model)).glob("model*.safetensors"))  # one; several are hashed as one
+    for path in files:
+        weights.update(path.read_bytes())
+    return {k: v for k, v in asdict(cfg).items() if k not in ("out", "trajectories", "horizon")} | {
+        "model_sha256": weights.hexdigest() if files else None,  # of a local model
+        "items": len(names), "items_sha256": hashlib.sha256("\n".join(names).encode()).hexdigest(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def main(argv=None) -> int:
+    """The command -> its exit code: 2 for bad usage, 1 if every environment failed; one line on stderr says why."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)  # it tells of every attempt to reach a hub that is not there
+    played = {}  # horizon -> trajectories
+    try:
+        cfg = parse_config(argv)
+        names, config = pick_items(cfg), pins(cfg, pick_items(cfg))
+        categories = worlds.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
+        pool = EnvPool(filter(None, cfg.env_url.split(",")))
+        how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p",
+                                            "top_k", "action_format")}
+        for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
+            played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
+            if all(t.status == "env_error" for t in played[horizon]):
+                print(f"eval.py: nothing to report, every environment failed; the first: "
+                      f"{' '.join(played[horizon][0].error.split())}", file=sys.stderr)
+                return 1
+        pool.close()
+    except ValueError as e:
+        print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    results = [summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
+               | {"config": config | {"horizon": horizon}} for horizon, trajectories in played.items()]
+    sweep = {"sweep": results, "config": config | {"horizon": list(played)}}
+    if cfg.out:
+        write(Path(cfg.out), json.dumps(sweep if len(played) > 1 else results[0], indent=1) + "\n")
+    for horizon, trajectories in played.items() if cfg.trajectories else ():
+        path = Path(cfg.trajectories)
+        path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}") if len(played) > 1 else path
+        write(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+    print(tables(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

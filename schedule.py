@@ -1,0 +1,77 @@
+"""The horizon: the largest number of turns of a trajectory, as a pure function of the training step.
+
+ScalingInter-RL (arXiv 2509.08755) starts with few turns, where the policy learns to use what it knows, and raises
+the limit in stages, so that it learns to explore before long episodes can collapse. As nothing is remembered
+between calls, a resumed run has the same horizon at step t as one that was never interrupted.
+
+    >>> [horizon_at(step, rounds=(6, 13, 20), every=100) for step in (0, 99, 100, 200, 10_000)]
+    [6, 6, 13, 20, 20]
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Preset(NamedTuple):
+    rounds: tuple[int, ...]  # the horizons, in the order of training
+    every: int  # steps spent at each but the last
+    eval_rounds: int  # the horizon in evaluation
+
+
+UPSTREAM = {  # the published settings, for real models
+    "babyai": Preset((6, 13, 20), 100, 20),
+    "textcraft": Preset((10, 20, 30), 100, 30),
+    "sciworld": Preset((10, 20, 30), 100, 30),
+    "searchqa": Preset((5, 8, 10), 100, 30),
+    "webarena": Preset((8, 12, 15), 80, 15),
+}
+TINY = {  # for the built-in tiny model
+    "babyai": Preset((3, 4, 5), 30, 5),
+    "textcraft": Preset((4, 6, 8), 20, 8),
+}
+
+
+def _is_count(x):
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def horizon_at(step, rounds=(6, 13, 20), every=100, kind="scaling_inter"):
+    """The horizon at `step` (counted from 0): rounds[step // every], and the last one from there on.
+
+    kind "fixed" takes exactly one round and uses it throughout.
+    """
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be an integer >= 0, not {step!r}")
+    if not rounds or not all(_is_count(r) for r in rounds):
+        raise ValueError(f"the horizon must be one or more positive integers, not {rounds!r}")
+    if not _is_count(every):
+        raise ValueError(f"the number of steps a horizon lasts must be an integer >= 1, not {every!r}")
+    if kind == "fixed":
+        if len(rounds) > 1:
+            raise ValueError(f"a fixed horizon is one number, not {len(rounds)} of them: {rounds!r}")
+        return rounds[0]
+    if kind == "scaling_inter":
+        return rounds[min(step // every, len(rounds) - 1)]
+    raise ValueError(f"unknown horizon schedule '{kind}'; choose from fixed, scaling_inter")
+
+
+def parse_rounds(text, world):
+    """The rounds of `world` in the text of a flag: one list for all worlds, or one for each.
+
+    >>> parse_rounds("6,13,20", "babyai")
+    (6, 13, 20)
+    >>> parse_rounds("babyai=6,13,20 textcraft=10,20,30", "textcraft")
+    (10, 20, 30)
+    """
+    entries = {}  # world -> its list, as text; None stands for all worlds
+    for part in text.split() if "=" in text else [text.strip()]:
+        m = re.fullmatch(r"(?:(\w+)=)?([1-9][0-9]*(?:,[1-9][0-9]*)*)", part)
+        if not m or (m[1] is None and "=" in text):
+            raise ValueError(f"cannot read the horizon '{text}'; write 6,13,20 or babyai=6,13,20 textcraft=10,20,30")
+        if m[1] in entries:
+            raise ValueError(f"the horizon '{text}' names '{m[1]}' twice")
+        entries[m[1]] = m[2]
+    numbers = entries.get(None) or entries.get(world)
+    if numbers is None:
+        raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
+    return tuple(int(n) for n in numbers.split(","))

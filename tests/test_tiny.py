@@ -1,0 +1,79 @@
+"""The built-in model is an honest base: it speaks the interface, and it knows nothing of the tasks."""
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import envs
+import rl
+from rollout import rollout
+
+sys.path.insert(0, str(ROOT / "data"))
+import make_tiny  # noqa: E402
+
+HORIZON = {"babyai": 5, "textcraft": 8}
+
+
+def random_policy(name, items, episodes):
+    """Success and turns of make_tiny's random policy -> per-item success [n]."""
+    env, wins = envs.make_env(name), []
+    for item in items:
+        for k in range(episodes):
+            env.reset(envs.split_item(item)[1])
+            rng = random.Random(f"{item} {k}")
+            for _ in range(HORIZON[name]):
+                step = env.step(make_tiny.random_action(env, name, rng))
+                if step.done:
+                    break
+            wins.append(step.success)
+    return np.array(wins, float).reshape(len(items), episodes).mean(1)
+
+
+def test_ordinary_files_of_a_few_megabytes():
+    files = {p.name: p.stat().st_size for p in rl.TINY.iterdir()}
+    assert sum(files.values()) < 10e6
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in files)
+    config = json.loads((rl.TINY / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["max_position_embeddings"] == 8192
+
+
+@pytest.mark.parametrize("name", ["babyai", "textcraft"])
+def test_it_acts_validly_and_succeeds_as_often_as_the_random_policy(tiny, pool, name):
+    items = envs.items(name, "test")[::2]
+    played = rollout(*tiny, pool, items, HORIZON[name], samples=2, max_tokens=32, seed=1)
+    valid = sum(t.valid_actions for t in played) / sum(t.turns for t in played)
+    assert valid > 0.95
+    ours = np.array([t.success for t in played], float).reshape(len(items), 2).mean(1)
+    chance = random_policy(name, items, 4)
+    difference = ours - chance  # paired over items
+    error = difference.std(ddof=1) / len(items) ** 0.5
+    assert abs(difference.mean()) < 3 * error + 0.02, (ours.mean(), chance.mean())
+
+
+def test_no_transcript_uses_an_item_of_the_item_sets():
+    # make_tiny plays seeds from 100,000 on; the sets stay far below
+    for name, per_seed in (("babyai", 40), ("textcraft", 544)):
+        for split in ("train", "test"):
+            assert all(envs.split_item(i)[1] // per_seed < 100_000 for i in envs.items(name, split))
+
+
+@pytest.mark.parametrize("name", ["babyai", "textcraft"])
+def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
+    env = envs.make_env(name)
+    first = {split: {env.reset(envs.split_item(i)[1]) for i in envs.items(name, split)} for split in ("train", "test")}
+    assert not first["train"] & first["test"]
+    assert len(envs.items(name, "test")) >= 200
+    if name == "babyai":
+        assert len(first["test"]) == 250 and len({o.split("\n")[0] for o in first["test"]}) >= 20
+
+
+def test_exercises_are_in_no_worlds_format():
+    rng, words = random.Random(0), make_tiny.vocabulary()
+    text = "\n".join(" ".join(make_tiny.exercise(rng, words)) for _ in range(3000))
+    for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "go to ", "pickup", "toggle"):
+        assert phrase not in text, phrase

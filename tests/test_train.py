@@ -1,0 +1,193 @@
+"""The command itself: every algorithm, repeated, resumed, on two processes, and given nonsense."""
+
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+import train
+
+SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3", "--horizon_steps", "2", "--steps", "3",
+         "--max_tokens", "8"]
+TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second")
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def run(*args, launcher=(sys.executable, "train.py"), **kw):
+    return subprocess.run([*launcher, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300, **kw)
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "a"
+    done = run("--out", str(out), "--save_every", "1", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_run_leaves_everything_it_promises(reference):
+    rows = metrics(reference)
+    assert [r["step"] for r in rows] == [0, 1, 2] and [r["horizon"] for r in rows] == [2, 2, 3]
+    assert set("""step env horizon loss success score turns reward kl entropy grad_norm valid_actions env_error truncated
+        zero_gradient_groups logprob_gap forwarded_per_kept padding trajectories""".split()) <= set(rows[0])
+    assert all(r["logprob_gap"] < 1e-4 for r in rows) and all(r["trajectories"] == 16 for r in rows)
+    assert (reference / "curves.png").stat().st_size > 10_000
+    config = json.loads((reference / "config.json").read_text())
+    assert config["env"] == "babyai" and config["horizon"] == "2,3"
+    lines = (reference / "trajectories/step_000001.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert len(lines) == 16 and set("""item env step group status reward score success turns messages tokens mask logprobs
+        rewards advantage""".split()) <= set(first)
+    assert len(list((reference / "checkpoints").iterdir())) == 2  # the last --keep
+    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM.from_pretrained(reference / "final")
+
+
+def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(reference, tmp_path):
+    out = tmp_path / "b"
+    args = ["--out", str(out), "--save_every", "1", *SMALL]
+    child = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, env=ENV, stderr=subprocess.DEVNULL)
+    while not (out / "checkpoints/step_000001/state.json").exists():  # saved once, then killed
+        time.sleep(0.02)
+        assert child.poll() is None, "the run ended before it could be killed"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    refused = run(*args)
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+    done = run(*args, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(out) == metrics(reference)
+    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
+        assert (out / name).read_bytes() == (reference / name).read_bytes()
+    again = run(*args, "--resume")
+    assert again.returncode == 0 and "finished" in again.stdout and len(again.stdout.splitlines()) == 1
+
+
+def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
+    out = tmp_path / "c"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613", "train.py")
+    done = run("--out", str(out), *SMALL, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    one, two = metrics(reference), metrics(out)
+    assert len(two) == 3 and two[0]["trajectories"] == 16
+    for key in ("loss", "grad_norm", "reward", "success", "turns", "entropy"):
+        assert abs(one[0][key] - two[0][key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("algo, more", [
+    ("ppo", []), ("rloo", ["--kl_coef", "0.01"]), ("reinforce_pp", ["--kl_coef", "0.01", "--kl_in", "reward", "--kl_type", "k1"])])
+def test_every_algorithm_runs_and_learns_something(algo, more, tmp_path):
+    done = run("--out", str(tmp_path / "r"), "--algo", algo, *more, *SMALL)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path / "r")
+    assert all(r["grad_norm"] > 0 for r in rows)
+    if "--kl_coef" in more:
+        assert abs(rows[0]["kl"]) < 0.5 and rows[0]["logprob_gap"] < 1e-4
+
+
+def test_textcraft_runs(tmp_path):
+    done = run("--env", "textcraft", "--out", str(tmp_path / "r"), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "r")[0]["env"] == "textcraft"
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--nonsense", "3"], "--nonsense"), (["--env", "chess"], "chess"), (["--algo", "dqn"], "dqn"),
+    (["--model", "./no/such/folder"], "no/such/folder"), (["--horizon", "0"], "horizon"), (["--lr", "-1"], "--lr"),
+    (["--lr", "fast"], "lr"), (["--resume"], "resume"), (["--env_url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    (["--horizon", "6,13", "--horizon_schedule", "fixed"], "fixed"), (["--data", "/nowhere"], "/nowhere"),
+    (["--rollouts_per_item", "1"], "rollouts_per_item"), (["--kl_type", "k1", "--kl_coef", "1"], "k1")])
+def test_nonsense_is_one_line_and_nothing_written(args, says, tmp_path, capsys):
+    out = tmp_path / "r"
+    with pytest.raises(ValueError) as e:
+        train.parse_config([*args, "--out", str(out)])
+    assert says in str(e.value) and "\n" not in str(e.value)
+    assert not out.exists() and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("args", [["--nonsense", "3"], ["--horizon", "0"], ["--resume"]])
+def test_nonsense_ends_the_command_with_2(args, tmp_path):
+    done = run(*args, "--out", str(tmp_path / "r"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_item_that_does_not_exist_is_one_line(tmp_path):
+    folder = tmp_path / "AgentItemId"
+    folder.mkdir()
+    (folder / "babyai_train.json").write_text(json.dumps([{"item_id": "babyai_x"}] * 20))
+    done = run("--data", str(tmp_path), "--out", str(tmp_path / "r"), *SMALL)
+    assert done.returncode == 2 and "babyai_x" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "r").exists()
+
+
+def test_items_of_a_step_are_a_function_of_seed_and_step():
+    items = [f"babyai_{i}" for i in range(10)]
+    steps = [train.items_at(items, 0, s, 3) for s in range(6)]
+    assert steps == [train.items_at(items, 0, s, 3) for s in range(6)]
+    assert all(len(set(s)) == 3 for s in steps)
+    assert len(set(sum(steps[:3], []))) == 9  # an epoch repeats nothing
+    assert steps[:3] != steps[3:] and steps != [train.items_at(items, 1, s, 3) for s in range(6)]
+
+
+def test_help_explains_and_shows_the_presets():
+    done = run("--help")
+    assert done.returncode == 0
+    for word in ("--horizon_schedule", "6,13,20", "3,4,5", "critic_lr", "REINFORCE", "minibatches"):
+        assert word in done.stdout or word.lower() in done.stdout.lower(), word
+
+
+def test_a_step_without_any_gradient_is_no_accident(tiny, pool):
+    from rollout import rollout
+    cfg = train.parse_config(["--out", "runs/never-made"])
+    played = rollout(*tiny, pool, ["babyai_8", "babyai_50"], 2, samples=2, max_tokens=6)
+    for t in played:
+        t.rewards, t.reward = [0.0] * len(t.tokens), 0.5
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    columns = train.advantages_of(played, cfg, "cpu")
+    result = train.update(played, columns, cfg, 0, model, optimizer)
+    assert result["loss"] == 0.0 and result["grad_norm"] == 0.0 and result["logprob_gap"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), tiny[0].state_dict().values()))
+
+
+def test_equal_rewards_give_no_advantage_wherever_they_stand(tiny, pool):
+    """-0.05 twice and then 1 adds up differently in float32 by position; the advantage must not see it."""
+    from rollout import Trajectory
+    cfg = train.parse_config(["--out", "runs/never-made"])
+    played = []
+    for at in ((3, 5, 9), (2, 11, 14), (7, 8, 20), (1, 2, 3)):
+        t = Trajectory("babyai_8", "babyai", tokens=[5] * 24, mask=[i in at for i in range(24)], logprobs=[0.0] * 24,
+                       rewards=[0.0] * 24)
+        for i, r in zip(at, (-0.05, -0.05, 1.0)):
+            t.rewards[i] = r
+        t.reward = math.fsum(t.rewards)
+        played.append(t)
+    assert all(a == 0.0 for row in train.advantages_of(played, cfg, "cpu")["advantages"] for a in row)
+
+
+def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
+    done = run("--out", str(tmp_path / "r"), "--algo", "ppo", "--dtype", "bfloat16", "--kl_coef", "0.01", *SMALL)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path / "r")
+    assert all(0 < r["logprob_gap"] < 0.05 and 0 < r["grad_norm"] < float("inf") for r in rows)
+    from safetensors.torch import load_file
+    assert all(w.dtype == torch.float32 for w in load_file(tmp_path / "r/final/model.safetensors").values())
+
+
+def test_resume_refuses_other_flags(reference):
+    with pytest.raises(ValueError, match="was started with --algo grpo"):
+        train.parse_config(["--out", str(reference), "--resume", "--algo", "ppo", *SMALL])

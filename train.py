@@ -1,0 +1,426 @@
+"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantage, update, log, save.
+
+    torchrun train.py --env babyai --algo grpo            # the built-in tiny model, two CPU cores, minutes
+    torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct --data AgentGym-RL-Data-ID
+
+The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. What deviates from the original:
+a turn's reward sits on the last token that the policy sampled in it (there it is lost to PPO and REINFORCE++), a loss
+has one denominator an optimizer step (there the mean of micro-batch means), and a failed environment leaves the
+statistics (there it is a reward of 0).
+"""
+
+import json
+import os
+import sys
+import time
+from argparse import RawDescriptionHelpFormatter
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin cost 5x where cores are shared
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import HfArgumentParser  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+import agent  # noqa: E402
+import algos  # noqa: E402
+import envs as worlds  # noqa: E402
+import rl  # noqa: E402
+import schedule  # noqa: E402
+from rollout import EnvPool, rollout  # noqa: E402
+
+# What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
+TINY = dict(steps=150, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=1e-3, critic_lr=1e-3, max_tokens=32,
+            max_length=4096, kl_coef=0.0, invalid_penalty=0.05, action_format="plain", microbatch_tokens=8192,
+            slots=128, dtype="float32")
+REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,
+            max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
+            slots=32, dtype="bfloat16")
+WORLD_TINY = {"textcraft": dict(steps=80)}
+WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288)}
+ALGOS = ("ppo", "grpo", "rloo", "reinforce_pp")
+
+
+def arg(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}")
+    algo: str = arg("grpo", "ppo | grpo | rloo | reinforce_pp")
+    model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
+    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
+    data: str = arg("", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
+    out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
+    resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
+    seed: int = arg(0, "every random number follows from it")
+    steps: int | None = arg(None, "training steps")
+    items_per_step: int | None = arg(None, "different items a step")
+    rollouts_per_item: int | None = arg(None, "trajectories of each item: the group of GRPO and RLOO")
+    minibatches: int | None = arg(None, "optimizer steps an epoch")
+    epochs: int = arg(1, "passes over a step's trajectories")
+    horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30'")
+    horizon_steps: int | None = arg(None, "training steps a stage lasts")
+    horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout)")
+    max_tokens: int | None = arg(None, "largest reply, tokens")
+    max_length: int | None = arg(None, "largest trajectory, tokens")
+    temperature: float = arg(1.0, "of sampling")
+    top_p: float = arg(1.0, "nucleus sampling; truncation makes training off-policy")
+    top_k: int = arg(0, "0: off; truncation makes training off-policy")
+    slots: int | None = arg(None, "trajectories played at a time on each process")
+    deadline: float = arg(60.0, "seconds an environment has to answer")
+    action_format: str | None = arg(None, " | ".join(agent.FORMATS))
+    invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
+    lr: float | None = arg(None, "AdamW's learning rate")
+    critic_lr: float | None = arg(None, "the same for PPO's critic")
+    gamma: float = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
+    lam: float = arg(1.0, "lambda of GAE (ppo)")
+    clip_low: float = arg(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: float = arg(0.2, "and above 1 + clip_high")
+    value_clip: float = arg(0.5, "how far a value may move in one step (ppo)")
+    kl_coef: float | None = arg(None, "weight of the KL to the starting model; 0: no reference model at all")
+    kl_type: str = arg("k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
+    kl_in: str = arg("loss", "loss | reward")
+    entropy_coef: float = arg(0.0, "weight of an entropy bonus")
+    aggregation: str = arg("token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
+    max_grad_norm: float = arg(1.0, "gradients are clipped to this norm")
+    microbatch_tokens: int | None = arg(None, "positions in one forward and backward pass")
+    dtype: str | None = arg(None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
+    save_every: int = arg(50, "steps between checkpoints")
+    keep: int = arg(2, "checkpoints kept")
+
+
+class Parser(HfArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+
+def parse_config(argv=None) -> Config:
+    """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
+    tables = "\n".join(f"  {name:9} " + ", ".join(f"{w} {','.join(map(str, p.rounds))} (a stage {p.every} steps)"
+                                                   for w, p in table.items())
+                       for name, table in (("tiny", schedule.TINY), ("others", schedule.UPSTREAM)))
+    defaults = "\n".join(f"  {name:9} " + ", ".join(f"{k} {v}" for k, v in table.items()) for name, table in
+                         (("tiny", TINY), *(("  " + w, t) for w, t in WORLD_TINY.items()),
+                          ("others", REAL), *(("  " + w, t) for w, t in WORLD_REAL.items())))
+    parser = Parser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                    epilog=f"default horizons by --model:\n{tables}\nother defaults by --model:\n{defaults}")
+    parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
+    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"unknown argument {unknown[0]}; python train.py --help lists all")
+    if cfg.env not in worlds.WORLDS:
+        raise ValueError(f"unknown environment '{cfg.env}'; choose from {', '.join(worlds.WORLDS)}")
+    tiny = cfg.model == "tiny"
+    for table in (WORLD_TINY if tiny else WORLD_REAL).get(cfg.env, {}), TINY if tiny else REAL:
+        for name, value in table.items():
+            if getattr(cfg, name) is None:
+                setattr(cfg, name, value)
+    preset = (schedule.TINY if tiny else schedule.UPSTREAM).get(cfg.env, schedule.UPSTREAM["babyai"])
+    cfg.horizon = cfg.horizon or ",".join(map(str, preset.rounds[-1:] if cfg.horizon_schedule == "fixed" else preset.rounds))
+    cfg.horizon_steps = preset.every if cfg.horizon_steps is None else cfg.horizon_steps
+    cfg.out = cfg.out or f"runs/{cfg.env}_{cfg.algo}_s{cfg.seed}"
+    check(cfg)
+    return cfg
+
+
+def check(cfg):
+    """Everything that can be known to be wrong before anything is written: ValueError, one line."""
+    choices = {"algo": ALGOS, "kl_type": ("k1", "abs", "k2", "k3"), "kl_in": ("loss", "reward"),
+               "aggregation": ("token", "sequence"), "action_format": tuple(agent.FORMATS),
+               "dtype": ("float32", "bfloat16")}
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
+    for name in ("steps", "items_per_step", "rollouts_per_item", "minibatches", "epochs", "max_tokens", "max_length", "slots",
+                 "deadline", "temperature", "lr", "critic_lr", "microbatch_tokens", "save_every", "keep", "max_grad_norm"):
+        if not 0 < getattr(cfg, name) < float("inf"):
+            raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
+    for name in ("kl_coef", "entropy_coef", "invalid_penalty", "clip_low", "clip_high", "seed", "top_k", "value_clip"):
+        if not 0 <= getattr(cfg, name) < float("inf"):
+            raise ValueError(f"--{name} must not be negative, but is {getattr(cfg, name)}")
+    for name in ("gamma", "lam", "top_p"):
+        if not 0 < getattr(cfg, name) <= 1:
+            raise ValueError(f"--{name} must lie in (0, 1], not {getattr(cfg, name)}")
+    if cfg.kl_in == "loss" and cfg.kl_type == "k1":
+        raise ValueError("--kl_type k1 has no expected gradient as a loss; use k3, or --kl_in reward")
+    if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
+        raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item must be at least 2")
+    schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, cfg.env), cfg.horizon_steps, cfg.horizon_schedule)
+    worlds.make_env(cfg.env).close()
+    items = worlds.items(cfg.env, "train", cfg.data or None)
+    for item in items:
+        if worlds.split_item(item)[0] != cfg.env:
+            raise ValueError(f"the training set of {cfg.env} holds the item '{item}'")
+    if len(items) < cfg.items_per_step:
+        raise ValueError(f"--items_per_step is {cfg.items_per_step}, but the training set has {len(items)} items")
+    rl.model_path(cfg.model)
+    out = Path(cfg.out)
+    above = next(p for p in out.absolute().parents if p.exists())
+    if out.is_file() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"cannot make the run folder {out}")
+    if cfg.resume and not out.is_dir():
+        raise ValueError(f"nothing to resume: there is no folder {out}")
+    if cfg.resume and (out / "config.json").exists():
+        was, may_change = json.loads((out / "config.json").read_text()), {"resume", "out", "steps", "save_every", "keep",
+                                                                          "env_url", "deadline"}
+        for name in [f.name for f in fields(cfg) if f.name not in may_change]:
+            if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
+                raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
+    if not cfg.resume and rl.checkpoints(out):
+        raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
+    for url in filter(None, cfg.env_url.split(",")):
+        worlds.check_url(url)
+
+
+def items_at(items, seed, step, count):
+    """The items of a training step: every epoch a new order, a function of (seed, step) alone; none twice in a step."""
+    steps_per_epoch = len(items) // count
+    epoch, part = divmod(step, steps_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(len(items))
+    return [items[i] for i in order[part * count:(part + 1) * count]]
+
+
+def advantages_of(trajectories, cfg, device, reference=None, critic=None):
+    """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
+    a reference model "ref_logprobs". Computed over the gathered batch."""
+    columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
+    batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])
+    rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
+    scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
+    if reference is not None:
+        with rl.compute_in(cfg.dtype, device):
+            rows = rl.map_trajectories(lambda ids, m: rl.token_logprobs(reference, ids, m, cfg.temperature)[0],
+                                       trajectories, device, cfg.microbatch_tokens)
+        columns["ref_logprobs"] = rows
+        if cfg.kl_in == "reward":
+            ref = rl.collate(trajectories, ref=rows)["ref"]
+            penalty = cfg.kl_coef * torch.where(mask, algos.kl(batch["old_logprobs"], ref, cfg.kl_type, mask), 0.0)
+            rewards, scores = rewards - penalty, scores - penalty.sum(1)
+    groups = torch.tensor([t.group for t in trajectories])
+    if cfg.algo == "grpo":
+        advantages = algos.grpo_advantage(scores, groups, valid)[:, None] * mask
+    elif cfg.algo == "rloo":
+        advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
+    elif cfg.algo == "reinforce_pp":
+        advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
+    else:
+        with rl.compute_in(cfg.dtype, device):
+            values = rl.map_trajectories(critic, trajectories, device, cfg.microbatch_tokens)
+        columns["old_values"] = values
+        advantages, returns = algos.gae(rewards * mask, rl.collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
+        columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
+        advantages = algos.whiten(advantages, mask)
+    columns["advantages"] = [a[: len(t.tokens)].tolist() for t, a in zip(trajectories, advantages)]
+    for t, row in zip(trajectories, columns["advantages"]):
+        per_token = cfg.algo in ("ppo", "reinforce_pp")
+        t.advantage = row if per_token else next((a for a, m in zip(row, t.mask) if m), 0.0)
+    return columns
+
+
+def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, critic_optimizer=None):
+    """PPO-style passes over one step's trajectories -> metrics of the update."""
+    sums = {}
+    usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
+    gap = steps = 0.0
+    for epoch in range(cfg.epochs):
+        order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
+        for part in np.array_split(order, min(cfg.minibatches, max(1, len(order)))):
+            masks = [trajectories[i].mask for i in part]
+            denominator = max(1, sum(map(sum, masks)) if cfg.aggregation == "token" else len(masks))
+
+            def policy_term(batch):
+                with rl.compute_in(cfg.dtype, policy.device):
+                    logp, ent = rl.token_logprobs(policy, batch["ids"], batch["mask"], cfg.temperature, cfg.entropy_coef > 0)
+                loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"],
+                                                cfg.clip_low, cfg.clip_high)
+                stats["gap"] = (logp.detach() - batch["old_logprobs"]).abs().sum()
+                if "ref_logprobs" in batch:
+                    kl = algos.kl(logp, batch["ref_logprobs"], cfg.kl_type, batch["mask"])
+                    stats["kl"] = kl.detach().sum()
+                    if cfg.kl_in == "loss":
+                        loss = loss + cfg.kl_coef * kl
+                if cfg.entropy_coef:
+                    loss = loss - cfg.entropy_coef * ent
+                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), stats
+
+            def value_term(batch):
+                with rl.compute_in(cfg.dtype, policy.device):
+                    values = critic(batch["ids"], batch["mask"])
+                loss = algos.value_loss(values, batch["old_values"], batch["returns"], batch["mask"], cfg.value_clip)
+                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), {}
+
+            # where the advantage is zero and there is no other term there is no gradient: it counts above, and is skipped
+            other_terms = cfg.entropy_coef or ("ref_logprobs" in columns and cfg.kl_in == "loss")
+            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])]
+            stats = _step(policy, optimizer, trajectories, columns, with_gradient, policy_term, cfg)
+            if critic is not None:
+                value_stats = _step(critic, critic_optimizer, trajectories, columns, part, value_term, cfg)
+                stats["value_loss"] = value_stats.get("loss", 0.0)
+            if not steps:  # the weights are still those that sampled
+                gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
+            steps += 1
+            for k, v in stats.items():
+                sums[k] = sums.get(k, 0.0) + v
+    tokens = max(1.0, sums.get("tokens", 0.0))
+    return {"loss": sums.get("loss", 0.0) / steps, "grad_norm": sums["grad_norm"] / steps, "logprob_gap": gap,
+            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, old to new
+            "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
+            "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
+            **({"value_loss": sums["value_loss"] / steps} if critic is not None else {})}
+
+
+def _step(model, optimizer, trajectories, columns, rows, term, cfg):
+    return rl.optimizer_step(model, optimizer, [trajectories[i] for i in rows],
+                             {k: [v[i] for i in rows] for k, v in columns.items()}, term,
+                             cfg.microbatch_tokens, cfg.max_grad_norm)
+
+
+def rollout_metrics(trajectories):
+    """What a step's trajectories say, failed environments left out (their share is `env_error`)."""
+    ok = [t for t in trajectories if t.status != "env_error"]
+    mean = lambda values: float(np.mean(values)) if len(values) else 0.0  # noqa: E731
+    groups = {}
+    for t in ok:
+        groups.setdefault(t.group, []).append(t.reward)
+    sampled = sum(sum(t.mask) for t in ok)
+    kinds = Counter(t.error.split(":")[0] for t in trajectories if t.status == "env_error")  # timeout | fault | crash
+    return {
+        "success": mean([t.success for t in ok]), "score": mean([t.score for t in ok]), "turns": mean([t.turns for t in ok]),
+        "reward": mean([t.reward for t in ok]),
+        "entropy": -sum(sum(t.logprobs) for t in ok) / max(1, sampled),  # mean -log p of what was sampled, nats a token
+        "valid_actions": sum(t.valid_actions for t in ok) / max(1, sum(t.turns for t in ok)),
+        "env_error": 1 - len(ok) / len(trajectories), "truncated": mean([t.status in ("horizon", "length") for t in ok]),
+        "zero_gradient_groups": mean([max(g) == min(g) for g in groups.values()]), "trajectories": len(trajectories),
+        **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
+
+
+def draw_curves(run):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    steps = [r["step"] for r in rows]
+    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), sharex=True, layout="constrained")
+    for ax, names in zip(axes.flat, (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])):
+        for name in names:
+            values = np.array([r[name] for r in rows], float)
+            stairs = name == "horizon"
+            ax.plot(steps, values, color="0.6" if stairs else "C0", alpha=1 if stairs else 0.3, drawstyle="steps-post" if stairs
+                    else "default", label=name)
+            if not stairs and len(values) >= 5:
+                ax.plot(steps, np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid"), color="C0")
+        for at in [s for s, a, b in zip(steps[1:], rows, rows[1:]) if a["horizon"] != b["horizon"]]:
+            ax.axvline(at, color="0.8", lw=1, zorder=0)
+        ax.set_title(" and ".join(n.replace("_", " ") for n in names))
+        ax.set_xlabel("training step")
+    figure.suptitle(f"{Path(run).name}: training trajectories, mean of 5 steps over single steps; lines: the horizon grows")
+    figure.savefig(Path(run) / "curves.png.tmp", format="png", dpi=110)
+    plt.close(figure)
+    os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
+
+
+def train(cfg: Config):
+    rank, world, device = rl.init_distributed()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    run = Path(cfg.out)
+    newest = rl.checkpoints(run)[-1] if rl.checkpoints(run) else None
+    state, tensors, critic = {"step": 0}, {}, None
+    try:  # all that can fail for a broken model or checkpoint, before anything is written
+        policy, tokenizer = rl.load_policy(str(newest or cfg.model), device)
+        agent.Chat(tokenizer)
+        # the reference exists only if the KL needs it, and needs no gradient: the arithmetic's own precision will do
+        reference = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))[0].eval() if cfg.kl_coef else None
+        critic = rl.Critic(cfg.model, device) if cfg.algo == "ppo" else None
+        if newest:
+            state, tensors = rl.resume(newest)
+    except ValueError as e:
+        usage_error(e)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=cfg.critic_lr, weight_decay=0.0) if critic else None
+    trainable = {k: v for k, v in {"optimizer": optimizer, "critic": critic, "critic_optimizer": critic_optimizer}.items() if v}
+    for name in tensors:
+        trainable[name].load_state_dict(tensors[name])
+    start = state["step"]
+    if cfg.resume and not newest and rank == 0:
+        print(f"{run} has no complete checkpoint: starting at step 0", file=sys.stderr)
+    if start >= cfg.steps and (run / "final").exists():
+        if rank == 0:
+            print(f"{run} is finished ({start} steps)")
+        return
+    metrics = run / "metrics.jsonl"
+    if rank == 0:
+        (run / "trajectories").mkdir(parents=True, exist_ok=True)
+        (run / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        old = metrics.read_text().splitlines(keepends=True) if newest else []
+        metrics.write_text("".join(line for line in old if json.loads(line)["step"] < start))
+        if cfg.top_p < 1 or cfg.top_k:
+            print("warning: truncated sampling makes training off-policy", file=sys.stderr)
+    items = worlds.items(cfg.env, "train", cfg.data or None)
+    rounds = schedule.parse_rounds(cfg.horizon, cfg.env)
+    pool = EnvPool(filter(None, cfg.env_url.split(",")))
+    bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
+    for step in bar:
+        horizon = schedule.horizon_at(step, rounds, cfg.horizon_steps, cfg.horizon_schedule)
+        names = items_at(items, cfg.seed, step, cfg.items_per_step)
+
+        clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
+        with rl.compute_in(cfg.dtype, device):
+            mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
+                           slots=cfg.slots, max_tokens=cfg.max_tokens, max_length=cfg.max_length,
+                           temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, action_format=cfg.action_format,
+                           invalid_penalty=cfg.invalid_penalty, deadline=cfg.deadline, stats=stats)
+        groups = rl.gather([mine[i:i + K] for i in range(0, len(mine), K)])
+        trajectories = [t for group in groups for t in group]
+        for i, t in enumerate(trajectories):
+            t.group = i // K
+        if all(t.status == "env_error" for t in trajectories):
+            sys.exit(f"train.py: every environment failed at step {step}; the first: {trajectories[0].error}")
+        forwarded = sum(rl.gather([stats.get("forwarded", 0)]))
+        seconds_rollout = time.perf_counter() - clock
+
+        columns = advantages_of(trajectories, cfg, device, reference, critic)
+        trained = update(trajectories, columns, cfg, step, policy, optimizer, critic, critic_optimizer)
+        seconds = time.perf_counter() - clock
+
+        kept = sum(len(t.tokens) for t in trajectories)
+        row = {"step": step, "env": cfg.env, "horizon": horizon, **rollout_metrics(trajectories), **trained,
+               "forwarded_per_kept": forwarded / kept, "tokens": kept, "seconds_rollout": seconds_rollout,
+               "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds}
+        if rank == 0:
+            with metrics.open("a") as f:
+                f.write(json.dumps(row) + "\n")
+            with (run / f"trajectories/step_{step:06d}.jsonl").open("w") as f:
+                f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
+            bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{horizon} "
+                                f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
+            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+                rl.save(run / f"checkpoints/step_{step + 1:06d}", policy, tokenizer, {"step": step + 1},
+                        {k: v.state_dict() for k, v in trainable.items()})
+                rl.drop_old(run, cfg.keep)
+                draw_curves(run)
+    if rank == 0:
+        rl.save(run / "final", policy, tokenizer, None, None)
+        print(f"done: {run}/final; next: python eval.py --env {cfg.env} --model {run}/final")
+    pool.close()
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+def usage_error(e):
+    print("train.py: " + " ".join(str(e).split()), file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    try:
+        config = parse_config()
+    except ValueError as e:
+        usage_error(e)
+    train(config)
