@@ -284,6 +284,8 @@ def main(argv=None) -> int:
                 print(f"eval.py: nothing to report, every environment failed; the first: "
                       f"{' '.join(played[horizon][0].error.split())}", file=sys.stderr)
                 return 1
+            if not any(t.turns for t in played[horizon]):
+                raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
         pool.close()
     except ValueError as e:
         print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)

@@ -382,6 +382,8 @@ def train(cfg: Config):
             t.group = i // K
         if all(t.status == "env_error" for t in trajectories):
             sys.exit(f"train.py: every environment failed at step {step}; the first: {trajectories[0].error}")
+        if not any(t.turns for t in trajectories):
+            sys.exit(f"train.py: --max_length is {cfg.max_length}: no first prompt fits")
         forwarded = sum(rl.gather([stats.get("forwarded", 0)]))
         seconds_rollout = time.perf_counter() - clock
 

@@ -81,59 +81,52 @@ NAMES = "Anna Bob Carla David Emma Frank Greta Hugo Ida Jack Karin Leo Mia Noah 
 VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold lend".split()
 
 
+def lists(rng, count):
+    """An order and `count` lists of deeds to pick what it names from -> (order, [list], [answer]). What is to be copied
+    stands at the start of a line, so that its tokens are those of the answer; "none" where there is nothing of the kind."""
+    colours, nouns = COLOURS[:rng.choice([3, 6, 11])], NOUNS[:rng.choice([4, 8, 60])]
+    things = sorted({(rng.choice(colours), rng.choice(nouns)) for _ in range(rng.randint(1, 8))})
+    rng.shuffle(things)
+    verbs = rng.sample(VERBS, rng.randint(1, 3))
+    deeds = [(v, *t) for v in verbs for t in things]
+    if rng.random() < 0.3:
+        rng.shuffle(deeds)
+    v, c, n = rng.choice(deeds) if rng.random() < 0.8 else map(rng.choice, (verbs, colours, nouns))
+    order, fits = rng.choice([(f"{v.capitalize()} the {c} {n}.", lambda d: d == (v, c, n))] * 5 + [
+        (f"{v.capitalize()} a {n}.", lambda d: d[0] == v and d[2] == n),
+        (f"{v.capitalize()} something {c}.", lambda d: d[0] == v and d[1] == c),
+        (f"Do something with the {c} {n}.", lambda d: d[1:] == (c, n))])
+    shown = [[d for d in deeds if rng.random() < (0.9 if count == 1 else 0.6)] for _ in range(count)]
+    found = [[" ".join(d) for d in part if fits(d)] for part in shown]
+    return order, ["\n".join(map(" ".join, part)) for part in shown], [rng.choice(f) if f else "none" for f in found]
+
+
 def exercise(rng, words):
-    """One question about a short text -> (question, answer). What is to be copied stands at the start of a line, so that
-    its tokens are those of the answer."""
-    kind = rng.randrange(10)
+    """One question about a short text -> (question, answer)."""
+    kind = rng.randrange(6)
     if kind == 0:
         said = " ".join(rng.choices(words, k=rng.randint(2, 8)))
         return f"Repeat:\n{said}", said
-    if kind == 1:  # who wants what
+    if kind <= 2:  # who wants what
         wants = {n: f"{rng.randint(1, 9)} {' '.join(rng.choices(words, k=rng.randint(1, 3)))}"
                  for n in rng.sample(NAMES, rng.randint(2, 7))}
         who = rng.choice(list(wants))
         return "\n".join(f"{n} wants\n{w}" for n, w in wants.items()) + f"\n\nWhat does {who} want?", wants[who]
-    if kind == 2:  # bring something that one of them needs
-        needs = {" ".join(rng.choices(words, k=rng.randint(1, 3))): [
-            f"{rng.randint(1, 9)} {' '.join(rng.choices(words, k=rng.randint(1, 2)))}" for _ in range(rng.randint(1, 3))]
-            for _ in range(rng.randint(2, 8))}
-        what = rng.choice(list(needs))
-        text = "\n".join(f"for {n} we need {', '.join(w)}" for n, w in needs.items())
-        return f"{text}\n\nBring something for {what}.", f"bring {rng.choice(needs[what])}"
-    things = [(rng.choice(COLOURS[:rng.choice([3, 6, 11])]), rng.choice(NOUNS[:rng.choice([4, 8, 60])]))
-              for _ in range(rng.randint(2, 12))]
-    shown = [f"{c} {n} {sum(t == (c, n) for t in things[:i]) + 1}" for i, (c, n) in enumerate(things)]
-    colour, noun = rng.choice(things)
-    if kind == 3:  # is it there?
-        if rng.random() < 0.6:
-            colour, noun = rng.choice(COLOURS[:6]), rng.choice(NOUNS[:8])
-        ask, hit = rng.choice([(f"a {colour} {noun}", (colour, noun) in things),
-                               (f"a {noun}", any(n == noun for _, n in things)),
-                               (f"a {colour} thing", any(c == colour for c, _ in things))])
-        question, answer = f"Is there {ask}?", "yes" if hit else "no"
-    else:
-        by, what = rng.choice([(lambda c, n: (c, n) == (colour, noun), f"{colour} {noun}"), (lambda c, n: n == noun, noun),
-                               (lambda c, n: c == colour, f"{colour} thing")])
-        if kind == 4:
-            question, answer = f"Which one is a {what}?", rng.choice([s for s, t in zip(shown, things) if by(*t)])
-        else:  # a list of deeds, with some verbs that all things share
-            verbs = rng.sample(VERBS, rng.randint(1, 3))
-            deeds = [(v, s, t) for v in verbs for s, t in zip(shown, things) if rng.random() < 0.8]
-            found = [(v, s) for v, s, t in deeds if by(*t)]
-            verb = rng.choice(found)[0] if found else rng.choice(verbs)
-            question = rng.choice([f"Choose what is about the {what}.", f"Do something with the {what}."])
-            if kind >= 8:
-                question, found = f"{verb.capitalize()} the {what}.", [(v, s) for v, s in found if v == verb]
-            shown = [f"{v} {s}" for v, s, _ in deeds]
-            answer = " ".join(rng.choice(found)) if found else "none"
-    text = "\n".join(shown)
-    return (f"{question}\n{text}" if rng.random() < 0.7 else f"{text}\n\n{question}"), answer
+    order, [text], [answer] = lists(rng, 1)
+    return (f"{order}\n{text}" if rng.random() < 0.7 else f"{text}\n\n{order}"), answer
 
 
-def drill(rng, words):
-    """A conversation that is mostly copying -> (first message, [(observation, reply)])."""
-    said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
-    return "Repeat what you read.", [(s, s) for s in said]
+def drill(rng, words, repeats):
+    """A conversation that practises copying, or picking from a list what was asked for: at once, or in several lists
+    after the order was given -> (first message, [(observation, reply)])."""
+    if rng.random() < repeats:
+        said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
+        return "Repeat what you read.", [(s, s) for s in said]
+    if rng.random() < 0.5:  # the order stands, the lists change
+        order, texts, answers = lists(rng, rng.randint(2, 4))
+        return "Answer the questions.", list(zip([f"{order}\n{texts[0]}", *texts[1:]], answers))
+    parts = [lists(rng, 1) for _ in range(rng.randint(2, 4))]
+    return "Answer the questions.", [(f"{order}\n{text}", answer) for order, [text], [answer] in parts]
 
 
 def play(env, name, item, rng, turns):
@@ -182,7 +175,7 @@ def conversations(count, seed):
             questions = [exercise(rng, words) for _ in range(rng.randint(2, 5))]
             yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
         elif u < 0.77:
-            level = rng.choice(SINGLE_ROOM) if rng.random() < 0.6 else rng.randrange(40)
+            level = rng.choice(SINGLE_ROOM) if rng.random() < 0.7 else rng.randrange(40)
             item = level + 40 * (100_000 + rng.randrange(10**6))
             yield play(envs["babyai"], "babyai", item, rng, rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
         else:
@@ -259,13 +252,14 @@ def look_back(model, offsets=(1, 2), strength=6.0, pairs=5):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
-    parser.add_argument("--minutes", type=float, default=21, help="time for the training itself")
+    parser.add_argument("--minutes", type=float, default=36, help="time for the training itself")
     parser.add_argument("--conversations", type=int, default=50_000)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--drill_steps", type=int, default=600)
+    parser.add_argument("--repeat_steps", type=int, default=600)
+    parser.add_argument("--pick_steps", type=int, default=1500)
     parser.add_argument("--drill_lr", type=float, default=3e-3)
     parser.add_argument("--batch_tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
@@ -281,7 +275,7 @@ def main():
     data = [encode(chat, t) for t in tqdm(talks, desc="encoding", leave=False)]
     held, data = data[:300], data[300:]
     words = vocabulary()
-    drills = [encode(chat, drill(rng, words)) for _ in range(15_000)]
+    drills = [[encode(chat, drill(rng, words, repeats)) for _ in range(15_000)] for repeats in (1.0, 0.4)]
     print(f"{len(tokenizer)} tokens in the vocabulary; {sum(len(d[0]) for d in data) / 1e6:.1f}M tokens of text")
 
     config = Qwen2Config(
@@ -302,14 +296,17 @@ def main():
         return loss, weight[:, 1:].flatten()
 
     begin, seen, bar = time.time(), 0, tqdm(total=100, desc="training", unit="%")
-    drilling, mixture = batches(drills, args.batch_tokens // 2, rng), batches(data, args.batch_tokens, rng)
+    repeating, picking = (batches(d, args.batch_tokens // 2, rng) for d in drills)
+    mixture = batches(data, args.batch_tokens, rng)
     for step in range(10**9):
         done = min(1.0, (time.time() - begin) / 60 / args.minutes)
-        if step < args.drill_steps:
-            parts, lr = [(drilling, 1.0)], args.drill_lr * min(1, (step + 1) / 40)
-        else:  # warm-up, constant, then linearly to zero
-            parts = [(mixture, 1.0)] + [(drilling, 0.5)] * (step % 2)
-            lr = args.lr * min(1, (step - args.drill_steps + 10) / 100) * min(1, (1 - done) / 0.6 + 0.02)
+        lr = args.lr * min(1, (1 - done) / 0.6 + 0.02)  # constant, then linearly to zero
+        if step < args.repeat_steps:
+            parts, lr = [(repeating, 1.0)], args.drill_lr * min(1, (step + 1) / 40)
+        elif step < args.repeat_steps + args.pick_steps:
+            parts = [(picking, 1.0)]
+        else:
+            parts = [(mixture, 1.0)] + [(picking, 0.5)] * (step % 2)
         for group in optimizer.param_groups:
             group["lr"] = lr
         for source, share in parts:
