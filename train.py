@@ -32,6 +32,7 @@ import envs as worlds  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
 from rollout import EnvPool, rollout  # noqa: E402
+from view import draw_curves  # noqa: E402
 
 # What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
 TINY = dict(steps=150, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=1e-3, critic_lr=1e-3, max_tokens=32,
@@ -298,31 +299,6 @@ def rollout_metrics(trajectories):
         "env_error": 1 - len(ok) / len(trajectories), "truncated": mean([t.status in ("horizon", "length") for t in ok]),
         "zero_gradient_groups": mean([max(g) == min(g) for g in groups.values()]), "trajectories": len(trajectories),
         **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
-
-
-def draw_curves(run):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    steps = [r["step"] for r in rows]
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), sharex=True, layout="constrained")
-    for ax, names in zip(axes.flat, (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])):
-        for name in names:
-            values = np.array([r[name] for r in rows], float)
-            stairs = name == "horizon"
-            ax.plot(steps, values, color="0.6" if stairs else "C0", alpha=1 if stairs else 0.3, drawstyle="steps-post" if stairs
-                    else "default", label=name)
-            if not stairs and len(values) >= 5:
-                ax.plot(steps, np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid"), color="C0")
-        for at in [s for s, a, b in zip(steps[1:], rows, rows[1:]) if a["horizon"] != b["horizon"]]:
-            ax.axvline(at, color="0.8", lw=1, zorder=0)
-        ax.set_title(" and ".join(n.replace("_", " ") for n in names))
-        ax.set_xlabel("training step")
-    figure.suptitle(f"{Path(run).name}: training trajectories, mean of 5 steps over single steps; lines: the horizon grows")
-    figure.savefig(Path(run) / "curves.png.tmp", format="png", dpi=110)
-    plt.close(figure)
-    os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
 
 
 def train(cfg: Config):
