@@ -79,6 +79,7 @@ class Config:
     invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
     lr: float | None = arg(None, "AdamW's learning rate")
     critic_lr: float | None = arg(None, "the same for PPO's critic")
+    warmup_steps: int = arg(10, "steps over which the learning rates rise to their values (Adam's first steps are mostly noise)")
     gamma: float = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
     lam: float = arg(1.0, "lambda of GAE (ppo)")
     clip_low: float = arg(0.2, "the ratio is clipped below 1 - clip_low")
@@ -142,7 +143,7 @@ def check(cfg):
                  "deadline", "temperature", "lr", "critic_lr", "microbatch_tokens", "save_every", "keep", "max_grad_norm"):
         if not 0 < getattr(cfg, name) < float("inf"):
             raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
-    for name in ("kl_coef", "entropy_coef", "invalid_penalty", "clip_low", "clip_high", "seed", "top_k", "value_clip"):
+    for name in ("kl_coef", "entropy_coef", "invalid_penalty", "warmup_steps", "clip_low", "clip_high", "seed", "top_k", "value_clip"):
         if not 0 <= getattr(cfg, name) < float("inf"):
             raise ValueError(f"--{name} must not be negative, but is {getattr(cfg, name)}")
     for name in ("gamma", "lam", "top_p"):
@@ -363,6 +364,9 @@ def train(cfg: Config):
         forwarded = sum(rl.gather([stats.get("forwarded", 0)]))
         seconds_rollout = time.perf_counter() - clock
 
+        for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):
+            for group in o.param_groups if o else ():
+                group["lr"] = lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
         columns = advantages_of(trajectories, cfg, device, reference, critic)
         trained = update(trajectories, columns, cfg, step, policy, optimizer, critic, critic_optimizer)
         seconds = time.perf_counter() - clock

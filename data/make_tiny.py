@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -70,7 +70,6 @@ Could not find
 Could not execute
 Inventory:""".split("\n")] + [f" {n}" for n in range(1, 10)]
 
-REPLY_WEIGHT = 5.0
 COLOURS = "red green blue purple yellow grey white black orange pink brown".split()
 NOUNS = """ball box key door cup hat pen lamp stone chair table book shoe coat leaf ring bell boat bird fish horse cow pig
 sheep dog cat tree flower apple pear plum nut egg bread cake cheese rope nail knife spoon plate bowl jar brush wheel flag
@@ -81,9 +80,10 @@ NAMES = "Anna Bob Carla David Emma Frank Greta Hugo Ida Jack Karin Leo Mia Noah 
 VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold lend".split()
 
 
-def lists(rng, count):
-    """An order and `count` lists of deeds to pick what it names from -> (order, [list], [answer]). What is to be copied
-    stands at the start of a line, so that its tokens are those of the answer; "none" where there is nothing of the kind."""
+def lists(rng, count, words):
+    """An order and `count` lists of deeds to pick what it names from -> [question], [answer]; the order is in the first
+    question only. The answer has the tokens of its place in the list, as no space is before it there; "none" where there
+    is nothing of the kind."""
     colours, nouns = COLOURS[:rng.choice([3, 6, 11])], NOUNS[:rng.choice([4, 8, 60])]
     things = sorted({(rng.choice(colours), rng.choice(nouns)) for _ in range(rng.randint(1, 8))})
     rng.shuffle(things)
@@ -92,13 +92,22 @@ def lists(rng, count):
     if rng.random() < 0.3:
         rng.shuffle(deeds)
     v, c, n = rng.choice(deeds) if rng.random() < 0.8 else map(rng.choice, (verbs, colours, nouns))
-    order, fits = rng.choice([(f"{v.capitalize()} the {c} {n}.", lambda d: d == (v, c, n))] * 5 + [
-        (f"{v.capitalize()} a {n}.", lambda d: d[0] == v and d[2] == n),
-        (f"{v.capitalize()} something {c}.", lambda d: d[0] == v and d[1] == c),
-        (f"Do something with the {c} {n}.", lambda d: d[1:] == (c, n))])
-    shown = [[d for d in deeds if rng.random() < (0.9 if count == 1 else 0.6)] for _ in range(count)]
-    found = [[" ".join(d) for d in part if fits(d)] for part in shown]
-    return order, ["\n".join(map(" ".join, part)) for part in shown], [rng.choice(f) if f else "none" for f in found]
+    order, fits = rng.choice([(f"{v} the {c} {n}", lambda d: d == (v, c, n))] * 5 + [
+        (f"{v} a {n}", lambda d: d[0] == v and d[2] == n),
+        (f"{v} something {c}", lambda d: d[0] == v and d[1] == c),
+        (f"do something with the {c} {n}", lambda d: d[1:] == (c, n))])
+    order = rng.choice(["Please {}.", "You should {}.", "Task: {}", "Now {}!", "We want to {}."]).format(order)
+    opening, between, closing = rng.choice([("", "\n", ""), ("<", ">\n<", ">"), ("", "|", "")])
+    questions, answers = [], []
+    for i in range(count):
+        shown = [d for d in deeds if rng.random() < (0.9 if count == 1 else 0.6)]
+        text = opening + between.join(map(" ".join, shown)) + closing
+        if rng.random() < 0.5:  # something that does not matter comes between
+            text = " ".join(rng.choices(words, k=rng.randint(1, 20))) + ".\n" + text
+        questions.append(text if i else f"{order}\n{text}" if count > 1 or rng.random() < 0.7 else f"{text}\n{order}")
+        found = [" ".join(d) for d in shown if fits(d)]
+        answers.append(rng.choice(found) if found else "none")
+    return questions, answers
 
 
 def exercise(rng, words):
@@ -112,8 +121,8 @@ def exercise(rng, words):
                  for n in rng.sample(NAMES, rng.randint(2, 7))}
         who = rng.choice(list(wants))
         return "\n".join(f"{n} wants\n{w}" for n, w in wants.items()) + f"\n\nWhat does {who} want?", wants[who]
-    order, [text], [answer] = lists(rng, 1)
-    return (f"{order}\n{text}" if rng.random() < 0.7 else f"{text}\n\n{order}"), answer
+    [question], [answer] = lists(rng, 1, words)
+    return question, answer
 
 
 def drill(rng, words, repeats):
@@ -122,11 +131,9 @@ def drill(rng, words, repeats):
     if rng.random() < repeats:
         said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
         return "Repeat what you read.", [(s, s) for s in said]
-    if rng.random() < 0.5:  # the order stands, the lists change
-        order, texts, answers = lists(rng, rng.randint(2, 4))
-        return "Answer the questions.", list(zip([f"{order}\n{texts[0]}", *texts[1:]], answers))
-    parts = [lists(rng, 1) for _ in range(rng.randint(2, 4))]
-    return "Answer the questions.", [(f"{order}\n{text}", answer) for order, [text], [answer] in parts]
+    parts = [lists(rng, 1, words) for _ in range(rng.randint(2, 4))] if rng.random() < 0.5 else [
+        lists(rng, rng.randint(2, 4), words)]  # the order stands, the lists change
+    return "Answer the questions.", [pair for questions, answers in parts for pair in zip(questions, answers)]
 
 
 def play(env, name, item, rng, turns):
@@ -225,12 +232,12 @@ def batches(data, tokens, rng):
         rng.shuffle(groups)
         for group in groups:
             width = max(len(data[i][0]) for i in group)
-            ids, weight = torch.zeros(len(group), width, dtype=torch.long), torch.zeros(len(group), width)
+            ids, kind = torch.zeros(2, len(group), width, dtype=torch.long)  # kind: 0 padding, 1 context, 2 reply
             for row, i in enumerate(group):
                 n = len(data[i][0])
                 ids[row, :n] = torch.from_numpy(data[i][0].astype(np.int64))
-                weight[row, :n] = torch.from_numpy(np.where(data[i][1], REPLY_WEIGHT, 1.0).astype(np.float32))
-            yield ids, weight
+                kind[row, :n] = torch.from_numpy(data[i][1] + 1)
+            yield ids, kind
 
 
 @torch.no_grad()
@@ -249,87 +256,93 @@ def look_back(model, offsets=(1, 2), strength=6.0, pairs=5):
         attention.q_proj.bias[at + size // 2:at + size // 2 + pairs] = -c * torch.sin(offset * theta)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
-    parser.add_argument("--minutes", type=float, default=36, help="time for the training itself")
-    parser.add_argument("--conversations", type=int, default=50_000)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--repeat_steps", type=int, default=600)
-    parser.add_argument("--pick_steps", type=int, default=1500)
-    parser.add_argument("--drill_lr", type=float, default=3e-3)
-    parser.add_argument("--batch_tokens", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
-
-    talks = list(conversations(args.conversations, args.seed))
-    texts = [t for first, pairs in talks[:8000] for t in [first, *(x for pair in pairs for x in pair)]]
-    tokenizer = make_tokenizer(texts, 1900)
-    chat = Chat(tokenizer)
-    data = [encode(chat, t) for t in tqdm(talks, desc="encoding", leave=False)]
+def train(model, tokenizer, args, first):
+    """One leg: the first forms copying and matching and then learns the interface; the second, on new conversations, with
+    larger batches, a falling learning rate and more weight on the replies, makes it accurate. -> (steps, tokens)."""
+    seed = args.seed + (0 if first else 1)
+    rng, words, chat = random.Random(seed), vocabulary(), Chat(tokenizer)
+    minutes, batch_tokens, reply_weight = (args.minutes, 4096, 5.0) if first else (args.more_minutes, 8192, 25.0)
+    data = [encode(chat, t) for t in conversations(args.conversations, seed)]
     held, data = data[:300], data[300:]
-    words = vocabulary()
     drills = [[encode(chat, drill(rng, words, repeats)) for _ in range(15_000)] for repeats in (1.0, 0.4)]
-    print(f"{len(tokenizer)} tokens in the vocabulary; {sum(len(d[0]) for d in data) / 1e6:.1f}M tokens of text")
-
-    config = Qwen2Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
-        max_position_embeddings=8192, tie_word_embeddings=True, initializer_range=1 / math.sqrt(args.hidden),
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = Qwen2ForCausalLM(config)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
-    look_back(model)
     optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.05},
                                    {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}],
                                   betas=(0.9, 0.95))
 
-    def loss_of(ids, weight):
+    def loss_of(ids, kind):
         logits = model(ids[:, :-1]).logits  # right padding and a causal mask: pads reach nothing that counts
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        return loss, weight[:, 1:].flatten()
+        return loss, kind[:, 1:].flatten()
 
     begin, seen, bar = time.time(), 0, tqdm(total=100, desc="training", unit="%")
-    repeating, picking = (batches(d, args.batch_tokens // 2, rng) for d in drills)
-    mixture = batches(data, args.batch_tokens, rng)
+    repeating, picking = (batches(d, batch_tokens // 2, rng) for d in drills)
+    mixture = batches(data, batch_tokens, rng)
     for step in range(10**9):
-        done = min(1.0, (time.time() - begin) / 60 / args.minutes)
-        lr = args.lr * min(1, (1 - done) / 0.6 + 0.02)  # constant, then linearly to zero
-        if step < args.repeat_steps:
+        done = min(1.0, (time.time() - begin) / 60 / minutes)
+        parts = [(mixture, 1.0)] + [(picking, 0.5)] * (step % 2)
+        lr = args.lr * min(1, (1 - done) / 0.6 + 0.02) if first else args.more_lr * min(1, (step + 1) / 40) * (1 - done)
+        if first and step < args.repeat_steps:
             parts, lr = [(repeating, 1.0)], args.drill_lr * min(1, (step + 1) / 40)
-        elif step < args.repeat_steps + args.pick_steps:
+        elif first and step < args.repeat_steps + args.pick_steps:
             parts = [(picking, 1.0)]
-        else:
-            parts = [(mixture, 1.0)] + [(picking, 0.5)] * (step % 2)
         for group in optimizer.param_groups:
             group["lr"] = lr
         for source, share in parts:
-            ids, weight = next(source)
-            loss, weight = loss_of(ids, weight)
+            ids, kind = next(source)
+            loss, kind = loss_of(ids, kind)
+            weight = torch.tensor([0.0, 1.0, reply_weight])[kind]
             (share * (loss * weight).sum() / weight.sum()).backward()
-            seen += int((weight > 0).sum())
+            seen += int((kind > 0).sum())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 250 == 249 or done >= 1:
             with torch.no_grad():
-                pairs = [loss_of(*b) for b, _ in zip(batches(held, args.batch_tokens, random.Random(0)), range(10))]
-            said = torch.cat([l[w == REPLY_WEIGHT] for l, w in pairs]).mean()
-            rest = torch.cat([l[w == 1] for l, w in pairs]).mean()
+                pairs = [loss_of(*b) for b, _ in zip(batches(held, batch_tokens, random.Random(0)), range(10))]
+            said, rest = (torch.cat([loss[kind == k] for loss, kind in pairs]).mean() for k in (2, 1))
             tqdm.write(f"step {step + 1}  {seen / 1e6:.1f}M tokens  {(time.time() - begin) / 60:.1f} min  "
                        f"held-out loss: replies {said:.4f}, rest {rest:.4f}")
             model.save_pretrained(args.out)
             tokenizer.save_pretrained(args.out)
             bar.update(int(100 * done) - bar.n)
         if done >= 1:
-            break
-    (Path(args.out) / "recipe.json").write_text(json.dumps(vars(args) | {"steps": step + 1, "tokens": seen}, indent=1))
+            return step + 1, seen
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
+    parser.add_argument("--start", default="", help="do the second leg only, from the model in this folder")
+    parser.add_argument("--minutes", type=float, default=36, help="time for the first leg's training")
+    parser.add_argument("--more_minutes", type=float, default=22, help="time for the second's")
+    parser.add_argument("--conversations", type=int, default=50_000, help="played for each leg")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--repeat_steps", type=int, default=600)
+    parser.add_argument("--pick_steps", type=int, default=1500)
+    parser.add_argument("--drill_lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--more_lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    torch.manual_seed(args.seed)
+    if args.start:
+        model, tokenizer = Qwen2ForCausalLM.from_pretrained(args.start), AutoTokenizer.from_pretrained(args.start)
+    else:
+        talks = conversations(8000, args.seed)
+        tokenizer = make_tokenizer([t for first, pairs in talks for t in [first, *(x for pair in pairs for x in pair)]], 1900)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
+            num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
+            max_position_embeddings=8192, tie_word_embeddings=True, initializer_range=1 / math.sqrt(args.hidden),
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        look_back(model)
+    print(f"{len(tokenizer)} tokens in the vocabulary, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
+    legs = [train(model, tokenizer, args, first) for first in ((False,) if args.start else (True, False))]
+    recipe = {k: v for k, v in vars(args).items() if k not in ("out", "start")}
+    (Path(args.out) / "recipe.json").write_text(json.dumps(recipe | {"steps_and_tokens": legs}, indent=1))
 
 
 if __name__ == "__main__":
