@@ -335,6 +335,9 @@ def train(cfg: Config):
     if rank == 0:
         (run / "trajectories").mkdir(parents=True, exist_ok=True)
         (run / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        for path in (run / "trajectories").glob("step_*.jsonl"):  # of a run that was killed after its last checkpoint
+            if int(path.stem.removeprefix("step_")) >= start:
+                path.unlink()
         old = metrics.read_text().splitlines(keepends=True) if newest else []
         metrics.write_text("".join(line for line in old if json.loads(line)["step"] < start))
         if cfg.top_p < 1 or cfg.top_k:
