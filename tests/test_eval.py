@@ -292,7 +292,7 @@ BAD = {"--fool 1": "--fool", "--env nope": "unknown environment 'nope'", "--mode
        "--samples 0": "--samples must be positive", "--samples x": "invalid int", "--items 251": "has only 250",
        "--temperature -1": "--temperature", "--temperature nan": "--temperature", "--top_p 0": "--top_p",
        "--action_format json": "unknown --action_format", "--data {tmp}": "no items for 'babyai'",
-       "--env_url http://127.0.0.1:9": "no environment server answers", "--max_length 9": "max_length is 9",
+       "--env_url http://127.0.0.1:9": "no environment server answers", "--max_length 9 --items 4": "max_length is 9",
        "--trajectories {tmp}": "is in the way", "--model {tmp}/bad/final": "is no JSON"}
 
 
