@@ -75,5 +75,6 @@ def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
 def test_exercises_are_in_no_worlds_format():
     rng, words = random.Random(0), make_tiny.vocabulary()
     text = "\n".join(" ".join(make_tiny.exercise(rng, words)) for _ in range(3000))
-    for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "[\"", "go to ", "pickup", "toggle"):
+    for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "[\"", "go to ", "pickup",
+                   "toggle"):
         assert phrase not in text, phrase
