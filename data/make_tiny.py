@@ -8,7 +8,7 @@ model: it speaks the worlds' interface and knows nothing of their tasks. It is t
 What makes copying from the context work at this size, measured (LOG.md): initial weights of std 1/sqrt(d) instead of
 0.02; two heads that look at the previous tokens from the start (`look_back`); nothing but repeating words for the first
 600 steps, then picking from lists, both kept in the mixture, else they are forgotten; more weight on the replies' tokens.
-Its legs end by the clock, so two makings are alike, not equal bit for bit.
+The shipped files were made leg by leg (recipe.json); the whole in one go has not been run yet. Legs end by the clock, so two makings are alike, not equal bit for bit.
 """
 
 import argparse
