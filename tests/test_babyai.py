@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -221,6 +222,14 @@ def test_a_reset_takes_under_5_ms():
 
 
 # ---- wording ----
+
+
+def test_a_layout_without_a_place_for_the_agent_is_made_again():
+    signal.alarm(30)  # minigrid alone would look for one for ever
+    try:
+        assert BabyAI().reset(37243114).startswith("Your goal: ")
+    finally:
+        signal.alarm(0)
 
 
 def test_recorded_traffic_replays_exactly():
