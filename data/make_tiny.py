@@ -14,53 +14,61 @@ The shipped files were made leg by leg (recipe.json); the whole in one go has no
 import argparse
 import json
 import math
+import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from agent import Chat, instructions  # noqa: E402
 from envs import make_env  # noqa: E402
+from worlds.textcraft import crafting_tree  # noqa: E402
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# Phrases that never vary are one token each; every word that does (a colour, a thing, a number) is its own, so that
-# what is learned about "red" in one action holds in all of them. An action has the same tokens in a list and in a reply.
+# What never varies is one token, and so is a thing (" red ball"; TextCraft's " oak planks"), in a mission, in a list and in
+# a reply alike: naming it again is copying one token, whichever it is.
 PHRASES = [p.replace("\\n", "\n") for p in """user\\n
 assistant\\n
+In front of you in this room, you can see several objects: There is a
 In front of you in this room, you can see several objects:
- There is a
   There is a
  steps in front of you and
  steps to your left.
  steps to your right.
  right in front of you
  steps away.
+  The room has walls around you. You are facing a wall
+  The room has walls around you. You are facing a box
   The room has walls around you.
+ The room has walls around you. You are facing a wall
  The room has walls around you.
- You are facing a wall
- You are facing a box
  You are carrying a
- You are not carrying anything.
+ You are not carrying anything.\\nAvailable actions: ["
 \\nAvailable actions: ["
 ", "
-"]
+", "check available actions"]
 turn left
 turn right
 move forward
+check available actions
+go to
+pickup
+pick up
+open
 toggle and go through
 go through
-go to
-check available actions
-Your goal:
+Your goal: 
 The action is not recognized. Please check valid actions.
 You can take the following actions:
 \\n The task is completed.
@@ -69,7 +77,15 @@ Crafting commands:
 Could not find enough items to craft
 Could not find
 Could not execute
-Inventory:""".split("\n")] + [f" {n}" for n in range(1, 10)]
+Inventory:""".split("\n")] + [f" {n}" for n in range(10)]
+
+
+def phrases():
+    """PHRASES, the sentences of the instructions, and the worlds' names for things and actions."""
+    found = PHRASES + [t for n in ("babyai", "textcraft") for t in re.findall(r"\S[^.:\n]+[.:]", make_env(n).prompt)]
+    found += [f" {c} {n}" for c in "red green blue purple yellow grey".split() for n in ("ball", "box", "key")]
+    return found + sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
+
 
 COLOURS = "red green blue purple yellow grey white black orange pink brown".split()
 NOUNS = """ball box key door cup hat pen lamp stone chair table book shoe coat leaf ring bell boat bird fish horse cow pig
@@ -79,62 +95,77 @@ NAMES = "Anna Bob Carla David Emma Frank Greta Hugo Ida Jack Karin Leo Mia Noah 
 
 
 VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold lend".split()
+IDLE = "wait", "sing", "look around", "sit down", "sleep", "say nothing", "dance", "step back"
 
 
-def lists(rng, count, words):
+def thing(rng, words):
+    """A thing to name in an order: a word, or a coloured one."""
+    few = rng.random() < 0.5  # things that are alike: the same few colours and nouns again and again
+    if rng.random() < 0.4:
+        return rng.choice(words)
+    return f"{rng.choice(COLOURS[:6] if few else COLOURS)} {rng.choice(NOUNS[:4] if few else NOUNS)}"
+
+
+def wish(rng, words, order):
+    """An order in one of several forms; on a line of its own its verb has the token that it has in a reply."""
+    return rng.choice(["Please {}.", "We want to {}.", "Task:\n{}", "Now\n{}", f"{rng.choice(words)}:\n{{}}",
+                       f"{rng.choice(words)} {rng.choice(words)}\n{{}}"]).format(order)
+
+
+def lists(rng, count, words, most=8):
     """An order and `count` lists of deeds to pick what it names from -> [question], [answer]; the order is in the first
-    question only. The answer has the tokens of its place in the list, as no space is before it there; "none" where there
-    is nothing of the kind."""
-    colours, nouns = COLOURS[:rng.choice([3, 6, 11])], NOUNS[:rng.choice([4, 8, 60])]
-    things = sorted({(rng.choice(colours), rng.choice(nouns)) for _ in range(rng.randint(1, 8))})
+    question only. The answer has the tokens of its place in the list, as no space is before it there; where the list has
+    nothing of the kind it is an idle deed."""
+    things = sorted({thing(rng, words) for _ in range(rng.randint(1, most))})
     rng.shuffle(things)
-    verbs = rng.sample(VERBS, rng.randint(1, 3))
-    deeds = [(v, *t) for v in verbs for t in things]
-    if rng.random() < 0.3:
-        rng.shuffle(deeds)
-    v, c, n = rng.choice(deeds) if rng.random() < 0.8 else map(rng.choice, (verbs, colours, nouns))
-    order, fits = rng.choice([(f"{v} the {c} {n}", lambda d: d == (v, c, n))] * 5 + [
-        (f"{v} a {n}", lambda d: d[0] == v and d[2] == n),
-        (f"{v} something {c}", lambda d: d[0] == v and d[1] == c),
-        (f"do something with the {c} {n}", lambda d: d[1:] == (c, n))] + [("do anything", lambda d: True)] * 4)
-    order = rng.choice(["Please {}.", "You should {}.", "Task: {}", "Now {}!", "We want to {}."]).format(order)
-    opening, between, closing = rng.choice([("", "\n", ""), ("<", ">\n<", ">"), ("", "|", "")])
+    verbs = rng.sample(VERBS if rng.random() < 0.6 else words, rng.randint(1, max(1, min(3, most - 1))))
+    idle = rng.sample(IDLE, rng.randint(1, max(1, min(3, most - 1))))
+    numbers = rng.choice([None, ["1"], "123456789"])
+    v, t = rng.choice(verbs), rng.choice(things) if rng.random() < 0.8 or most < 5 else thing(rng, words)
+    free = rng.random() < 0.25 and most > 1
+    order = wish(rng, words, "do anything" if free else f"{v} the {t}")
+    opening, between, closing = rng.choice([("", "\n", ""), ("<", ">\n<", ">"), ("", "|", ""), ("(", ") (", ")")])
     questions, answers = [], []
     for i in range(count):
-        shown = [d for d in deeds if rng.random() < (0.9 if count == 1 else 0.6)]
-        text = opening + between.join(map(" ".join, shown)) + closing
-        if rng.random() < 0.5:  # something that does not matter comes between
-            text = " ".join(rng.choices(words, k=rng.randint(1, 40))) + ".\n" + text
-        questions.append(text if i else f"{order}\n{text}" if count > 1 or rng.random() < 0.7 else f"{text}\n{order}")
-        found = [" ".join(d) for d in shown if fits(d)]
-        answers.append(rng.choice(found) if found else "none")
+        shown = {x: rng.choice(numbers) if numbers else "" for x in things
+                 if rng.random() < (0.9 if count == 1 else 0.6) or (most < 5 and x == t)}
+        deeds = [f"{w} {x} {n}".strip() for w in verbs for x, n in shown.items()]
+        if rng.random() < 0.3:
+            rng.shuffle(deeds)
+        fits = deeds + idle if free else [f"{v} {t} {shown[t]}".strip()] if t in shown else idle
+        deeds = idle + deeds if rng.random() < 0.7 else deeds + idle
+        text = opening + between.join(deeds) + closing
+        if rng.random() < 0.3:  # something that does not matter comes between
+            text = " ".join(rng.choices(words, k=rng.randint(1, 5 * most))) + ".\n" + text
+        elif rng.random() < 0.5:
+            text = " ".join(f"I saw a {x} {rng.randint(1, 9)} days ago." for x in shown) + "\n" + text
+        questions.append(text if i else f"{order}\n{text}" if count > 1 or rng.random() < 0.8 else f"{text}\n{order}")
+        answers.append(rng.choice(fits))
     return questions, answers
 
 
 def exercise(rng, words):
     """One question about a short text -> (question, answer)."""
-    kind = rng.randrange(6)
+    kind = rng.randrange(8)
     if kind == 0:
         said = " ".join(rng.choices(words, k=rng.randint(2, 8)))
         return f"Repeat:\n{said}", said
-    if kind <= 2:  # who wants what
+    if kind == 1:  # who wants what
         wants = {n: f"{rng.randint(1, 9)} {' '.join(rng.choices(words, k=rng.randint(1, 3)))}"
                  for n in rng.sample(NAMES, rng.randint(2, 7))}
         who = rng.choice(list(wants))
         return "\n".join(f"{n} wants\n{w}" for n, w in wants.items()) + f"\n\nWhat does {who} want?", wants[who]
-    [question], [answer] = lists(rng, 1, words)
+    if kind <= 4:  # an order in short
+        verb, what = rng.choice(VERBS if rng.random() < 0.5 else words), thing(rng, words)
+        return wish(rng, words, f"{verb} the {what}"), f"{verb} {what}"
+    [question], [answer] = lists(rng, 1, words, rng.randint(2, 8))
     return question, answer
 
 
-def drill(rng, words, repeats):
-    """A conversation that practises copying, or picking from a list what was asked for: at once, or in several lists
-    after the order was given -> (first message, [(observation, reply)])."""
-    if rng.random() < repeats:
-        said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
-        return "Repeat what you read.", [(s, s) for s in said]
-    parts = [lists(rng, 1, words) for _ in range(rng.randint(2, 4))] if rng.random() < 0.5 else [
-        lists(rng, rng.randint(2, 4), words)]  # the order stands, the lists change
-    return "Answer the questions.", [pair for questions, answers in parts for pair in zip(questions, answers)]
+def repeating(rng, words):
+    """A conversation that only copies."""
+    said = [" ".join(rng.choices(words, k=rng.randint(4, 24))) for _ in range(2)]
+    return "Repeat what you read.", [(s, s) for s in said]
 
 
 def play(env, name, item, rng, turns):
@@ -182,7 +213,7 @@ def conversations(count, seed):
         if u < 0.25:
             questions = [exercise(rng, words) for _ in range(rng.randint(2, 5))]
             yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
-        elif u < 0.7:
+        elif u < 0.75:
             level = rng.choice(SINGLE_ROOM) if rng.random() < 0.7 else rng.randrange(40)
             item = level + 40 * (100_000 + rng.randrange(10**6))
             yield play(envs["babyai"], "babyai", item, rng, rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
@@ -203,7 +234,7 @@ def make_tokenizer(texts, vocab_size):
     tok.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tok.add_tokens([AddedToken(p, normalized=False) for p in PHRASES])
+    tok.add_tokens([AddedToken(p, normalized=False) for p in phrases()])
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                    chat_template=TEMPLATE, model_max_length=8192)
 
@@ -242,30 +273,51 @@ def batches(data, tokens, rng):
 
 
 @torch.no_grad()
-def look_back(model, offsets=(1, 2), strength=6.0, pairs=5):
-    """Start head h of the first layer looking at the token offsets[h] back, by the biases of its query and key alone:
-    under RoPE two constant vectors score by distance, highest (by `strength`) where their phases cancel. Training may
-    change it; it is the half of an induction head that is slow to form."""
-    attention, config = model.model.layers[0].self_attn, model.config
-    size = config.hidden_size // config.num_attention_heads
-    theta = 10_000.0 ** (-torch.arange(pairs) / (size // 2))  # the fastest rotations, radians a token
+def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, copy=1.0, alike=4.0):
+    """Start the attention heads near what copying needs; training may change it.
+    First layer, heads 0 and 1 look at the token one and two back, by the biases of query and key alone: under RoPE two
+    constant vectors score by distance, highest (by `strength`) where their phases cancel. What they saw is written to the
+    residual by a random matrix, which the keys of heads 0 and 1 of the later layers undo: there "what came after the last
+    token like this one" (induction heads). All other heads look at tokens like their own: query and key start alike
+    (mimetic initialisation, arXiv 2305.09828). Contents are compared on the slow rotations only. What layers add to the
+    residual starts small (`out`), so that a token is still itself in the later layers."""
+    config = model.config
+    width, size = config.hidden_size, config.hidden_size // config.num_attention_heads
+    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))  # rotations, radians a token
     c = math.sqrt(strength * math.sqrt(size))
-    for head, offset in enumerate(offsets):
-        at = head * size
-        attention.k_proj.bias[at:at + pairs] = c
-        attention.q_proj.bias[at:at + pairs] = c * torch.cos(offset * theta)
-        attention.q_proj.bias[at + size // 2:at + size // 2 + pairs] = -c * torch.sin(offset * theta)
+    slow = (theta < 0.05).repeat(2)[:, None]
+    reads, writes = [], []
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.o_proj.weight *= out
+        layer.mlp.down_proj.weight *= out
+        for head in range(config.num_attention_heads):
+            rows = slice(head * size, (head + 1) * size)
+            if number == 0 and head < len(offsets):
+                phase = offsets[head] * theta[:fast]
+                attention.k_proj.bias[rows][:fast] = c
+                attention.q_proj.bias[rows][:fast] = c * torch.cos(phase)
+                attention.q_proj.bias[rows][size // 2:size // 2 + fast] = -c * torch.sin(phase)
+                attention.o_proj.weight[:, rows] *= write
+                reads.append(attention.v_proj.weight[rows].clone())
+                writes.append(attention.o_proj.weight[:, rows].clone())
+            elif alike:
+                query = key = torch.randn(size, width) / math.sqrt(width)
+                if head < len(offsets):  # an induction head
+                    query, key = reads[head], writes[head].T / writes[head].norm() * math.sqrt(size)
+                    attention.o_proj.weight[:, rows] = attention.v_proj.weight[rows].T * copy
+                for proj, start in ((attention.q_proj, query), (attention.k_proj, key)):
+                    proj.weight[rows] = torch.where(slow, alike * start, proj.weight[rows])
 
 
-def train(model, tokenizer, args, first):
-    """One leg: the first forms copying and matching and then learns the interface; the second, on new conversations, with
-    larger batches, a falling learning rate and more weight on the replies, makes it accurate. -> (steps, tokens)."""
-    seed = args.seed + (0 if first else 1)
-    rng, words, chat = random.Random(seed), vocabulary(), Chat(tokenizer)
-    minutes, batch_tokens, reply_weight = (args.minutes, 4096, 5.0) if first else (args.more_minutes, 8192, 25.0)
-    data = [encode(chat, t) for t in conversations(args.conversations, seed)]
+def train(model, tokenizer, args, rank, ranks):
+    """Next-token prediction: only repeating words for the first steps, then the mixture, a part of repeating kept in it. The
+    learning rate falls in the last 60 % of the time, in whose last half replies weigh more. -> (steps, tokens)."""
+    rng, words, chat = random.Random(args.seed + rank), vocabulary(), Chat(tokenizer)
+    data = [encode(chat, t) for t in conversations(args.conversations, args.seed + rank)]
     held, data = data[:300], data[300:]
-    drills = [[encode(chat, drill(rng, words, repeats)) for _ in range(15_000)] for repeats in (1.0, 0.4)]
+    copies = batches([encode(chat, repeating(rng, words)) for _ in range(10_000)], args.batch_tokens, rng)
+    mixture = batches(data, args.batch_tokens, rng)
     optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.05},
                                    {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}],
                                   betas=(0.9, 0.95))
@@ -275,33 +327,33 @@ def train(model, tokenizer, args, first):
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         return loss, kind[:, 1:].flatten()
 
-    begin, seen, bar = time.time(), 0, tqdm(total=100, desc="training", unit="%")
-    repeating, picking = (batches(d, batch_tokens // 2, rng) for d in drills)
-    mixture = batches(data, batch_tokens, rng)
+    begin, seen, bar = time.time(), 0, tqdm(total=100, desc="training", unit="%", disable=rank > 0)
     for step in range(10**9):
-        done = min(1.0, (time.time() - begin) / 60 / minutes)
-        parts = [(mixture, 1.0)] + [(picking, 0.5)] * (step % 2)
-        lr = args.lr * min(1, (1 - done) / 0.6 + 0.02) if first else args.more_lr * min(1, (step + 1) / 40) * (1 - done)
-        if first and step < args.repeat_steps:
-            parts, lr = [(repeating, 1.0)], args.drill_lr * min(1, (step + 1) / 40)
-        elif first and step < args.repeat_steps + args.pick_steps:
-            parts = [(picking, 1.0)]
+        clock = torch.tensor([(time.time() - begin) / 60 / args.minutes])
+        if ranks > 1:
+            dist.broadcast(clock, 0)  # every rank stops at the same step
+        done = min(1.0, clock.item())
+        copying = step < args.repeat_steps
         for group in optimizer.param_groups:
-            group["lr"] = lr
-        for source, share in parts:
-            ids, kind = next(source)
-            loss, kind = loss_of(ids, kind)
-            weight = torch.tensor([0.0, 1.0, reply_weight])[kind]
-            (share * (loss * weight).sum() / weight.sum()).backward()
-            seen += int((kind > 0).sum())
+            group["lr"] = args.lr * min(1, (step + 1) / 40, (1 - done) / 0.6)
+        ids, kind = next(copies if copying or step % 5 == 0 else mixture)
+        loss, kind = loss_of(ids, kind)
+        weight = torch.tensor([0.0, 0.05 if copying else args.rest_weight, args.reply_weight if done < 0.7 else 3 * args.reply_weight])[kind]
+        ((loss * weight).sum() / weight.sum()).backward()
+        seen += ranks * int((kind > 0).sum())
+        if ranks > 1:
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            dist.all_reduce(flat)
+            for p, g in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
+                p.grad = g.view_as(p) / ranks
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 250 == 249 or done >= 1:
+        if rank == 0 and (step % 250 == 249 or done >= 1 or step == args.repeat_steps - 1):
             with torch.no_grad():
-                pairs = [loss_of(*b) for b, _ in zip(batches(held, batch_tokens, random.Random(0)), range(10))]
+                pairs = [loss_of(*b) for b, _ in zip(batches(held, args.batch_tokens, random.Random(0)), range(10))]
             said, rest = (torch.cat([loss[kind == k] for loss, kind in pairs]).mean() for k in (2, 1))
-            tqdm.write(f"step {step + 1}  {seen / 1e6:.1f}M tokens  {(time.time() - begin) / 60:.1f} min  "
+            tqdm.write(f"step {step + 1}  {seen / 1e6:.1f}M tokens  {(time.time() - begin) / 60:.1f} min  training loss {loss[kind==2].mean():.3f}  "
                        f"held-out loss: replies {said:.4f}, rest {rest:.4f}")
             model.save_pretrained(args.out)
             tokenizer.save_pretrained(args.out)
@@ -313,37 +365,38 @@ def train(model, tokenizer, args, first):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
-    parser.add_argument("--start", default="", help="do the second leg only, from the model in this folder")
-    parser.add_argument("--minutes", type=float, default=36, help="time for the first leg's training")
-    parser.add_argument("--more_minutes", type=float, default=43, help="time for the second's")
-    parser.add_argument("--conversations", type=int, default=50_000, help="played for each leg")
+    parser.add_argument("--minutes", type=float, default=30, help="time for the training")
+    parser.add_argument("--conversations", type=int, default=40_000, help="played by each process")
+    parser.add_argument("--batch_tokens", type=int, default=4096, help="a step, in each process")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--repeat_steps", type=int, default=600)
-    parser.add_argument("--pick_steps", type=int, default=1500)
-    parser.add_argument("--drill_lr", type=float, default=3e-3)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--more_lr", type=float, default=1e-3)
+    parser.add_argument("--repeat_steps", type=int, default=120)
+    parser.add_argument("--reply_weight", type=float, default=10.0)
+    parser.add_argument("--rest_weight", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.disable_progress_bar()
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
-    if args.start:
-        model, tokenizer = Qwen2ForCausalLM.from_pretrained(args.start), AutoTokenizer.from_pretrained(args.start)
-    else:
-        talks = conversations(8000, args.seed)
-        tokenizer = make_tokenizer([t for first, pairs in talks for t in [first, *(x for pair in pairs for x in pair)]], 1900)
-        model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
-            num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
-            max_position_embeddings=8192, tie_word_embeddings=True, initializer_range=1 / math.sqrt(args.hidden),
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-        look_back(model)
-    print(f"{len(tokenizer)} tokens in the vocabulary, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
-    legs = [train(model, tokenizer, args, first) for first in ((False,) if args.start else (True, False))]
-    recipe = {k: v for k, v in vars(args).items() if k not in ("out", "start")}
-    (Path(args.out) / "recipe.json").write_text(json.dumps(recipe | {"steps_and_tokens": legs}, indent=1))
+    talks = conversations(8000, args.seed)
+    tokenizer = make_tokenizer([t for first, pairs in talks for t in [first, *(x for pair in pairs for x in pair)]], 1200)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
+        max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
+        initializer_range=1 / math.sqrt(args.hidden),
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    wire(model)
+    if rank == 0:
+        print(f"{len(tokenizer)} tokens in the vocabulary, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
+    steps, tokens = train(model, tokenizer, args, rank, ranks)
+    if rank == 0:
+        recipe = {k: v for k, v in vars(args).items() if k != "out"} | {"processes": ranks, "steps": steps, "tokens": tokens}
+        (Path(args.out) / "recipe.json").write_text(json.dumps(recipe, indent=1))
 
 
 if __name__ == "__main__":
