@@ -26,7 +26,7 @@ UPSTREAM = {  # the published settings, for real models
     "webarena": Preset((8, 12, 15), 80, 15),
 }
 TINY = {  # for the built-in tiny model
-    "babyai": Preset((2, 3, 4), 30, 4),
+    "babyai": Preset((3, 4), 30, 4),
     "textcraft": Preset((4, 6, 8), 20, 8),
 }
 

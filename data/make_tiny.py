@@ -121,14 +121,13 @@ def lists(rng, count, words, most=8):
     verbs = rng.sample(VERBS if rng.random() < 0.6 else words, rng.randint(1, max(1, min(3, most - 1))))
     idle = rng.sample(IDLE, rng.randint(1, max(1, min(3, most - 1))))
     numbers = rng.choice([None, ["1"], "123456789"])
-    v, t = rng.choice(verbs), rng.choice(things) if rng.random() < 0.8 or most < 5 else thing(rng, words)
-    free = rng.random() < 0.25 and most > 1
+    v, t = rng.choice(verbs), rng.choice(things) if rng.random() < 0.75 else thing(rng, words)
+    free = rng.random() < 0.15
     order = wish(rng, words, "do anything" if free else f"{v} the {t}")
     opening, between, closing = rng.choice([("", "\n", ""), ("<", ">\n<", ">"), ("", "|", ""), ("(", ") (", ")")])
     questions, answers = [], []
     for i in range(count):
-        shown = {x: rng.choice(numbers) if numbers else "" for x in things
-                 if rng.random() < (0.9 if count == 1 else 0.6) or (most < 5 and x == t)}
+        shown = {x: rng.choice(numbers) if numbers else "" for x in things if rng.random() < 0.75}
         deeds = [f"{w} {x} {n}".strip() for w in verbs for x, n in shown.items()]
         if rng.random() < 0.3:
             rng.shuffle(deeds)
@@ -139,6 +138,8 @@ def lists(rng, count, words, most=8):
             text = " ".join(rng.choices(words, k=rng.randint(1, 5 * most))) + ".\n" + text
         elif rng.random() < 0.5:
             text = " ".join(f"I saw a {x} {rng.randint(1, 9)} days ago." for x in shown) + "\n" + text
+        if not free and rng.random() < 0.35:
+            text, fits = text + "\nIs it in the list?", ["yes" if t in shown else "no"]
         questions.append(text if i else f"{order}\n{text}" if count > 1 or rng.random() < 0.8 else f"{text}\n{order}")
         answers.append(rng.choice(fits))
     return questions, answers

@@ -51,13 +51,17 @@ opt = torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0)
 
 
 def ev():
-    ok = [[], []]
+    ok = [[], [], [], []]
     with torch.no_grad():
         for i in range(0, len(te), 50):
             for (ids, mask), v in te[i : i + 50]:
                 x = torch.tensor(ids.astype("int64"))[None]
                 mk = torch.tensor(mask)[1:]
-                ok[v].append(bool((m(x).logits[0, :-1].argmax(-1) == x[0, 1:])[mk].all()))
+                right = (m(x).logits[0, :-1].argmax(-1) == x[0, 1:])[mk]
+                ok[v].append(bool(right.all()))
+                if v:  # given that it acts: the verb, and then the thing
+                    ok[2].append(bool(right[0]))
+                    ok[3].append(bool(right[1:].all()))
     return [round(sum(o) / len(o), 3) for o in ok]
 
 
@@ -76,4 +80,4 @@ for s in range(120):
     opt.step()
     opt.zero_grad()
     if s % 15 == 14:
-        print(s + 1, "loss", round(l.item(), 3), "turn/act right", ev(), len(ids), round(time.time() - t), flush=True)
+        print(s + 1, "loss", round(l.item(), 3), "right where it turns / acts / the verb alone / the thing alone", ev(), len(ids), round(time.time() - t), flush=True)

@@ -15,7 +15,7 @@ from rollout import rollout
 sys.path.insert(0, str(ROOT / "data"))
 import make_tiny  # noqa: E402
 
-HORIZON = {"babyai": 5, "textcraft": 8}
+HORIZON = {"babyai": 4, "textcraft": 8}
 
 
 def random_policy(name, items, episodes):
