@@ -82,7 +82,7 @@ Inventory:""".split("\n")] + [f" {n}" for n in range(10)]
 
 
 def phrases():
-    """PHRASES, the sentences of the instructions, and the worlds' names for things and actions."""
+    """PHRASES, the sentences of the instructions, and the worlds' names for things."""
     found = PHRASES + [t for n in ("babyai", "textcraft") for t in re.findall(r"\S[^.:\n]+[.:]", make_env(n).prompt)]
     found += [f" {c} {n}" for c in "red green blue purple yellow grey".split() for n in ("ball", "box", "key")]
     return found + sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
@@ -93,8 +93,6 @@ NOUNS = """ball box key door cup hat pen lamp stone chair table book shoe coat l
 sheep dog cat tree flower apple pear plum nut egg bread cake cheese rope nail knife spoon plate bowl jar brush wheel flag
 kite drum coin map letter stamp clock mirror glove scarf boot button candle basket ladder shovel bucket""".split()
 NAMES = "Anna Bob Carla David Emma Frank Greta Hugo Ida Jack Karin Leo Mia Noah Olga Paul Rosa Sam Tina Uwe".split()
-
-
 VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold lend".split()
 IDLE = "wait", "sing", "look around", "sit down", "sleep", "say nothing", "dance", "step back"
 
@@ -299,7 +297,7 @@ def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, copy
     First layer, heads 0 and 1 look at the token one and two back, by the biases of query and key alone: under RoPE two
     constant vectors score by distance, highest (by `strength`) where their phases cancel. What they saw is written to the
     residual by a random matrix, which the keys of heads 0 and 1 of the later layers undo: there "what came after the last
-    token like this one" (induction heads). All other heads look at tokens like their own: query and key start alike
+    token like this one" (induction heads, arXiv 2209.11895). All other heads look at tokens like their own: query and key start alike
     (mimetic initialisation, arXiv 2305.09828). Contents are compared on the slow rotations only. What layers add to the
     residual starts small (`out`), so that a token is still itself in the later layers."""
     config = model.config
@@ -397,8 +395,7 @@ def train(model, tokenizer, args, rank, ranks):
         if rank == 0 and (step % 150 == 149 or done >= 1):
             with torch.no_grad():
                 pairs = [loss_of(*b) for b, _ in zip(batches(held, args.batch_tokens, random.Random(0)), range(10))]
-            said, rest = (torch.cat([loss[kind == k] for loss, kind in pairs]).mean() for k in (2, 1))
-            with torch.no_grad():
+                said, rest = (torch.cat([loss[kind == k] for loss, kind in pairs]).mean() for k in (2, 1))
                 scores = "  ".join(f"{name} {right(talks)}" for name, talks in tests.items())
             tqdm.write(f"step {step + 1}  phase {phase + 1}  {seen / 1e6:.1f}M tokens  {clock.item() / 60:.1f} min  held-out loss: "
                        f"replies {said:.4f}, rest {rest:.4f}  right: {scores}")

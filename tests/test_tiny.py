@@ -75,6 +75,9 @@ def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
 def test_exercises_are_in_no_worlds_format():
     rng, words = random.Random(0), make_tiny.vocabulary()
     text = "\n".join(" ".join(make_tiny.exercise(rng, words)) for _ in range(3000))
+    for drill in (make_tiny.repeating, make_tiny.there, lambda *a: make_tiny.orders(*a, 0.5)):
+        for first, pairs in (drill(rng, words) for _ in range(500)):
+            text += "\n".join([first, *(t for pair in pairs for t in pair)])
     for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "[\"", "go to ", "pickup",
                    "toggle"):
         assert phrase not in text, phrase

@@ -28,7 +28,7 @@ roomgrid_level.print = lambda *_: None  # minigrid reports every rejected layout
 
 def place_agent(self, i=None, j=None, rand_dir=True):
     """minigrid's, draw for draw, but for its search without end where every free cell of a room faces an object (item
-    37243114): such a layout is rejected, and minigrid makes another."""
+    37243114): such a layout is rejected, and minigrid makes another. Returns the agent's position (x, y)."""
     i = self._rand_int(0, self.num_cols) if i is None else i
     j = self._rand_int(0, self.num_rows) if j is None else j
     room = self.room_grid[j][i]
