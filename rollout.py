@@ -238,7 +238,7 @@ class _Cache:
 
 @torch.no_grad()
 def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=0, slots=128, max_tokens=512,
-            max_length=8192, temperature=1.0, top_p=1.0, top_k=0, action_format="plain", invalid_penalty=0.0,
+            max_length=8192, temperature=1.0, top_p=1.0, top_k=0, action_format="react", invalid_penalty=0.0,
             deadline=60.0, retries=2, stats=None, progress=None):
     """Play every item `samples` times, at most `horizon` turns each.
 

@@ -10,6 +10,7 @@ from conftest import ROOT
 
 import envs
 import rl
+from agent import parse
 from rollout import rollout
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -23,10 +24,11 @@ def random_policy(name, items, episodes):
     env, wins = envs.make_env(name), []
     for item in items:
         for k in range(episodes):
-            env.reset(envs.split_item(item)[1])
+            first = env.reset(envs.split_item(item)[1])
             rng = random.Random(f"{item} {k}")
             for _ in range(HORIZON[name]):
-                step = env.step(make_tiny.random_action(env, name, rng))
+                replies = make_tiny.random_policy(env, name, first)
+                step = env.step(parse(rng.choices(list(replies), list(replies.values()))[0], "react"))
                 if step.done:
                     break
             wins.append(step.success)
@@ -75,9 +77,9 @@ def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
 def test_exercises_are_in_no_worlds_format():
     rng, words = random.Random(0), make_tiny.vocabulary()
     text = "\n".join(" ".join(make_tiny.exercise(rng, words)) for _ in range(3000))
-    for drill in (make_tiny.repeating, make_tiny.there, lambda *a: make_tiny.orders(*a, 0.5)):
-        for first, pairs in (drill(rng, words) for _ in range(500)):
-            text += "\n".join([first, *(t for pair in pairs for t in pair)])
+    for first, pairs in (make_tiny.repeating(rng, words) for _ in range(500)):
+        text += "\n".join([first, *(t for pair in pairs for t in pair)])
     for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "[\"", "go to ", "pickup",
-                   "toggle"):
+                   "toggle",
+                   "Thought", "Action"):
         assert phrase not in text, phrase
