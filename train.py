@@ -35,7 +35,7 @@ from rollout import EnvPool, rollout  # noqa: E402
 from view import draw_curves  # noqa: E402
 
 # What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
-TINY = dict(steps=150, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
+TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
             max_length=4096, kl_coef=0.0, invalid_penalty=0.05, action_format="react", microbatch_tokens=8192,
             slots=128, dtype="float32")
 REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,

@@ -2,14 +2,14 @@
 
 A causal LM of Qwen2's architecture, its tokenizer and its chat template, as ordinary Hugging Face files. It is a *base*
 model: it speaks the worlds' interface and knows nothing of their tasks. It is trained by next-token prediction on
-  - transcripts in which a random policy (`random_turn`) names something that it has read, whichever, and takes a random
-    valid action on it: no solver, nothing filtered by success;
+  - transcripts of a random policy (`random_policy`) that names something it has read, whichever, and takes a random valid
+    action on it: no solver, nothing filtered by success. As the policy's probabilities are known, they are the targets;
   - general language exercises (repeat, recall, say in short), in no world's format and with no task's solution: what any
     pretrained model brings along.
 What makes copying and comparing form at this size, measured (LOG.md): initial weights of std 1/sqrt(d) instead of 0.02;
 heads that start near what copying needs (`wire`); repeating alone first, and kept in the mixture; little weight on what
-the model only reads; and replies that name a thing before they act on it, so that "is it there?" is a question about the
-last token, not about one far back. Training ends by the clock, so two makings are alike, not equal bit for bit.
+the model only reads; many small steps; and replies that name a thing before they act on it, so that "is it there?" is asked
+of the last token, not of one far back. Training ends by the clock, so two makings are alike, not equal bit for bit.
 """
 
 import argparse
@@ -86,8 +86,10 @@ Thought:
 
 def phrases():
     """PHRASES, the sentences of the instructions, and the worlds' names for things."""
-    found = PHRASES + [t for n in ("babyai", "textcraft") for t in re.findall(r"\S[^.:\n]+[.:]", instructions(make_env(n).prompt, "react"))]
-    found += [f" {c} {n}" for c in COLOURS[:6] for n in ("ball", "box", "key", "door", "open door", "closed door", "locked door")]
+    told = [instructions(make_env(name).prompt, "react") for name in ("babyai", "textcraft")]
+    found = PHRASES + [sentence for text in told for sentence in re.findall(r"\S[^.:\n]+[.:]", text)]
+    kinds = "ball", "box", "key", "door", "open door", "closed door", "locked door"
+    found += [f" {colour} {kind}" for colour in COLOURS[:6] for kind in kinds]
     return found + sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
 
 
@@ -101,7 +103,8 @@ VERBS = "wash lift paint sell hide clean bring throw wrap weigh draw count fold 
 
 def exercise(rng, words):
     """One question about a short text -> (question, answer)."""
-    thing, verb = f"{rng.choice(COLOURS)} {rng.choice(NOUNS)}" if rng.random() < 0.6 else rng.choice(words), rng.choice(VERBS)
+    thing = f"{rng.choice(COLOURS)} {rng.choice(NOUNS)}" if rng.random() < 0.6 else rng.choice(words)
+    verb = rng.choice(VERBS)
     kind = rng.randrange(3)
     if kind == 0:
         said = " ".join(rng.choices(words, k=rng.randint(2, 8)))
@@ -129,7 +132,8 @@ def play(env, name, item, rng, turns):
         replies = random_policy(env, name, first)
         if turn < turns - 1 and rng.random() < 0.04:
             thing = f"{rng.choice(COLOURS[:6])} {rng.choice(NOUNS[:4])}" if name == "babyai" else rng.choice(NOUNS)
-            reply, replies = f"Thought: {thing}\nAction: {'go to' if name == 'babyai' else 'get 1'} {thing} 1"[:-2 * (name != "babyai") or None], {}
+            action = f"go to {thing} 1" if name == "babyai" else f"get 1 {thing}"
+            reply, replies = f"Thought: {thing}\nAction: {action}", {}
         else:
             reply = rng.choices(list(replies), list(replies.values()))[0]
         turns_played.append((observation, reply, replies))
@@ -170,7 +174,7 @@ def random_policy(env, name, first):
         things = {*about, *(" ".join(filter(None, m)) for m in THING.findall(first.split("\n")[0]))}
         offer(LOOK if things else 1, "nothing", rest)
         for thing in sorted(things):
-            fits = [a for t, acts in about.items() for a in acts if t == thing or " " not in thing and t.endswith(" " + thing)]
+            fits = [a for t, acts in about.items() for a in acts if f" {t}".endswith(f" {thing}")]  # "ball": of any colour
             offer((1 - LOOK) / len(things), thing, fits or rest)
         return found
     gets, crafts = ([a for acts in about.values() for a in acts if a.startswith(verb)] for verb in ("get", "craft"))
@@ -285,9 +289,10 @@ def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, alik
     First layer, heads 0 and 1 look at the token one and two back, by the biases of query and key alone: under RoPE two
     constant vectors score by distance, highest (by `strength`) where their phases cancel. What they saw is written to the
     residual by a random matrix, which the keys of heads 0 and 1 of the later layers undo: there "what came after the last
-    token like this one" (induction heads, arXiv 2209.11895). All other heads look at tokens like their own: query and key start alike
-    (mimetic initialisation, arXiv 2305.09828). Contents are compared on the slow rotations only. What layers add to the
-    residual starts small (`out`), so that a token is still itself in the later layers."""
+    token like this one" (induction heads, arXiv 2209.11895). The last layer's others may look anywhere (small queries and
+    keys); all the rest look at tokens like their own: query and key start alike (mimetic initialisation, arXiv 2305.09828).
+    Induction heads and the last layer say what they see (their output undoes their values). Contents are compared on the
+    slow rotations only. What else layers add to the residual starts small (`out`): a token is still itself later."""
     config = model.config
     width, size = config.hidden_size, config.hidden_size // config.num_attention_heads
     theta = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))  # rotations, radians a token
@@ -308,16 +313,17 @@ def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, alik
                 attention.o_proj.weight[:, rows] *= write
                 reads.append(attention.v_proj.weight[rows].clone())
                 writes.append(attention.o_proj.weight[:, rows].clone())
+                continue
+            induction, last = number > 0 and head < len(offsets), number == config.num_hidden_layers - 1
+            if induction or last:
+                attention.o_proj.weight[:, rows] = attention.v_proj.weight[rows].T
+            if last and not induction:
+                attention.q_proj.weight[rows] *= free
+                attention.k_proj.weight[rows] *= free
             else:
                 query = key = torch.randn(size, width) / math.sqrt(width)
-                if head < len(offsets) and number:  # an induction head
+                if induction:
                     query, key = reads[head], writes[head].T / writes[head].norm() * math.sqrt(size)
-                if number and (head < len(offsets) or number == len(model.model.layers) - 1):  # says what it sees
-                    attention.o_proj.weight[:, rows] = attention.v_proj.weight[rows].T
-                if head >= len(offsets) and number == len(model.model.layers) - 1:  # may look anywhere
-                    attention.q_proj.weight[rows] *= free
-                    attention.k_proj.weight[rows] *= free
-                    continue
                 for proj, start in ((attention.q_proj, query), (attention.k_proj, key)):
                     proj.weight[rows] = torch.where(slow, alike * start, proj.weight[rows])
 
@@ -415,7 +421,8 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
     talks = conversations(8000, args.seed)
-    tokenizer = make_tokenizer([t for first, turns in talks for t in [first, *(x for turn in turns for x in turn[:2])]], 1200)
+    texts = [text for first, turns in talks for text in (first, *(x for turn in turns for x in turn[:2]))]
+    tokenizer = make_tokenizer(texts, 1200)
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
         num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,

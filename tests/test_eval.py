@@ -216,7 +216,7 @@ def test_the_command_repeats_bit_for_bit_and_reports_what_its_trajectories_say(t
     ids = "\n".join(r["item"] for r in rows[::2])
     pinned = dict(env="babyai", model=final, model_sha256=hashlib.sha256(weights).hexdigest(), split="test", items=8,
                   items_sha256=hashlib.sha256(ids.encode()).hexdigest(), samples=2, seed=0, temperature=1.0,
-                  top_p=1.0, top_k=0, horizon=3, max_tokens=32, max_length=4096, action_format="plain")
+                  top_p=1.0, top_k=0, horizon=3, max_tokens=32, max_length=4096, action_format="react")
     assert {k: a["config"].get(k) for k in pinned} == pinned
     lines = {line.split()[0]: line for line in table.splitlines() if line.strip()}
     assert f"{a['pass@2']:.3f}" in lines["pass@2"] and set(a["categories"]) < set(lines)

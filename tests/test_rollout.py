@@ -107,7 +107,7 @@ def test_special_tokens_that_the_policy_writes_change_nothing(tiny, pool, monkey
     end, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
     word = tokenizer.encode("turn left")
     scripted(monkeypatch, [start, *word, start, end])
-    (t,) = rollout(model, tokenizer, pool, ["babyai_8"], 1, max_tokens=20)
+    (t,) = rollout(model, tokenizer, pool, ["babyai_8"], 1, max_tokens=20, action_format="plain")
     assert t.tokens[-4 - len(word) + 1:] == [start, *word, start, end]
     assert t.mask[-4 - len(word) + 1:] == [True] * (3 + len(word))
     assert sum(t.mask) == 3 + len(word)
