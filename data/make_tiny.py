@@ -38,7 +38,7 @@ from worlds.textcraft import crafting_tree  # noqa: E402
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 # What never varies is one token, and so is a thing (" red ball"; TextCraft's " oak planks"), in a mission, in a list and in
-# a reply alike: naming it again is copying one token, whichever it is.
+# a reply alike (but " red door" in a mission is " red closed door" in a list): naming it again is copying one token.
 PHRASES = [p.replace("\\n", "\n") for p in """user\\n
 assistant\\n
 In front of you in this room, you can see several objects: There is a
@@ -125,7 +125,7 @@ def repeating(rng, words):
 
 def play(env, name, item, rng, turns):
     """A random policy's episode -> (instructions, [(observation, reply, {reply: probability}), ...]). Now and then it slips:
-    that reply is most likely refused. It is not imitated (no probabilities), only what follows is."""
+    that reply is most likely refused. It is no target (it counts as text that is read); what follows is."""
     observation, turns_played = env.reset(item), []
     first = observation
     for turn in range(turns):
@@ -157,9 +157,10 @@ def thing_of(name, text):
 
 
 def random_policy(env, name, first):
-    """The random policy: it names something that it has read, whichever (or nothing), and takes a random one of the valid
-    actions on it. Where there is none it takes another that is valid: in BabyAI one on nothing, in TextCraft a `get`.
-    The mission in the first observation is one more text to read a name from. -> {reply: probability}"""
+    """The random policy: it names something that it has read (or nothing) and takes a random one of the valid actions on it;
+    where there is none, another that is valid: in BabyAI one on nothing, in TextCraft a `get`. In BabyAI it names nothing
+    in `LOOK` of its turns, else any thing in the mission or in view alike; in TextCraft the goal in 0.17, nothing in 0.03,
+    else what a random `craft` or `get` is about. -> {reply: probability}"""
     about = {}  # thing -> the actions on it
     for action in env.valid_actions():
         about.setdefault(thing_of(name, action), []).append(action)
@@ -189,10 +190,10 @@ def random_policy(env, name, first):
     return found
 
 
-LOOK = 0.65  # how often the random policy thinks of nothing in BabyAI
+LOOK = 0.65  # chosen so that its success, 0.25, is below the 0.29 of a policy uniform over the valid actions
 
 
-SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room, half of BabyAI's share
+SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room: four fifths of BabyAI's share
 
 
 def vocabulary():
@@ -261,7 +262,7 @@ def encode(chat, conversation):
 
 
 def batches(data, tokens, rng):
-    """Endless shuffled batches of similar length, at most `tokens` tokens each, padded right."""
+    """Endless shuffled batches of similar length, about `tokens` tokens each, padded right."""
     while True:
         order = sorted(range(len(data)), key=lambda i: (len(data[i][0]) + rng.random() * 40))
         groups, group = [], []
@@ -270,6 +271,7 @@ def batches(data, tokens, rng):
                 groups.append(group)
                 group = []
             group.append(i)
+        groups.append(group)
         rng.shuffle(groups)
         for group in groups:
             width = max(len(data[i][0]) for i in group)
@@ -354,7 +356,7 @@ def train(model, tokenizer, args, rank, ranks):
         place, token, p = torch.searchsorted(replies, targets[:, 0].long()), targets[:, 1].long(), targets[:, 2]
         some = (kind == 1).nonzero().flatten()[random.randrange(8)::8]  # of what it only reads an eighth is enough
         rest = torch.nn.functional.cross_entropy(model.lm_head(hidden[some]), following[some])
-        return -(logprobs[place, token] * p).sum() / len(replies), rest
+        return -(logprobs[place, token] * p).sum() / max(1, len(replies)), rest
 
     def right(talks):
         """Share of replies that are right, token by token, read with the right ones before them."""
@@ -376,7 +378,7 @@ def train(model, tokenizer, args, rank, ranks):
         _, lr, shares, rest_weight = PHASES[phase]
         if phase == len(PHASES) - 1:
             last = done if last is None else last
-            lr *= min(1, (1 - done) / (1 - last) / 0.7)
+            lr *= min(1, (1 - done) / max(1e-9, 1 - last) / 0.7)
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 40)
         batch = next(sources[rng.choices(list(shares), list(shares.values()))[0]])
@@ -406,7 +408,7 @@ def train(model, tokenizer, args, rank, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(Path(__file__).parent / "tiny"))
+    parser.add_argument("--out", required=True, help="folder to write (what ships is in data/tiny)")
     parser.add_argument("--minutes", type=float, default=33, help="time for the training")
     parser.add_argument("--conversations", type=int, default=25_000, help="played by each process")
     parser.add_argument("--batch_tokens", type=int, default=1024, help="a step, in each process")

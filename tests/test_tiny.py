@@ -20,7 +20,7 @@ HORIZON = {"babyai": 4, "textcraft": 8}
 
 
 def random_policy(name, items, episodes):
-    """Success and turns of make_tiny's random policy -> per-item success [n]."""
+    """Success of make_tiny's random policy -> per-item success [n]."""
     env, wins = envs.make_env(name), []
     for item in items:
         for k in range(episodes):
