@@ -89,6 +89,7 @@ class Config:
     kl_type: str = arg("k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
     kl_in: str = arg("loss", "loss | reward")
     entropy_coef: float = arg(0.0, "weight of an entropy bonus")
+    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small differences count as much as large")
     aggregation: str = arg("token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
     max_grad_norm: float = arg(1.0, "gradients are clipped to this norm")
     microbatch_tokens: int | None = arg(None, "positions in one forward and backward pass")
@@ -207,7 +208,7 @@ def advantages_of(trajectories, cfg, device, reference=None, critic=None):
             rewards, scores = rewards - penalty, scores - penalty.sum(1)
     groups = torch.tensor([t.group for t in trajectories])
     if cfg.algo == "grpo":
-        advantages = algos.grpo_advantage(scores, groups, valid)[:, None] * mask
+        advantages = algos.grpo_advantage(scores, groups, valid, cfg.normalize_std)[:, None] * mask
     elif cfg.algo == "rloo":
         advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
     elif cfg.algo == "reinforce_pp":
