@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from logging import ERROR, getLogger
 from pathlib import Path
 
-import train  # before torch: it says how idle threads wait
+from config import REAL, TINY, WORLD_REAL, WORLD_TINY, Parser, arg  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -30,7 +30,6 @@ import envs as worlds
 import rl
 import schedule
 from rollout import EnvPool, rollout
-from train import arg
 
 
 @dataclass
@@ -71,7 +70,7 @@ def run_of(model) -> dict:
 
 def parse_config(argv=None) -> Config:
     """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
-    parser = train.Parser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False,
+    parser = Parser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False,
                           epilog="a flag without a default takes the run's value, else that of train.py --help")
     parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
@@ -83,8 +82,7 @@ def parse_config(argv=None) -> Config:
         raise ValueError(f"the run was trained on {', '.join(trained_on)}; choose one of them with --env")
     cfg.env = cfg.env or trained_on[0] or "babyai"
     tiny = "tiny" in (cfg.model, run.get("model"))
-    presets = (train.TINY | train.WORLD_TINY.get(cfg.env, {}) if tiny else
-               train.REAL | train.WORLD_REAL.get(cfg.env, {})) | {"data": ""}
+    presets = (TINY | WORLD_TINY.get(cfg.env, {}) if tiny else REAL | WORLD_REAL.get(cfg.env, {})) | {"data": ""}
     for name in ("data", "max_tokens", "max_length", "action_format", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, run.get(name, presets[name]))

@@ -1,0 +1,167 @@
+"""Every flag of a training run, its default by kind of model and by world, and the check that it makes sense.
+
+A flag left at None takes its default from the tables below: what the built-in tiny model needs is not what a real one
+needs. The horizons' defaults are in schedule.py. eval.py plays with the same defaults.
+"""
+
+import json
+import os
+from argparse import RawDescriptionHelpFormatter
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin cost 5x where cores are shared; read by torch
+
+from transformers import HfArgumentParser  # noqa: E402
+
+import agent  # noqa: E402
+import envs as worlds  # noqa: E402
+import rl  # noqa: E402
+import schedule  # noqa: E402
+
+# What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
+TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
+            max_length=4096, kl_coef=0.0, invalid_penalty=0.05, action_format="react", microbatch_tokens=8192,
+            slots=128, dtype="float32")
+REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,
+            max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
+            slots=32, dtype="bfloat16")
+WORLD_TINY = {"textcraft": dict(steps=80)}
+WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288)}
+ALGOS = ("ppo", "grpo", "rloo", "reinforce_pp")
+
+
+def arg(default, help):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}")
+    algo: str = arg("grpo", "ppo | grpo | rloo | reinforce_pp")
+    model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
+    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
+    data: str = arg("", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
+    out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
+    resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
+    seed: int = arg(0, "every random number follows from it")
+    steps: int | None = arg(None, "training steps")
+    items_per_step: int | None = arg(None, "different items a step")
+    rollouts_per_item: int | None = arg(None, "trajectories of each item: the group of GRPO and RLOO")
+    minibatches: int | None = arg(None, "optimizer steps an epoch")
+    epochs: int = arg(1, "passes over a step's trajectories")
+    horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30'")
+    horizon_steps: int | None = arg(None, "training steps a stage lasts")
+    horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout)")
+    max_tokens: int | None = arg(None, "largest reply, tokens")
+    max_length: int | None = arg(None, "largest trajectory, tokens")
+    temperature: float = arg(1.0, "of sampling")
+    top_p: float = arg(1.0, "nucleus sampling; truncation makes training off-policy")
+    top_k: int = arg(0, "0: off; truncation makes training off-policy")
+    slots: int | None = arg(None, "trajectories played at a time on each process")
+    deadline: float = arg(60.0, "seconds an environment has to answer")
+    action_format: str | None = arg(None, " | ".join(agent.FORMATS))
+    invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
+    lr: float | None = arg(None, "AdamW's learning rate")
+    critic_lr: float | None = arg(None, "the same for PPO's critic")
+    warmup_steps: int = arg(10, "steps over which the learning rates rise to their values (Adam's first steps are mostly noise)")
+    gamma: float = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
+    lam: float = arg(1.0, "lambda of GAE (ppo)")
+    clip_low: float = arg(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: float = arg(0.2, "and above 1 + clip_high")
+    value_clip: float = arg(0.5, "how far a value may move in one step (ppo)")
+    kl_coef: float | None = arg(None, "weight of the KL to the starting model; 0: no reference model at all")
+    kl_type: str = arg("k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
+    kl_in: str = arg("loss", "loss | reward")
+    entropy_coef: float = arg(0.0, "weight of an entropy bonus")
+    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small differences count as much as large")
+    aggregation: str = arg("token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
+    max_grad_norm: float = arg(1.0, "gradients are clipped to this norm")
+    microbatch_tokens: int | None = arg(None, "positions in one forward and backward pass")
+    dtype: str | None = arg(None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
+    save_every: int = arg(50, "steps between checkpoints")
+    keep: int = arg(2, "checkpoints kept")
+
+
+class Parser(HfArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+
+def parse_config(argv=None) -> Config:
+    """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
+    tables = "\n".join(f"  {name:9} " + ", ".join(f"{w} {','.join(map(str, p.rounds))} (a stage {p.every} steps)"
+                                                   for w, p in table.items())
+                       for name, table in (("tiny", schedule.TINY), ("others", schedule.UPSTREAM)))
+    defaults = "\n".join(f"  {name:9} " + ", ".join(f"{k} {v}" for k, v in table.items()) for name, table in
+                         (("tiny", TINY), *(("  " + w, t) for w, t in WORLD_TINY.items()),
+                          ("others", REAL), *(("  " + w, t) for w, t in WORLD_REAL.items())))
+    parser = Parser(Config, description="Multi-turn reinforcement learning of an LLM agent. How a run goes: train.py", allow_abbrev=False,
+                    epilog=f"default horizons by --model:\n{tables}\nother defaults by --model:\n{defaults}")
+    parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
+    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"unknown argument {unknown[0]}; python train.py --help lists all")
+    if cfg.env not in worlds.WORLDS:
+        raise ValueError(f"unknown environment '{cfg.env}'; choose from {', '.join(worlds.WORLDS)}")
+    tiny = cfg.model == "tiny"
+    for table in (WORLD_TINY if tiny else WORLD_REAL).get(cfg.env, {}), TINY if tiny else REAL:
+        for name, value in table.items():
+            if getattr(cfg, name) is None:
+                setattr(cfg, name, value)
+    preset = (schedule.TINY if tiny else schedule.UPSTREAM).get(cfg.env, schedule.UPSTREAM["babyai"])
+    cfg.horizon = cfg.horizon or ",".join(map(str, preset.rounds[-1:] if cfg.horizon_schedule == "fixed" else preset.rounds))
+    cfg.horizon_steps = preset.every if cfg.horizon_steps is None else cfg.horizon_steps
+    cfg.out = cfg.out or f"runs/{cfg.env}_{cfg.algo}_s{cfg.seed}"
+    check(cfg)
+    return cfg
+
+
+def check(cfg):
+    """Everything that can be known to be wrong before anything is written: ValueError, one line."""
+    choices = {"algo": ALGOS, "kl_type": ("k1", "abs", "k2", "k3"), "kl_in": ("loss", "reward"),
+               "aggregation": ("token", "sequence"), "action_format": tuple(agent.FORMATS),
+               "dtype": ("float32", "bfloat16")}
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
+    for name in ("steps", "items_per_step", "rollouts_per_item", "minibatches", "epochs", "max_tokens", "max_length", "slots",
+                 "deadline", "temperature", "lr", "critic_lr", "microbatch_tokens", "save_every", "keep", "max_grad_norm"):
+        if not 0 < getattr(cfg, name) < float("inf"):
+            raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
+    for name in ("kl_coef", "entropy_coef", "invalid_penalty", "warmup_steps", "clip_low", "clip_high", "seed", "top_k",
+                 "value_clip"):
+        if not 0 <= getattr(cfg, name) < float("inf"):
+            raise ValueError(f"--{name} must not be negative, but is {getattr(cfg, name)}")
+    for name in ("gamma", "lam", "top_p"):
+        if not 0 < getattr(cfg, name) <= 1:
+            raise ValueError(f"--{name} must lie in (0, 1], not {getattr(cfg, name)}")
+    if cfg.kl_in == "loss" and cfg.kl_type == "k1":
+        raise ValueError("--kl_type k1 has no expected gradient as a loss; use k3, or --kl_in reward")
+    if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
+        raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item must be at least 2")
+    schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, cfg.env), cfg.horizon_steps, cfg.horizon_schedule)
+    worlds.make_env(cfg.env).close()
+    items = worlds.items(cfg.env, "train", cfg.data or None)
+    for item in items:
+        if worlds.split_item(item)[0] != cfg.env:
+            raise ValueError(f"the training set of {cfg.env} holds the item '{item}'")
+    if len(items) < cfg.items_per_step:
+        raise ValueError(f"--items_per_step is {cfg.items_per_step}, but the training set has {len(items)} items")
+    rl.model_path(cfg.model)
+    out = Path(cfg.out)
+    above = next(p for p in out.absolute().parents if p.exists())
+    if out.is_file() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"cannot make the run folder {out}")
+    if cfg.resume and not out.is_dir():
+        raise ValueError(f"nothing to resume: there is no folder {out}")
+    if cfg.resume and (out / "config.json").exists():
+        was, may_change = json.loads((out / "config.json").read_text()), {"resume", "out", "steps", "save_every", "keep",
+                                                                          "env_url", "deadline"}
+        for name in [f.name for f in fields(cfg) if f.name not in may_change]:
+            if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
+                raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
+    if not cfg.resume and rl.checkpoints(out):
+        raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
+    for url in filter(None, cfg.env_url.split(",")):
+        worlds.check_url(url)
