@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from agent import Chat, instructions, parse  # noqa: E402
-from envs import make_env  # noqa: E402
+from envs import items, make_env, split_item  # noqa: E402
 from worlds.textcraft import crafting_tree  # noqa: E402
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -157,36 +157,35 @@ def thing_of(name, text):
 
 
 def random_policy(env, name, first):
-    """The random policy: it names something that it has read (or nothing) and takes a random one of the valid actions on it;
-    where there is none, another that is valid: in BabyAI one on nothing, in TextCraft a `get`. In BabyAI it names nothing
-    in `LOOK` of its turns, else any thing in the mission or in view alike; in TextCraft the goal in 0.17, nothing in 0.03,
-    else what a random `craft` or `get` is about. -> {reply: probability}"""
+    """The random policy: it names something that it has read, whichever, and takes a random one of the valid actions on it.
+    BabyAI: any thing in the mission or in view; where it has no action on it, one on nothing; in `LOOK` of its turns it names
+    nothing and takes one on nothing. TextCraft: any thing in the commands; where it can neither craft nor get it, a valid
+    action on what its own command asks for; where that has none, a random `get`. -> {reply: probability}"""
     about = {}  # thing -> the actions on it
     for action in env.valid_actions():
         about.setdefault(thing_of(name, action), []).append(action)
-    rest, found = about.pop(None), {}
+    rest, needs, found = about.pop(None), {}, {}
 
     def offer(p, thought, actions):
         for action in actions:
             reply = f"Thought: {thought}\nAction: {action}"
             found[reply] = found.get(reply, 0) + p / len(actions)
 
+    def on(thing):  # "ball" is a ball of any colour, "planks" are of any wood
+        return about.get(thing) or [a for t, acts in about.items() for a in acts if t.endswith(f" {thing}")]
+
     if name == "babyai":
         things = {*about, *(" ".join(filter(None, m)) for m in THING.findall(first.split("\n")[0]))}
-        offer(LOOK if things else 1, "nothing", rest)
-        for thing in sorted(things):
-            fits = [a for t, acts in about.items() for a in acts if f" {t}".endswith(f" {thing}")]  # "ball": of any colour
-            offer((1 - LOOK) / len(things), thing, fits or rest)
-        return found
-    gets, crafts = ([a for acts in about.values() for a in acts if a.startswith(verb)] for verb in ("get", "craft"))
-    goal = thing_of(name, first[first.rindex("Goal:"):])
-    offer(0.03 if about else 1, "nothing", rest)
-    if about:
-        offer(0.17, goal, about.get(goal) or gets or rest)
-        for actions in filter(None, (gets, crafts)):  # as often to craft as to get: there is more to get
-            for action in actions:
-                thing = thing_of(name, action)
-                offer(0.8 / (1 + bool(gets and crafts)) / len(actions), thing, about[thing])
+    else:
+        for made, used in re.findall(r"craft \d+ (.+) using (.+)", first):
+            needs.setdefault(made, []).extend(re.findall(r"\d+ ([^,]+)", used))
+        things = {*needs, *(n for used in needs.values() for n in used)}
+        gets = [a for acts in about.values() for a in acts if a.startswith("get")]
+    look = (LOOK if name == "babyai" else 0.03) if things else 1
+    offer(look, "nothing", rest)
+    for thing in sorted(things):
+        actions = about.get(thing) or [a for n in needs.get(thing, ()) for a in on(n)] or on(thing)
+        offer((1 - look) / len(things), thing, actions or (rest if name == "babyai" else gets or rest))
     return found
 
 
@@ -197,17 +196,27 @@ SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose miss
 
 
 def vocabulary():
-    """Single words to practise on: those of TextCraft's items, everyday things, colours, numbers."""
-    env = make_env("textcraft")
-    return sorted({w for i in range(544) for w in env.reset(i).replace(",", "").split() if w.isalpha()}
-                  | set(NOUNS) | set(COLOURS) | set("123456789"))
+    """Words to practise on: the names of TextCraft's items, everyday things, colours, numbers."""
+    return sorted({name.replace("_", " ") for name in crafting_tree().items} | {*NOUNS, *COLOURS, *"123456789"})
+
+
+def task(observation):
+    """What is held out, as a first observation tells it: TextCraft's goal, in BabyAI all of it."""
+    return observation.split("Goal:")[-1]
 
 
 def conversations(count, seed):
     """`count` conversations as (first message, [(observation, reply), ...]); items from 100,000 seeds on, which no
-    item set uses."""
-    rng = random.Random(seed)
-    envs, words = {name: make_env(name) for name in ("babyai", "textcraft")}, vocabulary()
+    item set uses, and none whose `task` is held out."""
+    rng, words = random.Random(seed), vocabulary()
+    worlds = {name: make_env(name) for name in ("babyai", "textcraft")}
+    held = {task(env.reset(split_item(i)[1])) for name, env in worlds.items() for i in items(name, "test")}
+
+    def episode(name, draw, turns):
+        while task(worlds[name].reset(item := draw())) in held:
+            pass
+        return play(worlds[name], name, item, rng, turns)
+
     for _ in tqdm(range(count), desc="playing", leave=False):
         u = rng.random()
         if u < 0.1:
@@ -215,11 +224,9 @@ def conversations(count, seed):
             yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
         elif u < 0.55:
             level = rng.choice(SINGLE_ROOM) if rng.random() < 0.7 else rng.randrange(40)
-            item = level + 40 * (100_000 + rng.randrange(10**6))
-            yield play(envs["babyai"], "babyai", item, rng, rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
+            yield episode("babyai", lambda: level + 40 * (100_000 + rng.randrange(10**6)), rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
         else:
-            item = rng.randrange(544) + 544 * (100_000 + rng.randrange(10**6))
-            yield play(envs["textcraft"], "textcraft", item, rng, rng.choice([1, 2, 3, 4, 6, 8, 12]))
+            yield episode("textcraft", lambda: 544 * 100_000 + rng.randrange(544 * 10**6), rng.choice([1, 2, 3, 4, 6, 8, 12]))
 
 
 def make_tokenizer(texts, vocab_size):

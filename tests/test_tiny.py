@@ -57,11 +57,17 @@ def test_it_acts_validly_and_succeeds_as_often_as_the_random_policy(tiny, pool, 
     assert abs(difference.mean()) < 3 * error + 0.02, (ours.mean(), chance.mean())
 
 
-def test_no_transcript_uses_an_item_of_the_item_sets():
+def test_no_transcript_uses_an_item_of_the_item_sets_or_has_a_held_out_task():
     # make_tiny plays seeds from 100,000 on; the sets stay far below
+    held = set()
     for name, per_seed in (("babyai", 40), ("textcraft", 544)):
+        env = envs.make_env(name)
         for split in ("train", "test"):
             assert all(envs.split_item(i)[1] // per_seed < 100_000 for i in envs.items(name, split))
+        held |= {make_tiny.task(env.reset(envs.split_item(i)[1])) for i in envs.items(name, "test")}
+    assert len(held) == 250 + 200
+    first = [turns[0][0] for _, turns in make_tiny.conversations(2000, seed=5)]
+    assert len(first) == 2000 and not held & {make_tiny.task(observation) for observation in first}
 
 
 @pytest.mark.parametrize("name", ["babyai", "textcraft"])
