@@ -37,7 +37,8 @@ def arg(default, help):
 
 @dataclass
 class Config:
-    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}")
+    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}; with --env_url any of "
+                          f"{', '.join(worlds.PROTOCOLS)}")
     algo: str = arg("grpo", "ppo | grpo | rloo | reinforce_pp")
     model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
@@ -102,8 +103,7 @@ def parse_config(argv=None) -> Config:
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python train.py --help lists all")
-    if cfg.env not in worlds.WORLDS:
-        raise ValueError(f"unknown environment '{cfg.env}'; choose from {', '.join(worlds.WORLDS)}")
+    worlds.check_name(cfg.env, cfg.env_url)
     tiny = cfg.model == "tiny"
     for table in (WORLD_TINY if tiny else WORLD_REAL).get(cfg.env, {}), TINY if tiny else REAL:
         for name, value in table.items():
@@ -141,7 +141,6 @@ def check(cfg):
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item must be at least 2")
     schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, cfg.env), cfg.horizon_steps, cfg.horizon_schedule)
-    worlds.make_env(cfg.env).close()
     items = worlds.items(cfg.env, "train", cfg.data or None)
     for item in items:
         if worlds.split_item(item)[0] != cfg.env:
@@ -163,5 +162,4 @@ def check(cfg):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
     if not cfg.resume and rl.checkpoints(out):
         raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
-    for url in filter(None, cfg.env_url.split(",")):
-        worlds.check_url(url)
+    worlds.check_env(cfg.env, cfg.env_url)

@@ -1,17 +1,29 @@
-"""Environments: the `Env` protocol, the registry of worlds, item ids, and the client of AgentGym's HTTP protocol.
+"""Environments: the `Env` protocol, the registry of worlds, item ids, AgentGym's HTTP protocol from both sides.
 
 A world is a text game. `reset(item)` starts episode number `item` (the same number is the same episode on
 every machine) and returns the first observation; `step(action)` takes one parsed action. To add a world, write
 `worlds/NAME.py` with a subclass of `Env` and add one line to `WORLDS` (the README shows all 30 lines).
+
+    python envs.py serve --env babyai --port 36001      # a world of ours, for any client that speaks AgentGym's protocol
 """
 
+import argparse
 import importlib
 import json
+import os
+import random
 import re
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
+from urllib3.exceptions import HTTPError, NewConnectionError
 
 WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft"}
 DATA = Path(__file__).parent / "data"
@@ -35,6 +47,7 @@ class Env:
     """One episode at a time; reused by `reset`. Faults raise `EnvError`, an unknown item `ValueError`."""
 
     prompt = ""  # the instructions, shown once at the start of every conversation
+    whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
 
     def reset(self, item: int) -> str:
         raise NotImplementedError
@@ -46,17 +59,45 @@ class Env:
         pass
 
 
+def check_name(name: str, url: str | None = "") -> None:
+    """Raises ValueError unless there is a world `name`: in this process or, given the `url` of a server, there."""
+    if name in PROTOCOLS and name not in WORLDS and not url:
+        raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
+    known = {**WORLDS, **PROTOCOLS} if url else WORLDS
+    if name not in known:
+        raise ValueError(f"unknown environment '{name}'; choose from {', '.join(known)}")
+
+
 def make_env(name: str, url: str | None = None, **kw) -> Env:
-    """The world `name`: in this process, or on the AgentGym server at `url`. Keyword arguments go to the world's class.
-    Raises ValueError for an unknown name or a missing package."""
-    if name not in WORLDS:
-        raise ValueError(f"unknown environment '{name}'; choose from {', '.join(WORLDS)}")
-    module, cls = WORLDS[name].split(":")
+    """The world `name`: in this process, or on the AgentGym server at `url`. Keyword arguments go to the world's class, or
+    to `RemoteEnv`. Raises ValueError for an unknown name or a missing package, EnvError if the server does not do its part."""
+    check_name(name, url)
+    prompt = PROTOCOLS[name].prompt if name in PROTOCOLS else ""
     try:
-        world = getattr(importlib.import_module(module), cls)
-        return RemoteEnv(name, url, world.prompt) if url else world(**kw)
+        if name in WORLDS:
+            module, cls = WORLDS[name].split(":")
+            world = getattr(importlib.import_module(module), cls)
+            if not url:
+                return world(**kw)
+            prompt = world.prompt
     except ModuleNotFoundError as e:
-        raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {e.name}") from e
+        if not (url and prompt):  # what is played elsewhere needs no more than its prompt here
+            raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {e.name}") from e
+    return RemoteEnv(name, url, prompt, **kw)
+
+
+def check_env(name: str, urls: str = "") -> None:
+    """Raises ValueError, one line, unless the world `name` can be played: in this process, or on every one of the servers
+    `urls` (separated by commas), each of which gets one request and 10 s at most."""
+    check_name(name, urls)
+    if not urls:
+        make_env(name).close()
+    for url in filter(None, urls.split(",")):
+        try:
+            requests.get(url, timeout=(5, 5)).raise_for_status()
+        except (requests.RequestException, ValueError) as e:
+            raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
+                             "start one or drop --env_url") from e
 
 
 # ---- items: which episodes are trained on, which are held out ----
@@ -101,48 +142,400 @@ def split_item(item: str) -> tuple[str, int]:
 # ---- AgentGym's HTTP protocol: the client ----
 
 
-def check_url(url: str) -> None:
-    """One request, at most 10 s. Raises ValueError if nobody answers."""
-    try:
-        requests.get(url, timeout=(5, 5)).raise_for_status()
-    except (requests.RequestException, ValueError) as e:
-        raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
-                         "start one or drop --env_url") from e
+class Protocol(NamedTuple):
+    """What the bodies of one AgentGym server look like; the defaults are our own server's for any world."""
+    id: str = "id"  # key of the episode's number in every body; /create replies {key: number} or the bare number
+    create: dict = {}  # /create's body
+    item: str = "data_idx"  # key of the item's number in /reset's body
+    more: dict = {}  # what else /reset's body holds
+    first: tuple = ("observation",)  # keys of /reset's reply that make the first observation; (): it is a text or [text, null]
+    text: str = "observation"  # key of the observation in /step's reply
+    done: tuple = ("done",)  # keys that end the episode
+    so_far: str = ""  # key of the measure so far, where the reward is not this step's increment
+    scale: float = 1.0  # that measure when all is done
+    full: float = 1.0  # an episode that ends with this reward (or measure) is a success
+    whole_reply: bool = False  # "action" is the agent's reply as it is
+    close: bool = True  # there is a /close
+    invalid: str = "(?!)"  # how the observation after an action that was none begins; default: nobody can tell
+    prompt: str = ""  # for worlds that are not in this process
+
+
+def _tool(use):  # the five tool servers: each reply says whether anything was achieved so far
+    return Protocol("env_idx", {"id": 0}, "id", first=(), so_far="reward", whole_reply=True, close=False, prompt=(
+        f"Use tools to {use}. One call a turn, for example\nAction: check_valid_actions with Action Input: {{}}\n"
+        'which lists the tools. End with\nAction: finish with Action Input: {"answer": ...}'))
+
+
+PROTOCOLS = {
+    # The real server's score adds up the rewards of an episode, and its clients take that for the reward of every step. Here
+    # a step's reward is its own. Its episodes end only with a reward above 0.5 (1 less what the steps cost).
+    "babyai": Protocol(full=0.5, invalid="The action is not recognized|You cannot|There is a barrier"),
+    "textcraft": Protocol(create={"commands": None, "goal": None}, invalid="Could not (?!find enough)|Wrong item format"),
+    "sciworld": Protocol(first=("task_description", "observation"), so_far="score", scale=100.0,
+                         invalid="No known action matches that input", prompt=(
+        "You do science experiments in a house of rooms. Act in short sentences: look around, open door to kitchen, go to "
+        "kitchen, pick up metal pot, move metal pot to stove, activate stove, use thermometer on water, focus on water, wait. "
+        "Focus only on what the task asks for.")),
+    "searchqa": Protocol("env_idx", {"id": 0}, "id", first=(), whole_reply=True, prompt=(
+        "Answer a question. Write <search> words </search> to search, and read what comes back between <information> and "
+        "</information>, as often as you like. Then write <answer> a few words </answer>.")),
+    "webarena": Protocol("env_idx", {}, "idx", {"seed": 0}, done=("terminated", "truncated"), whole_reply=True, prompt=(
+        "You use a web browser; a page is a list of elements, each with its [number]. Think, then give one action between triple "
+        "backticks: click [12], type [12] [words] [1], hover [12], press [ctrl+a], scroll [down], new_tab, tab_focus [0], "
+        "close_tab, goto [address], go_back, go_forward. End with ```stop [answer]```.")),
+    "webshop": Protocol("env_idx", {}, "session_id", first=(), text="state", prompt=(
+        "Buy what is asked for in a web shop. An action is search[words] where there is a search bar, or click[button] with a "
+        "button of the page, such as click[buy now].")),
+    "sqlgym": Protocol("env_idx", {}, "item_id", first=(), text="state", close=False, prompt=(
+        "Answer the question about a SQLite database. An action is one SQL statement in one line.")),
+    "alfworld": Protocol("id", {}, "game", {"world_type": "Text"}, close=False, invalid="Nothing happen", prompt=(
+        "Do a household task. Every turn, answer with one of the available actions, such as go to desk 1, open drawer 2, "
+        "take mug 1 from desk 1.")),
+    "maze": Protocol("id", {}, "game", close=False, prompt=(
+        "Find the way to the goal of a maze. The actions are: move up (the first coordinate falls), move down, move left (the "
+        "second one falls), move right.")),
+    "wordle": Protocol("id", {}, "seed", close=False, invalid="invalid word", prompt=(
+        "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. The answer has g for a letter in its "
+        "place, y for one that is elsewhere in the word, b for one that is not in it.")),
+    "weather": _tool("answer a question about the weather"),
+    "todo": _tool("manage a list of things to do"),
+    "movie": _tool("answer a question about films and the people who made them"),
+    "sheet": _tool("edit a spreadsheet as you are asked"),
+    "academia": _tool("answer a question about scientific papers and their authors"),
+}
+
+
+class Refused(EnvError):
+    """The server answered, with {"error": ...}."""
 
 
 class RemoteEnv(Env):
-    """A world on an AgentGym server whose bodies are those of babyai and textcraft: POST /create, /reset, /step, /close.
-    Errors, also those that arrive as status 200 with {"error": ...}, raise EnvError."""
+    """A world on an AgentGym server: one episode there, one connection kept open. Whatever is wrong with the server or its
+    replies raises EnvError with the address and the reason. Make and use it in one thread.
 
-    def __init__(self, name: str, url: str, prompt: str, timeout: float = 30.0):
-        self.name, self.url, self.prompt, self.timeout = name, url.rstrip("/"), prompt, timeout
-        self.session = requests.Session()
-        self.id = self._post("create", {})["id"]
+    timeout: seconds that one call may take, all tries together; long, as a rollout has a shorter deadline of its own.
+    tries: how often a call is made that meets no server, a broken connection or a status from 500 on.
+    """
 
-    def _post(self, path, body):
+    def __init__(self, name: str, url: str, prompt: str = "", timeout: float = 300.0, tries: int = 3):
+        self.protocol = PROTOCOLS.get(name, Protocol())
+        self.url, self.prompt, self.whole_reply = url.rstrip("/"), prompt, self.protocol.whole_reply
+        self.timeout, self.tries, self.session, self.id = timeout, tries, requests.Session(), None
+        self._create()
+
+    def _create(self):
+        reply, key = self._call("create", self.protocol.create), self.protocol.id
+        number = reply.get(key) if isinstance(reply, dict) else reply
+        if type(number) is not int:
+            raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
+        self.id = number
+
+    def _call(self, path, body, repeat=True, timeout=None):
+        """POST `body`, give the reply. What was never sent is tried again, anything else only where `repeat` allows it."""
+        url, until = f"{self.url}/{path}", time.monotonic() + (timeout or self.timeout)
+        for attempt in range(1, self.tries + 1):
+            left, unsent, passing, data = max(0.01, until - time.monotonic()), False, True, b""
+            try:
+                with self.session.post(url, json=body, timeout=(min(5.0, left), left), stream=True) as response:
+                    while part := response.raw.read1(65536, decode_content=True):  # as it comes: a trickle has its deadline too
+                        data += part
+                        if time.monotonic() > until:
+                            raise requests.Timeout("no end of the reply")
+                if response.status_code < 400:
+                    break
+                why, passing = f"status {response.status_code} {data[:200].decode(errors='replace')}", response.status_code >= 500
+            except (requests.RequestException, HTTPError, OSError) as e:
+                why, passing = f"{type(e).__name__}: {e}", not isinstance(e, ValueError)  # ValueError: the url is none
+                cause = getattr(e.args[0] if e.args else None, "reason", None)
+                unsent = isinstance(e, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
+            pause = 0.1 * 2 ** attempt * random.uniform(0.5, 1.5)  # spread out: all episodes meet a restart at the same moment
+            if attempt == self.tries or not (unsent or passing and repeat) or time.monotonic() + pause > until:
+                raise EnvError(f"{url}: {why[:300]}")
+            time.sleep(pause)
         try:
-            response = self.session.post(f"{self.url}/{path}", json=body, timeout=self.timeout)
-            response.raise_for_status()
-            reply = response.json()
-        except (requests.RequestException, ValueError) as e:
-            raise EnvError(f"{self.url}/{path}: {type(e).__name__}") from e
+            reply = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise EnvError(f"{url}: no JSON: {data[:80]!r}") from e
         if isinstance(reply, dict) and "error" in reply:
-            raise EnvError(f"{self.url}/{path}: {reply['error']}")
+            raise Refused(f"{url}: {reply['error']}")
         return reply
 
+    def _take(self, reply, key, kind):
+        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is missing or something else."""
+        value = reply.get(key) if isinstance(reply, dict) else None
+        good = {str: isinstance(value, str), bool: value in (False, True),
+                float: isinstance(value, (int, float)) and abs(value) < 1e9}[kind]  # nan and inf are no rewards
+        if not good:
+            raise EnvError(f"{self.url}: '{key}' should be a {kind.__name__} in the reply {reply!r:.200}")
+        return kind(value)
+
+    def _text(self, reply, keys):
+        text = "\n".join(self._take(reply, key, str) for key in keys)
+        if text == "TimeoutError":  # webarena's way to say that its browser failed
+            raise EnvError(f"{self.url}: TimeoutError in the place of an observation")
+        actions = reply.get("available_actions")  # alfworld lists them apart
+        return text + (f"\nAvailable actions: {', '.join(map(str, actions))}" if isinstance(actions, list) else "")
+
     def reset(self, item: int) -> str:
-        return self._post("reset", {"id": self.id, "data_idx": item})["observation"]
+        p = self.protocol
+        try:
+            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
+        except Refused:  # the server dropped an episode that was idle, or was started anew: once more, in a new one
+            self._end()
+            self._create()
+            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
+        if not p.first:
+            reply = {"observation": reply[0] if isinstance(reply, list) and reply else reply}
+        self.total = 0.0  # of this episode's rewards, or the measure so far
+        return self._text(reply, p.first or ("observation",))
 
     def step(self, action: str) -> Step:
-        reply = self._post("step", {"id": self.id, "action": action})
-        reward, done = float(reply["reward"]), bool(reply["done"])
-        text = reply["observation"]
-        valid = not re.match(r"The action is not recognized|You cannot|Could not", text)
-        return Step(text, reward, min(1.0, float(reply.get("score", reward))), done, done and reward > 0, valid)
+        p = self.protocol
+        reply = self._call("step", {p.id: self.id, "action": action}, repeat=False)  # it may have been taken: once is enough
+        text, ended = self._text(reply, (p.text,)), [self._take(reply, key, bool) for key in p.done]
+        before = self.total
+        if p.so_far:
+            self.total = gain = min(1.0, max(0.0, self._take(reply, p.so_far, float) / p.scale))
+            reward = self.total - before
+        else:
+            gain = reward = self._take(reply, "reward", float) if ended[0] or p.done[0] == "done" else 0.0  # webarena: at the end
+            self.total += reward
+        score = self._take(reply, "score", float) if "score" in reply and not p.so_far else self.total
+        success = self._take(reply, "success", bool) if "success" in reply else any(ended) and gain >= p.full
+        valid = self._take(reply, "valid", bool) if "valid" in reply else not re.match(p.invalid, text)
+        return Step(text, reward, min(1.0, max(0.0, score)), any(ended), success, valid)
+
+    def _end(self):
+        number, self.id = self.id, None
+        if number is not None and self.protocol.close:
+            try:
+                self._call("close", {self.protocol.id: number}, timeout=5.0)
+            except EnvError:
+                pass  # the server is gone, and so is the episode
 
     def close(self) -> None:
-        try:
-            self._post("close", {"id": self.id})
-        except EnvError:
-            pass  # the server is gone, and so is the episode
+        """Ends the episode on the server, where there is a way to. Never raises; a second call does nothing."""
+        self._end()
         self.session.close()
+
+
+# ---- AgentGym's HTTP protocol: the server ----
+
+RESET_FIELDS = {  # of /reset's reply, as recorded from AgentGym's servers; any other world has babyai's
+    "babyai": ("observation", "reward", "score", "deleted", "done"),
+    "textcraft": ("id", "observation", "done", "reward"),
+    "sciworld": ("task_name", "var_num", "task_description", "observation", "reward", "score", "deleted", "done"),
+}
+
+
+class Episode:
+    def __init__(self, env):
+        self.env, self.lock, self.used, self.last, self.sound = env, threading.Lock(), time.monotonic(), {}, True
+
+
+class Games:
+    """Many episodes of one world, by number, in any threads. The world of a closed episode waits for the next one; so does
+    that of an episode that nobody touched for `idle_seconds`. max_episodes 0: no limit. What cannot be done raises EnvError."""
+
+    def __init__(self, name, idle_seconds=3600.0, max_episodes=0):
+        self.name, self.idle, self.most = name, idle_seconds, max_episodes
+        self.fields, self.points = RESET_FIELDS.get(name, RESET_FIELDS["babyai"]), 100 if name == "sciworld" else 1
+        self.free = [make_env(name)]  # also shows at once whether it can be made
+        self.episodes, self.count, self.lock = {}, 0, threading.Lock()
+
+    def create(self) -> int:
+        self.reap()
+        with self.lock:
+            if self.most and len(self.episodes) >= self.most:
+                raise EnvError(f"all {self.most} episodes are taken; close one first")
+            number, self.count = self.count, self.count + 1
+            episode = self.episodes[number] = Episode(self.free.pop() if self.free else None)
+        try:
+            episode.env = episode.env or make_env(self.name)  # outside the lock: some worlds take seconds
+        except BaseException:
+            del self.episodes[number]
+            raise
+        return number
+
+    @contextmanager
+    def at(self, number):
+        """The episode, for one request at a time. A world that failed in it is not used again after it."""
+        episode = self.episodes.get(number)
+        with episode.lock if episode else self.lock:
+            if number not in self.episodes:  # never was, or was closed while this request waited
+                raise EnvError(f"The id {number} is not valid.")
+            try:
+                yield episode
+            except ValueError:  # a bad item: the world is as it was
+                raise
+            except BaseException:
+                episode.sound = False
+                raise
+            finally:
+                episode.used = time.monotonic()
+
+    def reset(self, number, item) -> dict:
+        with self.at(number) as episode:
+            env, text = episode.env, episode.env.reset(item)
+            episode.last = {"id": number, "observation": text, "reward": 0, "score": 0, "deleted": False, "done": False}
+            if self.name == "sciworld":
+                episode.last |= {"task_name": env.task_name, "var_num": env.variation, "task_description": env.task_description,
+                                 "observation": text.removeprefix(env.task_description + "\n")}
+            return {key: episode.last[key] for key in self.fields}
+
+    def step(self, number, action) -> dict:
+        def points(x):  # 0 and 1 rather than 0.0 and 1.0, as recorded
+            x = float(x) if self.points == 1 else round(float(x) * self.points, 6)
+            return int(x) if x.is_integer() else x
+
+        with self.at(number) as episode:
+            step = episode.env.step(action)
+            new = {"observation": step.observation, "reward": points(step.reward), "score": points(step.score),
+                   "done": bool(step.done)}
+            episode.last |= new
+            if self.name == "textcraft":
+                del new["score"]
+            return new | {"success": bool(step.success), "valid": bool(step.valid)}  # these two are ours: no client has to guess
+
+    def last(self, number) -> dict:
+        with self.at(number) as episode:
+            if not episode.last:
+                raise ValueError(f"{self.name}: the id {number} was not reset yet")
+            return {key: episode.last[key] for key in (*self.fields, "deleted") if key != "id"}
+
+    def close(self, number) -> bool:
+        with self.lock:
+            episode = self.episodes.pop(number, None)
+        if episode is None:
+            return False
+        with episode.lock:  # a request that is under way ends first
+            if episode.sound:
+                self.free.append(episode.env)
+            else:
+                episode.env.close()
+        return True
+
+    def reap(self):
+        with self.lock:
+            idle = [n for n, e in self.episodes.items() if e.used < time.monotonic() - self.idle and not e.lock.locked()]
+        for number in idle:
+            self.close(number)
+
+
+def serve(name, host="127.0.0.1", port=36001, idle_seconds=3600.0, max_episodes=0):
+    """Serve the world `name` until SIGTERM or Ctrl-C. Raises ValueError if it cannot be: unknown, no FastAPI, port in use."""
+    if name not in WORLDS:
+        raise ValueError(f"unknown environment '{name}'; choose from {', '.join(WORLDS)}")
+    try:
+        import uvicorn
+        from fastapi import FastAPI
+        from fastapi.responses import JSONResponse
+        from pydantic import BaseModel
+    except ModuleNotFoundError as e:
+        raise ValueError('serving needs FastAPI and uvicorn: pip install -e ".[serve]"') from e
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    except (OSError, OverflowError) as e:
+        raise ValueError(f"cannot listen on {host}:{port}: {e}") from e
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else every reply waits 40 ms for an acknowledgement
+    games = Games(name, idle_seconds, max_episodes)
+    app = FastAPI()
+
+    class Id(BaseModel):
+        id: int
+
+    class Item(Id):
+        data_idx: int
+
+    class Action(Id):
+        action: str
+
+    @app.exception_handler(EnvError)
+    @app.exception_handler(ValueError)
+    def failed(request, e):
+        return JSONResponse({"error": str(e)})  # with status 200, as AgentGym's servers do
+
+    @app.get("/")
+    def about():
+        return f"This is environment {'ScienceWorld' if name == 'sciworld' else WORLDS[name].split(':')[1]}."
+
+    @app.post("/create")
+    def create(body: dict | None = None):  # textcraft's "commands" and "goal" choose nothing: its episode n starts with item n
+        number = games.create()
+        return {"id": number} | (games.reset(number, number) if name == "textcraft" else {})
+
+    @app.post("/reset")
+    def reset(body: Item):
+        return games.reset(body.id, body.data_idx)
+
+    @app.post("/step")
+    def step(body: Action):
+        return games.step(body.id, body.action)
+
+    @app.post("/close")
+    def close(body: Id):
+        return games.close(body.id)
+
+    @app.get("/observation")
+    def observation(id: int):
+        return games.last(id) if name == "babyai" else games.last(id)["observation"]
+
+    @app.get("/detail")
+    def detail(id: int):
+        return games.last(id)
+
+    if hasattr(games.free[0], "goals"):
+        @app.get("/goals")
+        def goals(id: int):
+            with games.at(id) as episode:
+                return {"goals": episode.env.goals()}
+
+    def stop(*_):
+        # a request that is under way has 5 s; a world that hangs is not waited for
+        end = threading.Timer(8.0, os._exit, (0,))
+        end.daemon = True
+        server.should_exit = True
+        end.start()
+
+    def reap():
+        while not server.should_exit:
+            time.sleep(min(10.0, idle_seconds / 4))
+            games.reap()
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=600))
+    server.handle_exit = stop
+    threading.Thread(target=reap, daemon=True).start()
+    print(f"{name} on http://{host}:{listener.getsockname()[1]}", flush=True)
+    server.run(sockets=[listener])
+    for env in [*games.free, *(e.env for e in games.episodes.values())]:
+        env.close()
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+
+def main(argv=None) -> int:
+    """The command -> its exit code: 2 and one line on stderr for bad usage."""
+    parser = Parser(prog="envs.py", description="Serve a world in AgentGym's HTTP protocol.", allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("--env", default="babyai", help=", ".join(WORLDS))
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: there is no password")
+    parser.add_argument("--port", type=int, default=36001, help="0: any free one; the first line says which")
+    parser.add_argument("--idle_seconds", type=float, default=3600.0, help="an episode that nobody touched for so long is closed")
+    parser.add_argument("--max_episodes", type=int, default=0, help="at a time; 0: no limit")
+    try:
+        args = parser.parse_args(argv)
+        if not 0 < args.idle_seconds < float("inf") or args.max_episodes < 0:
+            raise ValueError("--idle_seconds must be positive and --max_episodes must not be negative")
+        serve(args.env, args.host, args.port, args.idle_seconds, args.max_episodes)
+    except ValueError as e:
+        print(f"envs.py: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    from envs import main  # the worlds import `envs`: there must not be a second EnvError
+    sys.exit(main())

@@ -96,7 +96,7 @@ def parse_config(argv=None) -> Config:
 
 def check(cfg):
     """Everything that can be known to be wrong before anything is played: ValueError, one line."""
-    worlds.make_env(cfg.env).close()
+    worlds.check_name(cfg.env, cfg.env_url)
     for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16")}.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
@@ -116,8 +116,7 @@ def check(cfg):
         above = next(p for p in path.parents if p.exists())
         if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
             raise ValueError(f"cannot write {path}: {'it' if path.is_dir() else above} is in the way")
-    for url in filter(None, cfg.env_url.split(",")):
-        worlds.check_url(url)
+    worlds.check_env(cfg.env, cfg.env_url)
 
 
 def pick_items(cfg) -> list[str]:
@@ -273,18 +272,17 @@ def main(argv=None) -> int:
         categories = worlds.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
-        pool = EnvPool(filter(None, cfg.env_url.split(",")))
         how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p",
                                             "top_k", "action_format")}
-        for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
-            played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
-            if all(t.status == "env_error" for t in played[horizon]):
-                print(f"eval.py: nothing to report, every environment failed; the first: "
-                      f"{' '.join(played[horizon][0].error.split())}", file=sys.stderr)
-                return 1
-            if not any(t.turns for t in played[horizon]):
-                raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
-        pool.close()
+        with EnvPool(filter(None, cfg.env_url.split(","))) as pool:
+            for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
+                played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
+                if all(t.status == "env_error" for t in played[horizon]):
+                    print(f"eval.py: nothing to report, every environment failed; the first: "
+                          f"{' '.join(played[horizon][0].error.split())}", file=sys.stderr)
+                    return 1
+                if not any(t.turns for t in played[horizon]):
+                    raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
     except ValueError as e:
         print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
         return 2

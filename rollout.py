@@ -8,6 +8,7 @@ was drawn from. Each trajectory draws from a generator of its own, keyed by (see
 """
 
 import math
+import os
 import queue
 import threading
 import time
@@ -99,30 +100,47 @@ class Worker:
 
 
 class EnvPool:
-    """Environments by name, made when first needed and reused by `reset`."""
+    """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
+    in any case: a server keeps an episode until it is told that it is over."""
 
     def __init__(self, urls=(), make=make_env):
-        self.make, self.urls, self.made, self.free = make, list(urls), 0, {}
+        self.make, self.urls, self.free, self.workers = make, list(urls), {}, []
+        self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
 
     def take(self, name) -> Worker:
         if self.free.get(name):
             return self.free[name].pop()
-        url = self.urls[self.made % len(self.urls)] if self.urls else None
-        self.made += 1
-        return Worker(lambda: self.make(name, url=url) if url else self.make(name))
+        first, self.made = self.made, self.made + 1
+        self.workers = [w for w in self.workers if w.thread.is_alive()] + [Worker(lambda: self._make(name, first))]
+        return self.workers[-1]
+
+    def _make(self, name, first):
+        """On the servers by turns; one that fails is passed over in favour of the next."""
+        for i in range(len(self.urls)):
+            try:
+                return self.make(name, url=self.urls[(first + i) % len(self.urls)])
+            except EnvError:
+                if i + 1 == len(self.urls):
+                    raise
+        return self.make(name)
 
     def give_back(self, name, worker):
         self.free.setdefault(name, []).append(worker)
 
     def close(self):
-        """Close every environment that waits here; a few seconds at most."""
-        workers = [worker for waiting in self.free.values() for worker in waiting]
-        for worker in workers:
+        """Close every environment, also one that a rollout left behind; a few seconds at most."""
+        for worker in self.workers:
             worker.inbox.put(None)
         until = time.monotonic() + 5
-        for worker in workers:
+        for worker in self.workers:
             worker.thread.join(max(0.0, until - time.monotonic()))
-        self.free = {}
+        self.free, self.workers = {}, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 def _outcome(future, until, deadline):
@@ -313,7 +331,8 @@ def _play(policy, chat, envs, trajectories, *, horizon, seed, max_tokens, max_le
         for i in rows:
             text = chat.tokenizer.decode(replies[i], skip_special_tokens=True)
             trajectories[i].messages.append({"role": "assistant", "content": text})
-            steps[i] = workers[i].call("step", agent.parse(text, action_format))
+            action = text if workers[i].env.whole_reply else agent.parse(text, action_format)
+            steps[i] = workers[i].call("step", action)
         until = time.monotonic() + deadline
         keep = []  # places in `rows` (= rows of the cache) that go on
         for place, i in enumerate(rows):

@@ -154,6 +154,11 @@ def rollout_metrics(trajectories):
 
 
 def train(cfg: Config):
+    with EnvPool(filter(None, cfg.env_url.split(","))) as pool:  # however the run ends, its environments are closed
+        run_training(cfg, pool)
+
+
+def run_training(cfg: Config, pool: EnvPool):
     rank, world, device = rl.init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -195,7 +200,6 @@ def train(cfg: Config):
             print("warning: truncated sampling makes training off-policy", file=sys.stderr)
     items = worlds.items(cfg.env, "train", cfg.data or None)
     rounds = schedule.parse_rounds(cfg.horizon, cfg.env)
-    pool = EnvPool(filter(None, cfg.env_url.split(",")))
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
         horizon = schedule.horizon_at(step, rounds, cfg.horizon_steps, cfg.horizon_schedule)
@@ -244,7 +248,6 @@ def train(cfg: Config):
     if rank == 0:
         rl.save(run / "final", policy, tokenizer, None, None)
         print(f"done: {run}/final; next: python eval.py --env {cfg.env} --model {run}/final")
-    pool.close()
     if world > 1:
         torch.distributed.destroy_process_group()
 
