@@ -358,12 +358,14 @@ class Games:
         return number
 
     @contextmanager
-    def at(self, number):
+    def at(self, number, begun=True):
         """The episode, for one request at a time. A world that failed in it is not used again after it."""
         episode = self.episodes.get(number)
         with episode.lock if episode else self.lock:
             if number not in self.episodes:  # never was, or was closed while this request waited
                 raise EnvError(f"The id {number} is not valid.")
+            if begun and not episode.last:  # its world may still be in the episode that it was used for before
+                raise EnvError(f"The id {number} was not reset.")
             try:
                 yield episode
             except ValueError:  # a bad item: the world is as it was
@@ -375,8 +377,9 @@ class Games:
                 episode.used = time.monotonic()
 
     def reset(self, number, item) -> dict:
-        with self.at(number) as episode:
-            env, text = episode.env, episode.env.reset(item)
+        with self.at(number, begun=False) as episode:
+            episode.last, env = {}, episode.env
+            text = env.reset(item)
             episode.last = {"id": number, "observation": text, "reward": 0, "score": 0, "deleted": False, "done": False}
             if self.name == "sciworld":
                 episode.last |= {"task_name": env.task_name, "var_num": env.variation, "task_description": env.task_description,
@@ -399,8 +402,6 @@ class Games:
 
     def last(self, number) -> dict:
         with self.at(number) as episode:
-            if not episode.last:
-                raise ValueError(f"{self.name}: the id {number} was not reset yet")
             return {key: episode.last[key] for key in (*self.fields, "deleted") if key != "id"}
 
     def close(self, number) -> bool:

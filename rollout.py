@@ -115,14 +115,17 @@ class EnvPool:
         return self.workers[-1]
 
     def _make(self, name, first):
-        """On the servers by turns; one that fails is passed over in favour of the next."""
-        for i in range(len(self.urls)):
+        """On the servers by turns; where one fails, the others get its share by turns."""
+        if not self.urls:
+            return self.make(name)
+        turn, own = divmod(first, len(self.urls))
+        others = self.urls[:own] + self.urls[own + 1:]
+        for url in [self.urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
             try:
-                return self.make(name, url=self.urls[(first + i) % len(self.urls)])
-            except EnvError:
-                if i + 1 == len(self.urls):
-                    raise
-        return self.make(name)
+                return self.make(name, url=url)
+            except EnvError as e:
+                error = e
+        raise error
 
     def give_back(self, name, worker):
         self.free.setdefault(name, []).append(worker)
