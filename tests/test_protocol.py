@@ -57,10 +57,11 @@ class Slow(Env):
 @contextmanager
 def serving(env, *flags, folder=None):
     """Our server in a process -> (url, process). `folder` gets the world "slow"."""
-    code = "import envs, sys; sys.exit(envs.main())"
+    code = "import serve, sys; sys.exit(serve.main())"
     if folder:
         (folder / "slow.py").write_text(SLOW)
-        code = f"import sys; sys.path.insert(0, {str(folder)!r}); import envs; envs.WORLDS['slow'] = 'slow:Slow'; sys.exit(envs.main())"
+        code = (f"import sys; sys.path.insert(0, {str(folder)!r}); import serve; "
+                "serve.WORLDS['slow'] = 'slow:Slow'; sys.exit(serve.main())")
     command = [sys.executable, "-c", code, "serve", "--env", env, "--port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, env=RUN, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -187,7 +188,8 @@ def test_steps_are_the_same_here_and_there(env, servers):
         with serving(env) as (url, _):
             same_steps(env, url, ["look around", "open door to kitchen", "dance", "focus on substance in metal pot"])
     else:
-        same_steps(env, servers[env], ["", "fly", "inventory", "drop", "turn left", "move forward", "get 1 oak log", "é\u2028\n"])
+        actions = ["", "fly", "inventory", "drop", "turn left", "move forward", "get 1 oak log", "é\u2028\n"]
+        same_steps(env, servers[env], actions)
 
 
 def same_steps(env, url, actions):
@@ -213,8 +215,8 @@ def test_64_episodes_at_once_from_as_many_threads(servers):
 
 def test_bad_bodies_are_422_and_unknown_ids_are_errors(servers):
     url = servers["babyai"]
-    for path, body in (("reset", {}), ("reset", {"id": 0, "data_idx": "a"}), ("step", {"id": 0}), ("step", {"id": 0, "action": 3}),
-                       ("close", []), ("close", {"id": None}), ("create", 3)):
+    for path, body in (("reset", {}), ("reset", {"id": 0, "data_idx": "a"}), ("step", {"id": 0}),
+                       ("step", {"id": 0, "action": 3}), ("close", []), ("close", {"id": None}), ("create", 3)):
         assert requests.post(f"{url}/{path}", json=body).status_code == 422, (path, body)
     assert requests.post(url + "/step", data=b"{", headers={"Content-Type": "application/json"}).status_code == 422
     assert requests.get(url + "/observation?id=x").status_code == 422
@@ -295,7 +297,7 @@ def test_nonsense_is_one_line_and_exit_code_2(servers):
         done = subprocess.run([sys.executable, "envs.py", *flags], cwd=ROOT, env=RUN, capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("envs.py: ") and says in done.stderr
-    bare = "import sys; sys.modules['fastapi'] = None; import envs; sys.exit(envs.main(['serve']))"
+    bare = "import sys; sys.modules['fastapi'] = None; import serve; sys.exit(serve.main(['serve']))"
     done = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, env=RUN, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and 'pip install -e ".[serve]"' in done.stderr
 
@@ -305,15 +307,17 @@ def test_nonsense_is_one_line_and_exit_code_2(servers):
 TOOL = ("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", False, "observation")
 BODIES = {  # id key, /create's body and reply, /reset's body but for the id, and reply, has /close, key of the text
     "babyai": ("id", {}, {"id": 7}, {"data_idx": 5}, {"observation": "Go.", "reward": 0, "score": 0}, True, "observation"),
-    "textcraft": ("id", {"commands": None, "goal": None}, {"id": 7, "observation": "x", "done": False, "reward": 0}, {"data_idx": 5},
-                  {"id": 7, "observation": "Go.", "done": False, "reward": 0}, True, "observation"),
-    "sciworld": ("id", {}, {"id": 7}, {"data_idx": 5}, {"task_description": "Boil.", "observation": "Go."}, True, "observation"),
+    "textcraft": ("id", {"commands": None, "goal": None}, {"id": 7, "observation": "x", "done": False, "reward": 0},
+                  {"data_idx": 5}, {"id": 7, "observation": "Go.", "done": False, "reward": 0}, True, "observation"),
+    "sciworld": ("id", {}, {"id": 7}, {"data_idx": 5}, {"task_description": "Boil.", "observation": "Go."}, True,
+                 "observation"),
     "searchqa": ("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", True, "observation"),
-    "webarena": ("env_idx", {}, {"env_idx": 7}, {"seed": 0, "idx": 5}, {"observation": "Go.", "sites": [], "object": ""}, True, "observation"),
+    "webarena": ("env_idx", {}, {"env_idx": 7}, {"seed": 0, "idx": 5}, {"observation": "Go.", "sites": [], "object": ""}, True,
+                 "observation"),
     "webshop": ("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], True, "state"),
     "sqlgym": ("env_idx", {}, 7, {"item_id": 5}, ["Go.", None], False, "state"),
-    "alfworld": ("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"}, {"observation": "Go.", "available_actions": ["look", "wait"]},
-                 False, "observation"),
+    "alfworld": ("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"},
+                 {"observation": "Go.", "available_actions": ["look", "wait"]}, False, "observation"),
     "maze": ("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}, False, "observation"),
     "wordle": ("id", {}, {"id": 7}, {"seed": 5}, {"observation": "Go.", "id": 7}, False, "observation"),
     **dict.fromkeys(["weather", "todo", "movie", "sheet", "academia"], TOOL),
@@ -352,7 +356,7 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
     with standing_in(answer) as (url, seen):
         env = make_env(name, url=url)
         actions = "\nAvailable actions: look" if name == "alfworld" else ""
-        assert env.prompt and env.whole_reply == (name in ("searchqa", "webarena", "weather", "todo", "movie", "sheet", "academia"))
+        assert env.prompt and env.whole_reply == (name in ("searchqa", "webarena") or BODIES[name] is TOOL)
         assert env.reset(5) == ("Boil.\n" if name == "sciworld" else "") + "Go." + (actions and actions + ", wait")
         assert env.step("a") == Step("Well." + actions)
         assert env.step("b") == Step("Well." + actions, 1.0, 1.0, True, True)
@@ -366,7 +370,8 @@ def steps_of(name, *replies):
     """The Steps that these /step replies are read as."""
     replies = iter(replies)
     key, _, created, _, first, _, _ = BODIES[name]
-    with standing_in(lambda path, _: (200, {"/create": created, "/reset": first, "/step": None}[path] or next(replies))) as (url, _):
+    fixed = {"/create": created, "/reset": first, "/close": True}
+    with standing_in(lambda path, _: (200, fixed[path] if path in fixed else next(replies))) as (url, _):
         env = make_env(name, url=url)
         env.reset(5)
         out = []
@@ -380,14 +385,14 @@ def steps_of(name, *replies):
 def test_rewards_scores_and_successes_are_read_as_each_server_means_them():
     def read(name, *replies):
         return [(round(s.reward, 9), round(s.score, 9), s.done, s.success) for s in steps_of(name, *replies)]
-    o = {"observation": "x", "done": False}
-    assert read("sciworld", o | {"score": 7, "reward": 7}, o | {"score": 7, "reward": 0}, o | {"score": -100, "reward": -107, "done": True}) \
+    o, end = {"observation": "x", "done": False}, {"observation": "x", "done": True}
+    assert read("sciworld", o | {"score": 7, "reward": 7}, o | {"score": 7, "reward": 0}, end | {"score": -100, "reward": -107}) \
         == [(0.07, 0.07, False, False), (0, 0.07, False, False), (-0.07, 0, True, False)]
-    assert read("babyai", o | {"score": 0, "reward": 0}, o | {"score": 0.9, "reward": 0.9, "done": True}) \
+    assert read("babyai", o | {"score": 0, "reward": 0}, end | {"score": 0.9, "reward": 0.9}) \
         == [(0, 0, False, False), (0.9, 0.9, True, True)]
-    assert read("babyai", o | {"score": 0, "reward": 0, "done": True}) == [(0, 0, True, False)]
+    assert read("babyai", end | {"score": 0, "reward": 0}) == [(0, 0, True, False)]
     assert read("webshop", {"state": "x", "reward": 0.4, "done": True, "info": None}) == [(0.4, 0.4, True, False)]
-    assert read("movie", o | {"reward": 1.0}, o | {"reward": 1.0, "done": True}) == [(1, 1, False, False), (0, 1, True, True)]
+    assert read("movie", o | {"reward": 1.0}, end | {"reward": 1.0}) == [(1, 1, False, False), (0, 1, True, True)]
     w = {"observation": "x", "reward": 1.0, "info": {}}
     assert read("webarena", w | {"terminated": False, "truncated": False}, w | {"terminated": False, "truncated": True}) \
         == [(0, 0, False, False), (0, 0, True, False)]
@@ -399,12 +404,11 @@ def test_rewards_scores_and_successes_are_read_as_each_server_means_them():
         assert [s.valid for s in steps_of(name, *replies)] == [False] * len(texts) + [True]
 
 
-GARBAGE = [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b"3", b'""', b'{"error": "no"}', b"[" * 50_000, b'{"observation": 3}',
-           b'{"observation": null, "reward": 0, "done": false}', b'{"observation": "x", "done": false}',
-           b'{"observation": "x", "reward": "1", "done": false}', b'{"observation": "x", "reward": NaN, "done": false}',
-           b'{"observation": "x", "reward": 1e999, "done": false}', b'{"observation": "x", "reward": 1%s, "done": false}' % (b"0" * 400),
-           b'{"observation": "x", "reward": 0, "done": "no"}', b'{"observation": "x", "reward": 0, "done": []}',
-           b'{"observation": "x", "reward": null, "done": false}', b'{"observation": "x", "reward": 0, "done": false, "score": "a"}']
+GARBAGE = [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b"3", b'""', b'{"error": "no"}', b"[" * 50_000,
+           b'{"observation": 3}', b'{"observation": null, "reward": 0, "done": false}', b'{"observation": "x", "done": false}',
+           *(b'{"observation": "x", "reward": %s, "done": false}' % x for x in (b'"1"', b"NaN", b"1e999", b"9" * 400, b"null")),
+           *(b'{"observation": "x", "reward": 0, "done": %s}' % x for x in (b'"no"', b"[]", b"2", b"null")),
+           b'{"observation": "x", "reward": 0, "done": false, "score": "a"}']
 
 
 def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else():
@@ -570,7 +574,8 @@ def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
         broken.append(True)
         assert evaluation.main(["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]) == 1
         assert "no power" in capsys.readouterr().err and all_closed()
-        cfg = train.parse_config(["--env_url", url, "--out", str(tmp_path / "r"), "--items_per_step", "2", "--rollouts_per_item", "2"])
+        cfg = train.parse_config(["--env_url", url, "--out", str(tmp_path / "r"), "--items_per_step", "2",
+                                  "--rollouts_per_item", "2"])
         with pytest.raises(SystemExit, match="no power"):
             train.train(cfg)
         assert all_closed()
