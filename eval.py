@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from logging import ERROR, getLogger
 from pathlib import Path
 
-from config import REAL, TINY, WORLD_REAL, WORLD_TINY, Parser, arg  # before torch: it says how idle threads wait
+from config import Parser, arg, presets, urls_of  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -82,21 +82,21 @@ def parse_config(argv=None) -> Config:
         raise ValueError(f"the run was trained on {', '.join(trained_on)}; choose one of them with --env")
     cfg.env = cfg.env or trained_on[0] or "babyai"
     tiny = "tiny" in (cfg.model, run.get("model"))
-    presets = (TINY | WORLD_TINY.get(cfg.env, {}) if tiny else REAL | WORLD_REAL.get(cfg.env, {})) | {"data": ""}
+    default = presets("tiny" if tiny else cfg.model, cfg.env) | {"data": ""}
+    own = run | run.get("worlds", {}).get(cfg.env, {})  # in a mixture each world has its own limits
     for name in ("data", "max_tokens", "max_length", "action_format", "dtype"):
         if getattr(cfg, name) is None:
-            setattr(cfg, name, run.get(name, presets[name]))
-    preset = (schedule.TINY if tiny else schedule.UPSTREAM).get(cfg.env, schedule.UPSTREAM["babyai"])
+            setattr(cfg, name, own.get(name, default[name]))
     if not cfg.horizon:  # the run's says something about the worlds it was made for only
         known = cfg.env in trained_on
-        cfg.horizon = str(schedule.parse_rounds(run["horizon"], cfg.env)[-1] if known else preset.eval_rounds)
+        cfg.horizon = str(schedule.parse_rounds(run["horizon"], cfg.env)[-1] if known else default["horizon"].eval_rounds)
     check(cfg)
     return cfg
 
 
 def check(cfg):
     """Everything that can be known to be wrong before anything is played: ValueError, one line."""
-    worlds.check_name(cfg.env, cfg.env_url)
+    worlds.check_name(cfg.env, urls_of(cfg.env_url, cfg.env))
     for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16")}.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
@@ -116,7 +116,7 @@ def check(cfg):
         above = next(p for p in path.parents if p.exists())
         if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
             raise ValueError(f"cannot write {path}: {'it' if path.is_dir() else above} is in the way")
-    worlds.check_env(cfg.env, cfg.env_url)
+    worlds.check_env(cfg.env, urls_of(cfg.env_url, cfg.env))
 
 
 def pick_items(cfg) -> list[str]:
@@ -274,7 +274,7 @@ def main(argv=None) -> int:
         policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
         how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p",
                                             "top_k", "action_format")}
-        with EnvPool(filter(None, cfg.env_url.split(","))) as pool:
+        with EnvPool({cfg.env: urls_of(cfg.env_url, cfg.env)}) as pool:
             for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
                 played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
                 if all(t.status == "env_error" for t in played[horizon]):

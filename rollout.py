@@ -104,7 +104,8 @@ class EnvPool:
     in any case: a server keeps an episode until it is told that it is over."""
 
     def __init__(self, urls=(), make=make_env):
-        self.make, self.urls, self.free, self.workers = make, list(urls), {}, []
+        """urls: the servers, or world -> its servers; without any a world is played in this process."""
+        self.make, self.urls, self.free, self.workers = make, urls, {}, []
         self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
 
     def take(self, name) -> Worker:
@@ -116,11 +117,12 @@ class EnvPool:
 
     def _make(self, name, first):
         """On the servers by turns; where one fails, the others get its share by turns."""
-        if not self.urls:
+        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
+        if not urls:
             return self.make(name)
-        turn, own = divmod(first, len(self.urls))
-        others = self.urls[:own] + self.urls[own + 1:]
-        for url in [self.urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
+        turn, own = divmod(first, len(urls))
+        others = urls[:own] + urls[own + 1:]
+        for url in [urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
             try:
                 return self.make(name, url=url)
             except EnvError as e:
@@ -263,7 +265,8 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
             deadline=60.0, retries=2, stats=None, progress=None):
     """Play every item `samples` times, at most `horizon` turns each.
 
-    policy: a causal LM; envs: an `EnvPool`; items: ids such as "babyai_17". A turn ends with the template's end-of-turn
+    policy: a causal LM; envs: an `EnvPool`; items: ids such as "babyai_17". Of several worlds each may have its own horizon,
+    max_tokens, max_length and invalid_penalty: {"babyai": 4, "textcraft": 8}. A turn ends with the template's end-of-turn
     token or after `max_tokens`; a trajectory ends when the world says so, at `horizon` turns, or when `max_length` tokens
     are full. An environment that fails or misses `deadline` seconds is played again up to `retries` times, then the
     trajectory has status "env_error". `stats` (a dict) receives "forwarded": computed token positions, padding included.
@@ -287,6 +290,11 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
         if not todo:
             break
     return [done[key] for key in order]
+
+
+def _own(limit, t):
+    """A limit for trajectory t: one number for all, or one for each world."""
+    return limit[t.env] if isinstance(limit, dict) else limit
 
 
 def _play(policy, chat, envs, trajectories, *, horizon, seed, max_tokens, max_length, temperature, top_p, top_k,
@@ -321,7 +329,7 @@ def _play(policy, chat, envs, trajectories, *, horizon, seed, max_tokens, max_le
         pending[i] = chat.start(first, observation)
         t.messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "OK"},
                       {"role": "user", "content": observation}]
-        if len(pending[i]) >= max_length:
+        if len(pending[i]) >= _own(max_length, t):
             end(i, "length")  # no room for a single reply
             continue
         t.append(pending[i])
@@ -347,14 +355,14 @@ def _play(policy, chat, envs, trajectories, *, horizon, seed, max_tokens, max_le
             t.turns += 1
             t.valid_actions += result.valid
             t.score, t.success = result.score, result.success
-            t.rewards[-1] = result.reward - (0.0 if result.valid else invalid_penalty)
+            t.rewards[-1] = result.reward - (0.0 if result.valid else _own(invalid_penalty, t))
             t.messages.append({"role": "user", "content": result.observation})
             new = chat.turn(result.observation, closed=t.tokens[-1] == chat.end_id)
             if result.done:
                 end(i, "done")
-            elif t.turns >= horizon:
+            elif t.turns >= _own(horizon, t):
                 end(i, "horizon")
-            elif len(t.tokens) + len(new) >= max_length:
+            elif len(t.tokens) + len(new) >= _own(max_length, t):
                 end(i, "length")
             else:
                 t.append(new)
@@ -378,12 +386,12 @@ def _sample_replies(cache, chat, rows, trajectories, pending, draws, max_tokens,
         for i, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
             if i not in open_rows:
                 continue
-            trajectories[i].append([token], [logprob])
+            t = trajectories[i]
+            t.append([token], [logprob])
             pending[i] = [token]
             if token != chat.end_id:
                 replies[i].append(token)
-            if (token == chat.end_id or len(replies[i]) >= max_tokens
-                    or len(trajectories[i].tokens) >= max_length):
+            if token == chat.end_id or len(replies[i]) >= _own(max_tokens, t) or len(t.tokens) >= _own(max_length, t):
                 open_rows.discard(i)
         if not open_rows:
             return replies

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from config import Config, parse_config  # before torch: it says how idle threads wait
+from config import Config, items_of_a_step, parse_config, urls_of  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -154,7 +154,7 @@ def rollout_metrics(trajectories):
 
 
 def train(cfg: Config):
-    with EnvPool(filter(None, cfg.env_url.split(","))) as pool:  # however the run ends, its environments are closed
+    with EnvPool({w: urls_of(cfg.env_url, w) for w in cfg.worlds}) as pool:  # however the run ends, its environments are closed
         run_training(cfg, pool)
 
 
@@ -198,19 +198,20 @@ def run_training(cfg: Config, pool: EnvPool):
         metrics.write_text("".join(line for line in old if json.loads(line)["step"] < start))
         if cfg.top_p < 1 or cfg.top_k:
             print("warning: truncated sampling makes training off-policy", file=sys.stderr)
-    items = worlds.items(cfg.env, "train", cfg.data or None)
-    rounds = schedule.parse_rounds(cfg.horizon, cfg.env)
+    counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
+    items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
+    rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
+    limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
-        horizon = schedule.horizon_at(step, rounds, cfg.horizon_steps, cfg.horizon_schedule)
-        names = items_at(items, cfg.seed, step, cfg.items_per_step)
+        horizon = {w: schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
+        names = [name for w, count in counts.items() for name in items_at(items[w], cfg.seed, step, count)]
 
         clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
         with rl.compute_in(cfg.dtype, device):
             mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
-                           slots=cfg.slots, max_tokens=cfg.max_tokens, max_length=cfg.max_length,
-                           temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, action_format=cfg.action_format,
-                           invalid_penalty=cfg.invalid_penalty, deadline=cfg.deadline, stats=stats)
+                           slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
+                           action_format=cfg.action_format, deadline=cfg.deadline, stats=stats, **limits)
         groups = rl.gather([mine[i:i + K] for i in range(0, len(mine), K)])
         trajectories = [t for group in groups for t in group]
         for i, t in enumerate(trajectories):
@@ -230,15 +231,19 @@ def run_training(cfg: Config, pool: EnvPool):
         seconds = time.perf_counter() - clock
 
         kept = sum(len(t.tokens) for t in trajectories)
-        row = {"step": step, "env": cfg.env, "horizon": horizon, **rollout_metrics(trajectories), **trained,
+        row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **trained,
                "forwarded_per_kept": forwarded / kept, "tokens": kept, "seconds_rollout": seconds_rollout,
                "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds}
+        for w in counts if len(counts) > 1 else ():
+            own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
+            row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
+                                                          "env_error", "zero_gradient_groups")}
         if rank == 0:
             with metrics.open("a") as f:
                 f.write(json.dumps(row) + "\n")
             with (run / f"trajectories/step_{step:06d}.jsonl").open("w") as f:
                 f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
-            bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{horizon} "
+            bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
                                 f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 rl.save(run / f"checkpoints/step_{step + 1:06d}", policy, tokenizer, {"step": step + 1},
@@ -247,7 +252,7 @@ def run_training(cfg: Config, pool: EnvPool):
                 draw_curves(run)
     if rank == 0:
         rl.save(run / "final", policy, tokenizer, None, None)
-        print(f"done: {run}/final; next: python eval.py --env {cfg.env} --model {run}/final")
+        print(f"done: {run}/final; next: python eval.py --env {next(iter(counts))} --model {run}/final")
     if world > 1:
         torch.distributed.destroy_process_group()
 

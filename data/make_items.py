@@ -1,10 +1,11 @@
-"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval (seconds).
+"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval (seconds; needs Java).
 `python data/make_items.py --check` plays BabyAI's held-out items with policies that cannot read (minutes).
 
 BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of episodes of 4 turns;
 250 held-out items and 2,000 for training, every held-out first observation unlike every one in training.
 TextCraft: 200 goals are held out, by depth as in the whole. Of the others those of depth 1 and 2 are trained on, with nine and
 three sets of distractors: the tiny model starts with no success on deeper ones, so there is nothing to learn from in them.
+SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to 40 of its training ones trained on.
 """
 
 import json
@@ -16,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from envs import make_env  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
+from worlds.sciworld import ENDS, TASKS  # noqa: E402
 from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 
 BABYAI = {  # level -> (family, held-out items); fewer of the red balls, where a policy that ignores the mission does well
@@ -51,6 +53,20 @@ def textcraft():
         test[f"depth_{depth}"] = sorted(rng.sample(goals, round(200 * len(goals) / GOALS)))
     held = {g for goals in test.values() for g in goals}
     return [g + GOALS * k for k in range(9) for g in range(GOALS) if g not in held and k < {1: 9, 2: 3}.get(goal_depth(g), 0)], test
+
+
+def sciworld():
+    rng, env, train, test = random.Random(0), make_env("sciworld"), [], {}
+    for (task, count), end in zip(TASKS.items(), ENDS):
+        env.reset(end - count)
+        splits = []
+        for split, most in (("test", 8), ("train", 40)):
+            numbers = sorted(env.variations(split))
+            splits.append([end - count + n for n in sorted(rng.sample(numbers, min(most, len(numbers))))])
+        test[task] = splits[0]
+        train += splits[1]
+    env.close()
+    return sorted(train), test
 
 
 def success(env, items, policy, horizon=4):
@@ -96,7 +112,7 @@ def blind_baselines():
 if __name__ == "__main__" and "--check" in sys.argv:
     blind_baselines()
 elif __name__ == "__main__":
-    for env, make in (("babyai", babyai), ("textcraft", textcraft)):
+    for env, make in (("babyai", babyai), ("textcraft", textcraft), ("sciworld", sciworld)):
         train, test = make()
         write(f"AgentItemId/{env}_train.json", env, train)
         write(f"AgentEval/{env}/{env}_test.json", env, sorted(n for numbers in test.values() for n in numbers))

@@ -33,4 +33,4 @@ def test_the_names_that_others_import():
     from envs import make_env  # noqa: F401
     from rollout import rollout  # noqa: F401
     from schedule import horizon_at  # noqa: F401
-    assert set(envs.WORLDS) == {"babyai", "textcraft"}
+    assert set(envs.WORLDS) == {"babyai", "textcraft", "sciworld"}

@@ -191,3 +191,39 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
 def test_resume_refuses_other_flags(reference):
     with pytest.raises(ValueError, match="was started with --algo grpo"):
         train.parse_config(["--out", str(reference), "--resume", "--algo", "ppo", *SMALL])
+
+
+def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_columns(tmp_path):
+    out = tmp_path / "r"
+    done = run("--env", "babyai:2,textcraft", "--items_per_step", "4", "--rollouts_per_item", "2", "--steps", "2", "--max_tokens",
+               "8", "--horizon", "babyai=1,2 textcraft=3,5", "--horizon_steps", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert {w: own["weight"] for w, own in config["worlds"].items()} == {"babyai": 2, "textcraft": 1}
+    assert {w: own["invalid_penalty"] for w, own in config["worlds"].items()} == {"babyai": 0.05, "textcraft": 0.0}
+    rows = metrics(out)
+    assert [(r["horizon/babyai"], r["horizon/textcraft"], r["horizon"]) for r in rows] == [(1, 3, 3), (2, 5, 5)]
+    for step, row in enumerate(rows):
+        played = [json.loads(line) for line in (out / f"trajectories/step_{step:06d}.jsonl").read_text().splitlines()]
+        by = {w: [t for t in played if t["env"] == w] for w in ("babyai", "textcraft")}
+        assert len(by["babyai"]) == 6 and len(by["textcraft"]) == 2  # 3 items and 1, in groups of 2
+        for w, own in by.items():
+            assert all(t["turns"] <= row[f"horizon/{w}"] for t in own)
+            assert row[f"success/{w}"] == sum(t["success"] for t in own) / len(own)
+            assert row[f"reward/{w}"] == pytest.approx(sum(t["reward"] for t in own) / len(own))
+            cost = config["worlds"][w]["invalid_penalty"]
+            assert all(t["reward"] == pytest.approx(t["success"] - cost * (t["turns"] - t["valid_actions"])) for t in own)
+    assert (out / "curves.png").stat().st_size > 10_000
+
+
+def test_of_a_steps_items_each_world_has_its_share():
+    from config import items_of_a_step, mixture
+    cfg = train.parse_config(["--env", "babyai:2,textcraft:1", "--out", "runs/never-made"])
+    assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=6,8"
+    assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 20] and cfg.out == "runs/never-made"
+    assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
+    for bad in ("babyai:0", "babyai:-1", "babyai:x", "babyai,babyai", "babyai,", "babyai,nowhere"):
+        with pytest.raises(ValueError, match="--env|unknown environment"):
+            mixture(bad)
+    with pytest.raises(ValueError, match="leaves none for textcraft"):
+        train.parse_config(["--env", "babyai:99,textcraft:1", "--out", "runs/never-made"])
