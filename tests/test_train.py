@@ -146,7 +146,7 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
 def test_help_explains_and_shows_the_presets():
     done = run("--help")
     assert done.returncode == 0
-    for word in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)", "textcraft 6,8", "critic_lr", "REINFORCE", "minibatches"):
+    for word in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)", "textcraft 3,5,8", "critic_lr", "REINFORCE", "minibatches"):
         assert word in done.stdout or word.lower() in done.stdout.lower(), word
 
 
@@ -219,8 +219,8 @@ def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_co
 def test_of_a_steps_items_each_world_has_its_share():
     from config import items_of_a_step, mixture
     cfg = train.parse_config(["--env", "babyai:2,textcraft:1", "--out", "runs/never-made"])
-    assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=6,8"
-    assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 20] and cfg.out == "runs/never-made"
+    assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=3,5,8"
+    assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 25] and cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
     for bad in ("babyai:0", "babyai:-1", "babyai:x", "babyai,babyai", "babyai,", "babyai,nowhere"):
         with pytest.raises(ValueError, match="--env|unknown environment"):
