@@ -27,7 +27,7 @@ UPSTREAM = {  # the published settings, for real models
 }
 TINY = {  # for the built-in tiny model
     "babyai": Preset((3, 4), 30, 4),
-    "textcraft": Preset((6, 8), 20, 8),
+    "textcraft": Preset((3, 5, 8), 25, 8),
 }
 
 

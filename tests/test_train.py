@@ -146,7 +146,7 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
 def test_help_explains_and_shows_the_presets():
     done = run("--help")
     assert done.returncode == 0
-    for word in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)", "textcraft 6,8", "critic_lr", "REINFORCE", "minibatches"):
+    for word in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)", "textcraft 3,5,8", "critic_lr", "REINFORCE", "minibatches"):
         assert word in done.stdout or word.lower() in done.stdout.lower(), word
 
 
