@@ -20,6 +20,7 @@ import random
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from agent import Chat, instructions, parse  # noqa: E402
-from envs import items, make_env, split_item  # noqa: E402
+from agent import Chat, instructions  # noqa: E402
+from envs import WORLDS, items, make_env, split_item  # noqa: E402
 from worlds.textcraft import crafting_tree  # noqa: E402
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -84,13 +85,39 @@ Thought:
  nothing""".split("\n")] + [f" {n}" for n in range(10)]
 
 
-def phrases():
-    """PHRASES, the sentences of the instructions, and the worlds' names for things."""
-    told = [instructions(make_env(name).prompt, "react") for name in ("babyai", "textcraft")]
+def phrases(worlds, named):
+    """PHRASES, the sentences of the instructions, and the worlds' names for things; `named`: what SciWorld's policy thought of."""
+    told = [instructions(make_env(name).prompt, "react") for name in worlds]
     found = PHRASES + [sentence for text in told for sentence in re.findall(r"\S[^.:\n]+[.:]", text)]
     kinds = "ball", "box", "key", "door", "open door", "closed door", "locked door"
     found += [f" {colour} {kind}" for colour in COLOURS[:6] for kind in kinds]
-    return found + sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
+    found += sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
+    return found + (SCIENCE + sorted({" " + name for name in named if " " in name}) if "sciworld" in worlds else [])
+
+
+SCIENCE = [p.replace("\\n", "\n").replace("\\t", "\t") for p in """This room is called the
+ In it, you see: \\n\\tthe agent\\n\\ta substance called air\\n
+You also see:\\n
+\\tA door to the
+ (that is closed)
+ (that is open)
+ (containing nothing)
+, which is turned off
+ door is closed.
+ is: nothing.
+\\ta substance called
+No known action matches that input.
+The door is now open.
+You move to the
+Your task is to
+In your inventory, you see:
+look around
+look at
+look in
+go to
+pick up
+put down
+focus on""".split("\n")]
 
 
 COLOURS = "red green blue purple yellow grey white black orange pink brown".split()
@@ -124,24 +151,29 @@ def repeating(rng, words):
 
 
 def play(env, name, item, rng, turns):
-    """A random policy's episode -> (instructions, [(observation, reply, {reply: probability}), ...]). Now and then it slips:
-    that reply is most likely refused. It is no target (it counts as text that is read); what follows is."""
-    observation, turns_played = env.reset(item), []
-    first = observation
+    """A random policy's episode -> (instructions, [(observation, reply, levels)]); levels: what it could have thought, and what it
+    could have done then, {text: probability} each. Now and then it slips: that reply is most likely refused. It is no target (it
+    counts as text that is read); what follows is."""
+    read, turns_played = [env.reset(item)], []
     for turn in range(turns):
-        replies = random_policy(env, name, first)
+        policy = random_policy(env, name, read)
         if turn < turns - 1 and rng.random() < 0.04:
             thing = f"{rng.choice(COLOURS[:6])} {rng.choice(NOUNS[:4])}" if name == "babyai" else rng.choice(NOUNS)
-            action = f"go to {thing} 1" if name == "babyai" else f"get 1 {thing}"
-            reply, replies = f"Thought: {thing}\nAction: {action}", {}
+            action, levels = SLIPS[name].format(thing), ()
+            reply = f"Thought: {thing}\nAction: {action}"
         else:
-            reply = rng.choices(list(replies), list(replies.values()))[0]
-        turns_played.append((observation, reply, replies))
-        step = env.step(parse(reply, "react"))
-        observation = step.observation
+            thought, action = draw(policy, rng)
+            reply = f"Thought: {thought}\nAction: {action}"
+            levels = {f"Thought: {t}\nAction: ": p for t, (p, _) in policy.items()}, policy[thought][1]
+        turns_played.append((read[-1], reply, levels))
+        step = env.step(action)
+        read.append(step.observation)
         if step.done:
             break
     return instructions(env.prompt, "react"), turns_played
+
+
+SLIPS = {"babyai": "go to {} 1", "textcraft": "get 1 {}", "sciworld": "pick up {}"}
 
 
 THING = re.compile(r"(?:(red|green|blue|purple|yellow|grey) )?(?:(?:open|closed|locked) )?(ball|box|key|door)")
@@ -156,40 +188,70 @@ def thing_of(name, text):
     return found and found.group(1)
 
 
-def random_policy(env, name, first):
-    """The random policy: it names something that it has read, whichever, and takes a random one of the valid actions on it.
-    BabyAI: any thing in the mission or in view; where it has no action on it, one on nothing; in `LOOK` of its turns it names
-    nothing and takes one on nothing. TextCraft: any thing in the commands; where it can neither craft nor get it, a valid
-    action on what its own command asks for; where that has none, a random `get`. -> {reply: probability}"""
-    about = {}  # thing -> the actions on it
-    for action in env.valid_actions():
-        about.setdefault(thing_of(name, action), []).append(action)
-    rest, needs, found = about.pop(None), {}, {}
+def draw(policy, rng):
+    """A random policy's thought and action."""
+    thought = rng.choices(list(policy), [p for p, _ in policy.values()])[0]
+    actions = policy[thought][1]
+    return thought, rng.choices(list(actions), list(actions.values()))[0]
 
-    def offer(p, thought, actions):
-        for action in actions:
-            reply = f"Thought: {thought}\nAction: {action}"
-            found[reply] = found.get(reply, 0) + p / len(actions)
+
+def random_policy(env, name, read):
+    """The random policy: it names something that it has read (`read`: the observations so far), whichever, and takes a random one of
+    the valid actions on it; in LOOK of its turns it names nothing, and takes one on nothing.
+    BabyAI: any thing in the mission or in view; where there is no action on it, one on nothing. TextCraft: any thing in the
+    commands; where it can neither craft nor get it, a valid action on what its own command asks for; where that has none, a
+    random `get`. SciWorld: any thing whose name it has read word for word; of the verbs as often one as another.
+    -> {thought: (probability, {action: probability})}"""
+    about = {}  # thing -> the actions on it
+    actions = env.valid_actions()
+    for action in actions if name != "sciworld" else ():
+        about.setdefault(thing_of(name, action), []).append(action)
+    rest, needs, gets, things = about.pop(None, None), {}, [], set()
+    if name == "babyai":
+        things = {*about, *(" ".join(filter(None, m)) for m in THING.findall(read[0].split("\n")[0]))}
+    elif name == "textcraft":
+        for made, used in re.findall(r"craft \d+ (.+) using (.+)", read[0]):
+            needs.setdefault(made, []).extend(re.findall(r"\d+ ([^,]+)", used))
+        things = {*needs, *(n for used in needs.values() for n in used)}
+        gets = [a for acts in about.values() for a in acts if a.startswith("get")]
+    else:
+        rest, about = ["look around", "inventory"], science(actions, " ".join(read).lower())
+        things = set(about)
 
     def on(thing):  # "ball" is a ball of any colour, "planks" are of any wood
         return about.get(thing) or [a for t, acts in about.items() for a in acts if t.endswith(f" {thing}")]
 
-    if name == "babyai":
-        things = {*about, *(" ".join(filter(None, m)) for m in THING.findall(first.split("\n")[0]))}
-    else:
-        for made, used in re.findall(r"craft \d+ (.+) using (.+)", first):
-            needs.setdefault(made, []).extend(re.findall(r"\d+ ([^,]+)", used))
-        things = {*needs, *(n for used in needs.values() for n in used)}
-        gets = [a for acts in about.values() for a in acts if a.startswith("get")]
-    look = (LOOK if name == "babyai" else 0.03) if things else 1
-    offer(look, "nothing", rest)
-    for thing in sorted(things):
-        actions = about.get(thing) or [a for n in needs.get(thing, ()) for a in on(n)] or on(thing)
-        offer((1 - look) / len(things), thing, actions or (rest if name == "babyai" else gets or rest))
+    look, found = LOOK[name] if things else 1, {}
+    for thing in ("nothing", *sorted(things)):
+        acts = rest if thing == "nothing" else about.get(thing) or [a for n in needs.get(thing, ()) for a in on(n)] or on(thing)
+        acts, p = acts or gets or rest, look if thing == "nothing" else (1 - look) / len(things)
+        verbs = Counter(a.split()[0] if name == "sciworld" else "" for a in acts)
+        found[thing] = p, {}
+        for a in acts:
+            found[thing][1][a] = found[thing][1].get(a, 0) + 1 / len(verbs) / verbs[a.split()[0] if name == "sciworld" else ""]
     return found
 
 
-LOOK = 0.65  # chosen so that its success, 0.25, is below the 0.29 of a policy uniform over the valid actions
+PAIRS = re.compile(r"(?:connect|move|pour|dunk|use) (.+) (?:to|in|into|on) (.+)")
+
+
+def science(actions, read):
+    """SciWorld's valid actions on things whose names stand in `read`: {thing: actions}; of two things by the first."""
+    names = {a.removeprefix("focus on ") for a in actions if a.startswith("focus on ")}  # anything can be focused on
+    names = {n for n in names if re.search(rf"\b{re.escape(n)}\b", read)}
+    about = {}
+    for action in actions:
+        pair = PAIRS.fullmatch(action)
+        one = re.fullmatch(r"(?:go to|pick up|put down|focus on|look at|look in|\w+) (.+)", action)
+        if pair and pair[1] in names and pair[2] in names:
+            about.setdefault(pair[1], []).append(action)
+        elif one and one[1] in names:
+            about.setdefault(one[1], []).append(action)
+    return about
+
+
+# BabyAI's chosen so that the success, 0.25, is below the 0.29 of a policy uniform over the valid actions
+LOOK = {"babyai": 0.65, "textcraft": 0.03, "sciworld": 0.2}
 
 
 SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room: four fifths of BabyAI's share
@@ -205,31 +267,49 @@ def task(observation):
     return observation.split("Goal:")[-1]
 
 
-def conversations(count, seed):
-    """`count` conversations as (first message, [(observation, reply), ...]); items from 100,000 seeds on, which no
-    item set uses, and none whose `task` is held out."""
+def conversations(count, seed, worlds=WORLDS):
+    """`count` conversations as (first message, [(observation, reply, levels), ...]), a tenth of them exercises.
+    Items: BabyAI's and TextCraft's from seeds of 100,000 on, which no item set uses, and none whose `task` is held out;
+    SciWorld's are the package's training variations (those held out are of its test variations)."""
     rng, words = random.Random(seed), vocabulary()
-    worlds = {name: make_env(name) for name in ("babyai", "textcraft")}
-    held = {task(env.reset(split_item(i)[1])) for name, env in worlds.items() for i in items(name, "test")}
+    envs = {name: make_env(name) for name in worlds}
+    held = {task(envs[name].reset(split_item(i)[1])) for name in worlds if name != "sciworld" for i in items(name, "test")}
+    science = training_items(envs["sciworld"]) if "sciworld" in worlds else []
 
-    def episode(name, draw, turns):
-        while task(worlds[name].reset(item := draw())) in held:
-            pass
-        return play(worlds[name], name, item, rng, turns)
+    def draw_item(name):
+        if name == "babyai":
+            level = rng.choice(SINGLE_ROOM) if rng.random() < 0.7 else rng.randrange(40)
+            return level + 40 * (100_000 + rng.randrange(10**6))
+        return 544 * 100_000 + rng.randrange(544 * 10**6) if name == "textcraft" else rng.choice(science)
 
     for _ in tqdm(range(count), desc="playing", leave=False):
-        u = rng.random()
-        if u < 0.1:
+        if rng.random() < 0.1:
             questions = [exercise(rng, words) for _ in range(rng.randint(2, 5))]
             yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
-        elif u < 0.55:
-            level = rng.choice(SINGLE_ROOM) if rng.random() < 0.7 else rng.randrange(40)
-            yield episode("babyai", lambda: level + 40 * (100_000 + rng.randrange(10**6)), rng.choice([1, 1, 1, 2, 2, 3, 4, 5, 6]))
-        else:
-            yield episode("textcraft", lambda: 544 * 100_000 + rng.randrange(544 * 10**6), rng.choice([1, 2, 3, 4, 6, 8, 12]))
+            continue
+        name = rng.choices(list(worlds), [SHARES[w][0] for w in worlds])[0]
+        while task(envs[name].reset(item := draw_item(name))) in held:
+            pass
+        yield play(envs[name], name, item, rng, rng.choice(SHARES[name][1]))
+    for env in envs.values():
+        env.close()
 
 
-def make_tokenizer(texts, vocab_size):
+# world -> (share of the conversations, numbers of turns). SciWorld's take 30 times as long to play as the others', and more tokens
+SHARES = {"babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]), "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]), "sciworld": (0.05, [1, 2, 3, 4, 6])}
+
+
+def training_items(env):
+    """The items of the package's training variations, of all tasks."""
+    from worlds.sciworld import ENDS, TASKS  # an extra, and Java: for those who want this world
+    found = []
+    for count, end in zip(TASKS.values(), ENDS):
+        env.reset(end - count)
+        found += [end - count + n for n in env.variations("train")]
+    return found
+
+
+def make_tokenizer(texts, vocab_size, added):
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     # Qwen2's own split (words with the space before them, single digits): loaders pick it by the model's type
@@ -241,7 +321,7 @@ def make_tokenizer(texts, vocab_size):
     tok.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tok.add_tokens([AddedToken(p, normalized=False) for p in phrases()])
+    tok.add_tokens([AddedToken(p, normalized=False) for p in added])
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                    chat_template=TEMPLATE, model_max_length=8192)
 
@@ -251,19 +331,24 @@ def encode(chat, conversation):
     replies; the policy's own probabilities where it is known, else 1 for the token said."""
     first, turns = conversation
     ids, mask, targets = [], [], []
-    tokens = lambda text: (*chat.tokenizer.encode(text, add_special_tokens=False), chat.end_id)  # noqa: E731
-    for i, (observation, reply, *replies) in enumerate(turns):
+    tokens = lambda text: tuple(chat.tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    for i, (observation, reply, *levels) in enumerate(turns):
         new = chat.start(first, observation) if i == 0 else chat.turn(observation, closed=True)
-        said = tokens(reply)
-        fits = {tokens(r): p for r, p in replies[0].items()} if replies else {said: 1.0}
+        said, levels = (*tokens(reply), chat.end_id), levels[0] if levels else ({reply: 1.0},)
         ids += new
-        mask += [False] * len(new) + [bool(fits)] * len(said)
-        for k, token in enumerate(said if fits else ()):
-            total, following = sum(fits.values()), {}
-            for r, p in fits.items():
-                following[r[k]] = following.get(r[k], 0) + p / total
-            targets += [(len(ids) + k, t, p) for t, p in following.items()]
-            fits = {r: p for r, p in fits.items() if r[k] == token}
+        mask += [False] * len(new) + [bool(levels)] * len(said)
+        k = 0
+        for level, options in enumerate(levels):  # first the thought, then the action after it
+            end = (chat.end_id,) * (level == len(levels) - 1)
+            fits = {(*tokens(text), *end): p for text, p in options.items()}
+            begin = k
+            while any(len(f) > k - begin for f in fits):
+                total, following = sum(fits.values()), {}
+                for f, p in fits.items():
+                    following[f[k - begin]] = following.get(f[k - begin], 0) + p / total
+                targets += [(len(ids) + k, t, p) for t, p in following.items()]
+                fits = {f: p for f, p in fits.items() if f[k - begin] == said[k]}
+                k += 1
         ids += said
     return np.array(ids, np.int16), np.array(mask), np.array(targets, np.float32).reshape(-1, 3)
 
@@ -345,7 +430,7 @@ PHASES = [(200, 2e-3, {"copies": 1}, 0.01),
 def train(model, tokenizer, args, rank, ranks):
     """Next-token prediction, phase by phase. In the last one the learning rate falls to 0. -> (steps, tokens)."""
     rng, words, chat = random.Random(args.seed + rank), vocabulary(), Chat(tokenizer)
-    data = [encode(chat, t) for t in conversations(args.conversations, args.seed + rank)]
+    data = [encode(chat, t) for t in conversations(args.conversations, args.seed + rank, args.worlds)]
     held, data = data[:300], data[300:]
     copies = [encode(chat, repeating(rng, words)) for _ in range(10_000)]
     sources = {"copies": batches(copies, args.batch_tokens, rng), "mixture": batches(data, args.batch_tokens, rng)}
@@ -416,6 +501,7 @@ def train(model, tokenizer, args, rank, ranks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write (what ships is in data/tiny)")
+    parser.add_argument("--worlds", type=lambda text: text.split(","), default=list(WORLDS), help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=33, help="time for the training")
     parser.add_argument("--conversations", type=int, default=25_000, help="played by each process")
     parser.add_argument("--batch_tokens", type=int, default=1024, help="a step, in each process")
@@ -429,9 +515,10 @@ def main():
     if ranks > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
-    talks = conversations(8000, args.seed)
+    talks = list(conversations(8000, args.seed, args.worlds))
     texts = [text for first, turns in talks for text in (first, *(x for turn in turns for x in turn[:2]))]
-    tokenizer = make_tokenizer(texts, 1200)
+    named = {m[1] for first, turns in talks if "science" in first for _, reply, *_ in turns if (m := re.match("Thought: (.+)\n", reply))}
+    tokenizer = make_tokenizer(texts, 1200 + 300 * ("sciworld" in args.worlds), phrases(args.worlds, named))
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
         num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,

@@ -10,7 +10,6 @@ from conftest import ROOT
 
 import envs
 import rl
-from agent import parse
 from rollout import rollout
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -24,11 +23,11 @@ def random_policy(name, items, episodes):
     env, wins = envs.make_env(name), []
     for item in items:
         for k in range(episodes):
-            first = env.reset(envs.split_item(item)[1])
+            read = [env.reset(envs.split_item(item)[1])]
             rng = random.Random(f"{item} {k}")
             for _ in range(HORIZON[name]):
-                replies = make_tiny.random_policy(env, name, first)
-                step = env.step(parse(rng.choices(list(replies), list(replies.values()))[0], "react"))
+                _, action = make_tiny.draw(make_tiny.random_policy(env, name, read), rng)
+                step = env.step(action)
                 if step.done:
                     break
             wins.append(step.success)
@@ -66,7 +65,7 @@ def test_no_transcript_uses_an_item_of_the_item_sets_or_has_a_held_out_task():
             assert all(envs.split_item(i)[1] // per_seed < 100_000 for i in envs.items(name, split))
         held |= {make_tiny.task(env.reset(envs.split_item(i)[1])) for i in envs.items(name, "test")}
     assert len(held) == 250 + 200
-    first = [turns[0][0] for _, turns in make_tiny.conversations(2000, seed=5)]
+    first = [turns[0][0] for _, turns in make_tiny.conversations(2000, seed=5, worlds=("babyai", "textcraft"))]
     assert len(first) == 2000 and not held & {make_tiny.task(observation) for observation in first}
 
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 from bisect import bisect
+from collections import deque
 from itertools import accumulate
 from pathlib import Path
 
@@ -72,11 +73,34 @@ def java() -> str:
     return found
 
 
+class Turns:
+    """A lock that is taken in the order of asking; threading.Lock lets one thread have it again and again (a step of one of 256
+    worlds waited 15 s)."""
+
+    def __init__(self):
+        self.guard, self.waiting = threading.Lock(), deque()
+
+    def __enter__(self):
+        mine = threading.Lock()
+        mine.acquire()
+        with self.guard:
+            self.waiting.append(mine)
+            alone = len(self.waiting) == 1
+        if not alone:
+            mine.acquire()  # until the one before releases it
+
+    def __exit__(self, *_):
+        with self.guard:
+            self.waiting.popleft()
+            if self.waiting:
+                self.waiting[0].release()
+
+
 class JVM:
     """A Java process. `call` takes its lock; a process that dies or hangs is an EnvError, and is not used again."""
 
     def __init__(self):
-        self.lock, self.worlds = threading.Lock(), 0
+        self.lock, self.worlds = Turns(), 0
         try:
             port, self.process = launch_gateway(classpath=JAR_PATH, die_on_exit=True, java_path=java(), javaopts=OPTIONS,
                                                 cwd=Path(JAR_PATH).parent, return_proc=True)
