@@ -1,12 +1,18 @@
 """The README's code is code: every Python block runs, and the world it adds can be played."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 from conftest import ROOT
 
 import envs
 from rollout import EnvPool, rollout
 
+RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
@@ -19,6 +25,21 @@ def test_the_world_in_the_readme_plays(tiny):
     assert not world.step("seven").valid
     (t,) = rollout(*tiny, EnvPool(make=lambda name: space["Guess"]()), ["guess_3"], 2, max_tokens=4)
     assert t.status in ("done", "horizon") and t.turns >= 1
+
+
+def test_the_world_in_the_readme_trains_as_the_readme_says(tmp_path):
+    repo = tmp_path / "repo"
+    shutil.copytree(ROOT, repo, ignore=shutil.ignore_patterns(".*", "runs", "tests", "*.egg-info", "__pycache__"))
+    (repo / "worlds/guess.py").write_text(next(b for b in BLOCKS if "class Guess" in b))
+    code = (repo / "envs.py").read_text()
+    (repo / "envs.py").write_text(code.replace("WORLDS = {", 'WORLDS = {"guess": "worlds.guess:Guess", ', 1))
+    items = [{"item_id": f"guess_{n}"} for n in range(16)]
+    (repo / "data/AgentItemId/guess_train.json").write_text(json.dumps(items))
+    command = [sys.executable, "train.py", "--env", "guess", "--horizon", "4,8", "--steps", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=repo, env=RUN, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(r["env"], r["trajectories"], r["env_error"]) for r in rows] == [("guess", 128, 0.0)] * 2
 
 
 def test_the_notebook_cells_run(capsys):

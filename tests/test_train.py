@@ -1,6 +1,7 @@
 """The command itself: every algorithm, repeated, resumed, on two processes, and given nonsense."""
 
 import copy
+import doctest
 import json
 import math
 import os
@@ -217,7 +218,9 @@ def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_co
 
 
 def test_of_a_steps_items_each_world_has_its_share():
+    import config
     from config import items_of_a_step, mixture
+    assert doctest.testmod(config).failed == 0
     cfg = train.parse_config(["--env", "babyai:2,textcraft:1", "--out", "runs/never-made"])
     assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=3,5,8"
     assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 25] and cfg.out == "runs/never-made"
