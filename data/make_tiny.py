@@ -427,10 +427,10 @@ PHASES = [(200, 2e-3, {"copies": 1}, 0.01),
           (10**9, 2e-3, {"copies": 1, "mixture": 8}, 0.1)]
 
 
-def train(model, tokenizer, args, rank, ranks):
+def train(model, tokenizer, talks, args, rank, ranks):
     """Next-token prediction, phase by phase. In the last one the learning rate falls to 0. -> (steps, tokens)."""
     rng, words, chat = random.Random(args.seed + rank), vocabulary(), Chat(tokenizer)
-    data = [encode(chat, t) for t in conversations(args.conversations, args.seed + rank, args.worlds)]
+    data = [encode(chat, t) for t in talks]
     held, data = data[:300], data[300:]
     copies = [encode(chat, repeating(rng, words)) for _ in range(10_000)]
     sources = {"copies": batches(copies, args.batch_tokens, rng), "mixture": batches(data, args.batch_tokens, rng)}
@@ -515,10 +515,15 @@ def main():
     if ranks > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
-    talks = list(conversations(8000, args.seed, args.worlds))
-    texts = [text for first, turns in talks for text in (first, *(x for turn in turns for x in turn[:2]))]
-    named = {m[1] for first, turns in talks if "science" in first for _, reply, *_ in turns if (m := re.match("Thought: (.+)\n", reply))}
-    tokenizer = make_tokenizer(texts, 1200 + 300 * ("sciworld" in args.worlds), phrases(args.worlds, named))
+    talks = list(conversations(args.conversations, args.seed + rank, args.worlds))
+    if rank == 0:
+        texts = [text for first, turns in talks[:8000] for text in (first, *(x for turn in turns for x in turn[:2]))]
+        named = {m[1] for first, turns in talks if "science" in first for _, reply, *_ in turns
+                 if (m := re.match("Thought: (.+)\n", reply))}
+        make_tokenizer(texts, 1200 + 300 * ("sciworld" in args.worlds), phrases(args.worlds, named)).save_pretrained(args.out)
+    if ranks > 1:
+        dist.barrier()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=args.hidden, num_hidden_layers=args.layers,
         num_attention_heads=args.heads, num_key_value_heads=args.heads, intermediate_size=3 * args.hidden,
@@ -528,7 +533,7 @@ def main():
     wire(model)
     if rank == 0:
         print(f"{len(tokenizer)} tokens in the vocabulary, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
-    steps, tokens = train(model, tokenizer, args, rank, ranks)
+    steps, tokens = train(model, tokenizer, talks, args, rank, ranks)
     if rank == 0:
         recipe = {k: v for k, v in vars(args).items() if k != "out"} | {"processes": ranks, "steps": steps, "tokens": tokens}
         (Path(args.out) / "recipe.json").write_text(json.dumps(recipe, indent=1))
