@@ -94,18 +94,23 @@ class Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def urls_of(env_url: str, world: str) -> list[str]:
-    """The servers of a world in --env_url: a list for all worlds, or one for each. [] is this process.
+def servers(env_url: str, names) -> dict[str, list[str]]:
+    """World -> its servers in --env_url; none is this process. Raises ValueError for what cannot be read.
 
-    >>> urls_of("babyai=http://a:1,http://b:1 textcraft=http://c:1", "babyai")
-    ['http://a:1', 'http://b:1']
+    >>> servers("babyai=http://a:1,http://b:1", ["babyai", "textcraft"])
+    {'babyai': ['http://a:1', 'http://b:1'], 'textcraft': []}
     """
-    lists = dict(part.split("=", 1) for part in env_url.split()) if "=" in env_url else {world: env_url}
-    return [url for url in lists.get(world, "").split(",") if url]
+    names = list(names)
+    parts = [part.partition("=") for part in env_url.split()] if "=" in env_url or len(names) > 1 else [(names[0], "=", env_url)]
+    for name, equals, _ in parts:  # a server has one world
+        if not equals or name not in names:
+            raise ValueError(f"cannot read --env_url '{env_url}'; write '" + " ".join(f"{n}=http://host:port" for n in names) + "'")
+    lists = {name: urls for name, _, urls in parts}
+    return {name: [url for url in lists.get(name, "").split(",") if url] for name in names}
 
 
-def mixture(env: str, env_url: str = "") -> dict[str, float]:
-    """The worlds of --env and their weights. Raises ValueError for what is no world or no weight.
+def mixture(env: str) -> dict[str, float]:
+    """The worlds of --env and their weights. Raises ValueError for what cannot be read.
 
     >>> mixture("babyai:2,textcraft")
     {'babyai': 2.0, 'textcraft': 1.0}
@@ -113,7 +118,6 @@ def mixture(env: str, env_url: str = "") -> dict[str, float]:
     found = {}
     for part in env.split(","):
         name, _, weight = part.strip().partition(":")
-        worlds.check_name(name, urls_of(env_url, name))
         if not re.fullmatch(r"(\d+(\.\d+)?)?", weight) or not float(weight or 1) or name in found:
             raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1 with weights above 0")
         found[name] = float(weight or 1)
@@ -141,7 +145,9 @@ def parse_config(argv=None) -> Config:
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python train.py --help lists all")
-    weights = mixture(cfg.env, cfg.env_url)
+    weights = mixture(cfg.env)
+    for world, urls in servers(cfg.env_url, weights).items():
+        worlds.check_name(world, urls)
     default = {world: presets(cfg.model, world) for world in weights}
     cfg.worlds = {world: {"weight": weight} | {name: default[world][name] if getattr(cfg, name) is None else getattr(cfg, name)
                                                for name in LIMITS} for world, weight in weights.items()}
@@ -152,7 +158,7 @@ def parse_config(argv=None) -> Config:
             setattr(cfg, name, value)
     last = cfg.horizon_schedule == "fixed"
     rounds = {w: ",".join(map(str, d["horizon"].rounds[-1 if last else 0:])) for w, d in default.items()}
-    cfg.horizon = cfg.horizon or (" ".join(f"{w}={r}" for w, r in rounds.items()) if len(rounds) > 1 else rounds[cfg.env])
+    cfg.horizon = cfg.horizon or (" ".join(f"{w}={r}" for w, r in rounds.items()) if len(rounds) > 1 else next(iter(rounds.values())))
     cfg.out = cfg.out or f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{cfg.algo}_s{cfg.seed}"
     check(cfg)
     return cfg
@@ -200,14 +206,14 @@ def check(cfg):
         raise ValueError(f"nothing to resume: there is no folder {out}")
     if cfg.resume and (out / "config.json").exists():
         was, may_change = json.loads((out / "config.json").read_text()), {"resume", "out", "steps", "save_every", "keep",
-                                                                          "env_url", "deadline"}
+                                                                          "env_url", "deadline", "worlds"}
         for name in [f.name for f in fields(cfg) if f.name not in may_change]:
             if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
     if not cfg.resume and rl.checkpoints(out):
         raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
-    for world in cfg.worlds:
-        worlds.check_env(world, urls_of(cfg.env_url, world))
+    for world, urls in servers(cfg.env_url, cfg.worlds).items():
+        worlds.check_env(world, urls)
 
 
 def items_of_a_step(cfg) -> dict[str, int]:

@@ -90,7 +90,7 @@ def check_env(name: str, urls=()) -> None:
         make_env(name).close()
     for url in urls:
         try:
-            requests.get(url, timeout=(5, 5)).raise_for_status()
+            requests.get(url, timeout=(5, 5), stream=True).raise_for_status()  # the head will do: a body may trickle
         except (requests.RequestException, ValueError) as e:
             raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
                              "start one or drop --env_url") from e
@@ -169,9 +169,12 @@ PROTOCOLS = {
     "textcraft": Protocol(create={"commands": None, "goal": None}, invalid="Could not (?!find enough)|Wrong item format"),
     "sciworld": Protocol(first=("task_description", "observation"), so_far="score", scale=100.0,
                          invalid="No known action matches that input", prompt=(
-        "You do science experiments in a house of rooms. Act in short sentences: look around, open door to kitchen, go to "
-        "kitchen, pick up metal pot, move metal pot to stove, activate stove, use thermometer on water, focus on water, wait. "
-        "Focus only on what the task asks for.")),
+        "You are in a small world of rooms with things in them, and you have a science task to carry out.\n"
+        "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, go to PLACE, pick up OBJ, "
+        "put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, "
+        "use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
+        "Where a request is ambiguous, answer with the number of what you mean. Focus only on what the task names: a wrong "
+        "focus ends it.")),
     "searchqa": Protocol("env_idx", {"id": 0}, "id", first=(), whole_reply=True, prompt=(
         "Answer a question. Write <search> words </search> to search, and read what comes back between <information> and "
         "</information>, as often as you like. Then write <answer> a few words </answer>.")),
@@ -199,6 +202,9 @@ PROTOCOLS = {
     "sheet": _tool("edit a spreadsheet as you are asked"),
     "academia": _tool("answer a question about scientific papers and their authors"),
 }
+
+
+LARGEST_REPLY = 16 << 20  # bytes; no observation that a model could read comes near
 
 
 class Refused(EnvError):
@@ -231,11 +237,13 @@ class RemoteEnv(Env):
         """POST `body`, give the reply. What was never sent is tried again, anything else only where `repeat` allows it."""
         url, until = f"{self.url}/{path}", time.monotonic() + (timeout or self.timeout)
         for attempt in range(1, self.tries + 1):
-            left, unsent, passing, data = max(0.01, until - time.monotonic()), False, True, b""
+            left, unsent, passing, data = max(0.01, until - time.monotonic()), False, True, bytearray()
             try:
                 with self.session.post(url, json=body, timeout=(min(5.0, left), left), stream=True) as response:
                     while part := response.raw.read1(65536, decode_content=True):  # as it comes: a trickle has its deadline too
                         data += part
+                        if len(data) > LARGEST_REPLY:
+                            raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
                         if time.monotonic() > until:
                             raise requests.Timeout("no end of the reply")
                 if response.status_code < 400:
@@ -252,7 +260,7 @@ class RemoteEnv(Env):
         try:
             reply = json.loads(data)
         except (ValueError, RecursionError) as e:
-            raise EnvError(f"{url}: no JSON: {data[:80]!r}") from e
+            raise EnvError(f"{url}: no JSON: {bytes(data[:80])!r}") from e
         if isinstance(reply, dict) and "error" in reply:
             raise Refused(f"{url}: {reply['error']}")
         return reply

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from logging import ERROR, getLogger
 from pathlib import Path
 
-from config import Parser, arg, presets, urls_of  # before torch: it says how idle threads wait
+from config import Parser, arg, presets, servers  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -96,7 +96,7 @@ def parse_config(argv=None) -> Config:
 
 def check(cfg):
     """Everything that can be known to be wrong before anything is played: ValueError, one line."""
-    worlds.check_name(cfg.env, urls_of(cfg.env_url, cfg.env))
+    worlds.check_name(cfg.env, servers(cfg.env_url, [cfg.env])[cfg.env])
     for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16")}.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
@@ -116,7 +116,7 @@ def check(cfg):
         above = next(p for p in path.parents if p.exists())
         if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
             raise ValueError(f"cannot write {path}: {'it' if path.is_dir() else above} is in the way")
-    worlds.check_env(cfg.env, urls_of(cfg.env_url, cfg.env))
+    worlds.check_env(cfg.env, servers(cfg.env_url, [cfg.env])[cfg.env])
 
 
 def pick_items(cfg) -> list[str]:
@@ -274,7 +274,7 @@ def main(argv=None) -> int:
         policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
         how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p",
                                             "top_k", "action_format")}
-        with EnvPool({cfg.env: urls_of(cfg.env_url, cfg.env)}) as pool:
+        with EnvPool(servers(cfg.env_url, [cfg.env])) as pool:
             for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
                 played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
                 if all(t.status == "env_error" for t in played[horizon]):

@@ -101,7 +101,7 @@ class Worker:
 
 class EnvPool:
     """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
-    in any case: a server keeps an episode until it is told that it is over."""
+    in the end: a server keeps an episode until it is told that it is over."""
 
     def __init__(self, urls=(), make=make_env):
         """urls: the servers, or world -> its servers; without any a world is played in this process."""

@@ -49,7 +49,8 @@ class Games:
         try:
             episode.env = episode.env or make_env(self.name)  # outside the lock: some worlds take seconds
         except BaseException:
-            del self.episodes[number]
+            with self.lock:
+                del self.episodes[number]
             raise
         return number
 
@@ -100,12 +101,15 @@ class Games:
         with self.at(number) as episode:
             return {key: episode.last[key] for key in (*self.fields, "deleted") if key != "id"}
 
-    def close(self, number) -> bool:
-        with self.lock:
-            episode = self.episodes.pop(number, None)
+    def close(self, number, only_idle=False) -> bool:
+        episode = self.episodes.get(number)
         if episode is None:
             return False
         with episode.lock:  # a request that is under way ends first
+            with self.lock:
+                if number not in self.episodes or only_idle and episode.used >= time.monotonic() - self.idle:
+                    return False
+                del self.episodes[number]
             if episode.sound:
                 self.free.append(episode.env)
             else:
@@ -113,10 +117,10 @@ class Games:
         return True
 
     def reap(self):
-        with self.lock:
-            idle = [n for n, e in self.episodes.items() if e.used < time.monotonic() - self.idle and not e.lock.locked()]
+        with self.lock:  # whoever holds an episode's lock is using it, and one without a world is being made
+            idle = [n for n, e in self.episodes.items() if e.env and e.used < time.monotonic() - self.idle and not e.lock.locked()]
         for number in idle:
-            self.close(number)
+            self.close(number, only_idle=True)
 
 
 def serve(name, host="127.0.0.1", port=36001, idle_seconds=3600.0, max_episodes=0):
@@ -205,7 +209,14 @@ def serve(name, host="127.0.0.1", port=36001, idle_seconds=3600.0, max_episodes=
             time.sleep(min(10.0, idle_seconds / 4))
             games.reap()
 
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=600))
+    async def bounded(scope, receive, send):  # no body of the protocol comes near 1 MiB
+        length = next((value for key, value in scope.get("headers", ()) if key == b"content-length"), b"0")
+        if scope["type"] == "http" and not (length.isdigit() and int(length) <= 1 << 20):
+            await JSONResponse({"detail": "the body is too large"}, 413)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(bounded, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=600))
     server.handle_exit = stop
     threading.Thread(target=reap, daemon=True).start()
     print(f"{name} on http://{host}:{listener.getsockname()[1]}", flush=True)

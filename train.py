@@ -10,13 +10,14 @@ statistics (there it is a reward of 0).
 """
 
 import json
+import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from config import Config, items_of_a_step, parse_config, urls_of  # before torch: it says how idle threads wait
+from config import Config, items_of_a_step, parse_config, servers  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -154,7 +155,7 @@ def rollout_metrics(trajectories):
 
 
 def train(cfg: Config):
-    with EnvPool({w: urls_of(cfg.env_url, w) for w in cfg.worlds}) as pool:  # however the run ends, its environments are closed
+    with EnvPool(servers(cfg.env_url, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
         run_training(cfg, pool)
 
 
@@ -218,8 +219,9 @@ def run_training(cfg: Config, pool: EnvPool):
             t.group = i // K
         if all(t.status == "env_error" for t in trajectories):
             sys.exit(f"train.py: every environment failed at step {step}; the first: {trajectories[0].error}")
-        if not any(t.turns for t in trajectories):
-            sys.exit(f"train.py: --max_length is {cfg.max_length}: no first prompt fits")
+        for w in counts:
+            if not any(t.turns for t in trajectories if t.env == w):
+                sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
         forwarded = sum(rl.gather([stats.get("forwarded", 0)]))
         seconds_rollout = time.perf_counter() - clock
 
@@ -263,6 +265,7 @@ def usage_error(e):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are told that episodes are over
     try:
         config = parse_config()
     except ValueError as e:

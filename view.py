@@ -13,7 +13,7 @@ def draw_curves(run):
     """runs/NAME -> runs/NAME/curves.png from its metrics.jsonl, written whole or not at all. A mixture's worlds have a colour each."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     steps = [r["step"] for r in rows]
-    worlds = [key.removeprefix("success/") for key in rows[0] if key.startswith("success/")]
+    worlds = [key.removeprefix("success/") for key in (rows[0] if rows else ()) if key.startswith("success/")]
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
     for ax, names in zip(axes.flat, (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])):

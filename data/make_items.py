@@ -17,7 +17,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from envs import make_env  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
-from worlds.sciworld import ENDS, TASKS  # noqa: E402
 from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 
 BABYAI = {  # level -> (family, held-out items); fewer of the red balls, where a policy that ignores the mission does well
@@ -56,6 +55,7 @@ def textcraft():
 
 
 def sciworld():
+    from worlds.sciworld import ENDS, TASKS  # an extra, and Java
     rng, env, train, test = random.Random(0), make_env("sciworld"), [], {}
     for (task, count), end in zip(TASKS.items(), ENDS):
         env.reset(end - count)

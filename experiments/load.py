@@ -1,6 +1,6 @@
 """Many episodes at once: `python experiments/load.py sciworld 64` in this process, `python experiments/load.py babyai 256 --serve`
 on a server of ours. Each episode has a thread, and plays `--steps` random actions of a fixed list.
--> steps/s over the busy time, latencies (ms), memory of this process and its children (MiB resident, shared pages counted once each)."""
+-> steps/s over the busy time, latencies (ms), memory of this process and its children (MiB, the sum of what is resident)."""
 
 import argparse
 import os
@@ -50,11 +50,20 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--serve", action="store_true", help="on a server of ours, in a process of its own")
     args = parser.parse_args()
-    server, url = None, None
+    url, server = None, None
     if args.serve:
         server = subprocess.Popen([sys.executable, "envs.py", "serve", "--env", args.env, "--port", "0"], text=True,
                                   stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
         url = server.stdout.readline().split()[-1]
+    try:
+        measure(args, url)
+    finally:
+        if server:
+            server.terminate()
+            server.wait(10)
+
+
+def measure(args, url):
     names, ready, go = items(args.env, "test"), threading.Barrier(args.episodes + 1), threading.Event()
     resets, steps, failed = [], [], []
 
@@ -78,7 +87,10 @@ def main():
     before, begin = resident(), time.perf_counter()
     threads = [threading.Thread(target=play, args=(k,)) for k in range(args.episodes)]
     [t.start() for t in threads]
-    ready.wait()
+    try:
+        ready.wait()
+    except threading.BrokenBarrierError:
+        sys.exit(f"{len(failed)} episodes failed; the first: {failed[0]}")
     started, memory, begin = time.perf_counter() - begin, resident(), time.perf_counter()
     go.set()
     [t.join() for t in threads]
@@ -88,9 +100,6 @@ def main():
     p50, p99 = np.percentile(np.array(steps) * 1000, [50, 99])
     print(f"{args.env}, {args.episodes} episodes{' on a server' * args.serve}: started in {started:.1f} s, {len(steps) / took:.0f} steps/s, "
           f"step p50 {p50:.1f} p99 {p99:.1f} ms, memory {before:.0f} -> {memory:.0f} -> {resident():.0f} MiB")
-    if server:
-        server.terminate()
-        server.wait(10)
 
 
 if __name__ == "__main__":

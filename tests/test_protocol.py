@@ -602,3 +602,35 @@ def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
         assert train.parse_config([*args, "--env_url", url]).env == "webshop"
         with pytest.raises(ValueError, match="unknown environment 'chess'; choose from .*academia"):
             train.parse_config(["--env", "chess", "--env_url", url])
+
+
+def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
+    reply = requests.post(servers["babyai"] + "/step", data=b" " * (2 << 20), timeout=10)
+    assert reply.status_code == 413
+    monkeypatch.setattr(envs, "LARGEST_REPLY", 1000)
+    with standing_in(like_babyai(reset=(200, {"observation": "x" * 2000}))) as (url, _):
+        env = RemoteEnv("babyai", url)
+        with pytest.raises(EnvError, match="a reply of more than"):
+            env.reset(0)
+        env.close()
+
+
+def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
+    import serve
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(name):
+        if begun.is_set():  # the first one is made at once
+            go.wait(10)
+        begun.set()
+        return make_env("babyai")
+
+    monkeypatch.setattr(serve, "make_env", slow)
+    games = serve.Games("babyai", idle_seconds=0.01)
+    games.create()
+    with ThreadPoolExecutor() as threads:
+        number = threads.submit(games.create)
+        time.sleep(0.1)
+        games.reap()
+        go.set()
+        assert games.reset(number.result(), 1)["observation"]

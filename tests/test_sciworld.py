@@ -106,6 +106,15 @@ def test_a_wrong_focus_ends_the_episode_with_score_0(world):
     assert step.done and not step.success and step.score == 0 and step.reward == 0
 
 
+def test_whoever_holds_no_password_cannot_call_a_jvm(world):
+    from py4j.java_gateway import GatewayParameters, JavaGateway
+    world.reset(0)
+    stranger = JavaGateway(gateway_parameters=GatewayParameters(port=world.jvm.gateway.gateway_parameters.port))
+    with pytest.raises(Exception):
+        stranger.jvm.java.lang.System.currentTimeMillis()
+    assert world.step("look around").valid
+
+
 def test_the_limit_on_moves():
     env = SciWorld(max_moves=3)
     env.reset(0)

@@ -225,8 +225,12 @@ def test_of_a_steps_items_each_world_has_its_share():
     assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=3,5,8"
     assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 25] and cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
+    assert train.parse_config(["--env", "babyai:2", "--out", "runs/never-made"]).horizon == "3,4"  # a mixture of one
     for bad in ("babyai:0", "babyai:-1", "babyai:x", "babyai,babyai", "babyai,", "babyai,nowhere"):
         with pytest.raises(ValueError, match="--env|unknown environment"):
-            mixture(bad)
+            train.parse_config(["--env", bad, "--out", "runs/never-made"])
+    for env, url in (("babyai", "babyia=http://h:1"), ("babyai,textcraft", "http://h:1"), ("babyai", "babyai=http://a:1 http://b:2")):
+        with pytest.raises(ValueError, match="cannot read --env_url .*babyai=http://host:port"):
+            train.parse_config(["--env", env, "--env_url", url, "--out", "runs/never-made"])
     with pytest.raises(ValueError, match="leaves none for textcraft"):
         train.parse_config(["--env", "babyai:99,textcraft:1", "--out", "runs/never-made"])

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from bisect import bisect
 from collections import deque
 from itertools import accumulate
@@ -25,7 +26,7 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError, Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
-from envs import Env, EnvError, Step
+from envs import PROTOCOLS, Env, EnvError, Step
 
 TASKS = {  # name -> number of variations, in the order of the items
     "boil": 30, "melt": 30, "freeze": 30, "change-the-state-of-matter-of": 30, "use-thermometer": 540,
@@ -86,13 +87,21 @@ class Turns:
         with self.guard:
             self.waiting.append(mine)
             alone = len(self.waiting) == 1
-        if not alone:
-            mine.acquire()  # until the one before releases it
+        try:
+            if not alone:
+                mine.acquire()  # until the one before releases it
+        except BaseException:  # Ctrl-C in a notebook
+            self._leave(mine)
+            raise
 
     def __exit__(self, *_):
+        self._leave(self.waiting[0])
+
+    def _leave(self, mine):
         with self.guard:
-            self.waiting.popleft()
-            if self.waiting:
+            first = self.waiting[0] is mine
+            self.waiting.remove(mine)
+            if first and self.waiting:
                 self.waiting[0].release()
 
 
@@ -100,29 +109,41 @@ class JVM:
     """A Java process. `call` takes its lock; a process that dies or hangs is an EnvError, and is not used again."""
 
     def __init__(self):
-        self.lock, self.worlds = Turns(), 0
-        try:
-            port, self.process = launch_gateway(classpath=JAR_PATH, die_on_exit=True, java_path=java(), javaopts=OPTIONS,
-                                                cwd=Path(JAR_PATH).parent, return_proc=True)
+        self.lock, self.worlds, self.begun, self.process = Turns(), 0, None, None
+        try:  # with a password: whoever can call a JVM can run programs as its user
+            port, token, self.process = launch_gateway(
+                classpath=JAR_PATH, die_on_exit=True, java_path=java(), javaopts=OPTIONS, cwd=Path(JAR_PATH).parent,
+                return_proc=True, enable_auth=True)
+            self.gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, auth_token=token, read_timeout=DEADLINE))
+            self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")  # one for all worlds of the JVM
         except (OSError, Py4JError, ValueError) as e:
+            if self.process is not None:
+                self.process.kill()
             raise EnvError(f"sciworld: Java does not start: {e}") from e
-        self.gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, read_timeout=DEADLINE))
-        self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")  # one for all worlds of the JVM
 
     def call(self, *calls):
         """Several calls (function, arguments...) with the lock held -> their results."""
         with self.lock:
+            self.begun = time.monotonic()
             try:
                 return [function(*args) for function, *args in calls]
             except Py4JJavaError as e:  # an exception inside the simulator
-                raise EnvError(f"sciworld: {str(e.java_exception).splitlines()[0]}") from e
-            except (Py4JError, OSError) as e:
+                raise EnvError(f"sciworld: {e.errmsg.strip()}") from e
+            except BaseException as e:  # lost, or broken off in the middle of a call, which goes on in Java
                 self.process.kill()
                 self.process.wait()
-                raise EnvError(f"sciworld: the JVM is lost ({type(e).__name__})") from e
+                if isinstance(e, (Py4JError, OSError)):
+                    raise EnvError(f"sciworld: the JVM is lost ({type(e).__name__})") from e
+                raise
+            finally:
+                self.begun = None
 
     def new_world(self):
-        return self.call((self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface,))[0]
+        return self.call((lambda: self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface(),))[0]
+
+    def hangs(self):
+        begun = self.begun
+        return begun is not None and time.monotonic() - begun > 5
 
     def alive(self):
         return self.process.poll() is None
@@ -140,8 +161,9 @@ def _take_jvm() -> JVM:
     """The JVM with the fewest worlds; a new one while there are fewer than min(cores, 4), or where all are full."""
     with _jvms_lock:
         _jvms[:] = [jvm for jvm in _jvms if jvm.alive()]
-        best = min(_jvms, key=lambda jvm: jvm.worlds, default=None)
-        few = len(_jvms) < min(len(os.sched_getaffinity(0)), 4)
+        able = [jvm for jvm in _jvms if not jvm.hangs()]
+        best = min(able, key=lambda jvm: jvm.worlds, default=None)
+        few = len(able) < min(len(os.sched_getaffinity(0)), 4)
         if best is None or best.worlds >= WORLDS_A_JVM or (few and best.worlds):
             best = JVM()
             _jvms.append(best)
@@ -167,14 +189,7 @@ class SciWorld(Env):
     simplifications: the package's, such as "easy" or "teleportAction,openDoors"; none is AgentGym's and the default.
     max_moves: an episode ends after so many; some tasks' own solutions are longer than the package's 100."""
 
-    prompt = (
-        "You are in a small world of rooms with things in them, and you have a science task to carry out.\n"
-        "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, go to PLACE, pick up OBJ, "
-        "put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, "
-        "use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
-        "Where a request is ambiguous, answer with the number of what you mean. Focus only on what the task names: a wrong "
-        "focus ends it."
-    )
+    prompt = PROTOCOLS["sciworld"].prompt  # the same here and on a server
 
     def __init__(self, simplifications: str = "", max_moves: int = 100):
         java()  # raises ValueError where there is none
