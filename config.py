@@ -63,7 +63,10 @@ class Config:
     temperature: float = arg(1.0, "of sampling")
     top_p: float = arg(1.0, "nucleus sampling; truncation makes training off-policy")
     top_k: int = arg(0, "0: off; truncation makes training off-policy")
+    min_p: float = arg(0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; as above")
     slots: int | None = arg(None, "trajectories played at a time on each process")
+    engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
+    arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
     deadline: float = arg(60.0, "seconds an environment has to answer")
     action_format: str | None = arg(None, " | ".join(agent.FORMATS))
     invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
@@ -156,6 +159,8 @@ def parse_config(argv=None) -> Config:
     for name, value in default[next(iter(weights))].items():  # for the whole run the first world's
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
+    if cfg.arrival_order is None:
+        cfg.arrival_order = bool(cfg.env_url)
     last = cfg.horizon_schedule == "fixed"
     rounds = {w: ",".join(map(str, d["horizon"].rounds[-1 if last else 0:])) for w, d in default.items()}
     cfg.horizon = cfg.horizon or (" ".join(f"{w}={r}" for w, r in rounds.items()) if len(rounds) > 1 else next(iter(rounds.values())))
@@ -168,7 +173,7 @@ def check(cfg):
     """Everything that can be known to be wrong before anything is written: ValueError, one line."""
     choices = {"algo": ALGOS, "kl_type": ("k1", "abs", "k2", "k3"), "kl_in": ("loss", "reward"),
                "aggregation": ("token", "sequence"), "action_format": tuple(agent.FORMATS),
-               "dtype": ("float32", "bfloat16")}
+               "dtype": ("float32", "bfloat16"), "engine": ("ragged", "hf")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
@@ -180,6 +185,8 @@ def check(cfg):
                  "value_clip"):
         if not 0 <= getattr(cfg, name) < float("inf"):
             raise ValueError(f"--{name} must not be negative, but is {getattr(cfg, name)}")
+    if not 0 <= cfg.min_p < 1:
+        raise ValueError(f"--min_p must lie in [0, 1), not {cfg.min_p}")
     for name in ("gamma", "lam", "top_p"):
         if not 0 < getattr(cfg, name) <= 1:
             raise ValueError(f"--{name} must lie in (0, 1], not {getattr(cfg, name)}")
@@ -206,7 +213,7 @@ def check(cfg):
         raise ValueError(f"nothing to resume: there is no folder {out}")
     if cfg.resume and (out / "config.json").exists():
         was, may_change = json.loads((out / "config.json").read_text()), {"resume", "out", "steps", "save_every", "keep",
-                                                                          "env_url", "deadline", "worlds"}
+                                                                          "env_url", "deadline", "worlds", "arrival_order"}
         for name in [f.name for f in fields(cfg) if f.name not in may_change]:
             if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")

@@ -43,6 +43,7 @@ class Env:
 
     prompt = ""  # the instructions, shown once at the start of every conversation
     whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
+    stop = ()  # strings that end a reply, and belong to it
 
     def reset(self, item: int) -> str:
         raise NotImplementedError

@@ -47,11 +47,14 @@ class Config:
     temperature: float = arg(1.0, "of sampling; 0 takes the likeliest token")
     top_p: float = arg(1.0, "nucleus sampling")
     top_k: int = arg(0, "0: off")
+    min_p: float = arg(0.0, "leaves out tokens below min_p times the likeliest one's probability; 0: off")
     max_tokens: int | None = arg(None, "largest reply, tokens")
     max_length: int | None = arg(None, "largest trajectory, tokens")
     action_format: str | None = arg(None, " | ".join(agent.FORMATS))
     dtype: str | None = arg(None, "float32 | bfloat16")
     slots: int = arg(128, "trajectories played at a time")
+    engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
+    arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
 
 
@@ -87,6 +90,8 @@ def parse_config(argv=None) -> Config:
     for name in ("data", "max_tokens", "max_length", "action_format", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))
+    if cfg.arrival_order is None:
+        cfg.arrival_order = bool(cfg.env_url)
     if not cfg.horizon:  # the run's says something about the worlds it was made for only
         known = cfg.env in trained_on
         cfg.horizon = str(schedule.parse_rounds(run["horizon"], cfg.env)[-1] if known else default["horizon"].eval_rounds)
@@ -97,13 +102,14 @@ def parse_config(argv=None) -> Config:
 def check(cfg):
     """Everything that can be known to be wrong before anything is played: ValueError, one line."""
     worlds.check_name(cfg.env, servers(cfg.env_url, [cfg.env])[cfg.env])
-    for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16")}.items():
+    for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16"),
+                          "engine": ("ragged", "hf")}.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
     for name in ("samples", "items", "max_tokens", "max_length", "slots"):
         if getattr(cfg, name) is not None and not getattr(cfg, name) > 0:
             raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
-    for name in ("temperature", "top_k", "seed"):
+    for name in ("temperature", "top_k", "min_p", "seed"):
         if not 0 <= getattr(cfg, name) < math.inf:
             raise ValueError(f"--{name} must be a number from 0 on, not {getattr(cfg, name)}")
     if not 0 < cfg.top_p <= 1:
@@ -125,20 +131,17 @@ def pick_items(cfg) -> list[str]:
     return names if cfg.items is None else [names[i] for i in order]
 
 
-def evaluate(policy, tokenizer, pool, items, horizon, samples, *, slots=128, **how):
-    """Play every item `samples` times, `slots` trajectories at a time; `how` (seed, temperature ...) is `rollout`'s.
+def evaluate(policy, tokenizer, pool, items, horizon, samples, **how):
+    """Play every item `samples` times under a progress bar; `how` (slots, seed, temperature ...) is `rollout`'s.
     -> list[Trajectory], in the order of items, `group` being the item's place. Raises ValueError for a bad item."""
-    out, count = [], max(1, slots // samples)
+    wins = []
     with tqdm(total=len(items) * samples, desc=f"horizon {horizon}", delay=1, leave=False, dynamic_ncols=True) as bar:
-        for at in range(0, len(items), count):
-            part = rollout(policy, tokenizer, pool, items[at:at + count], horizon, samples=samples, slots=slots,
-                           progress=bar, **how)
-            for t in part:
-                t.group += at
-            out += part
-            bar.n = len(out)  # `rollout` counts what it plays again twice
-            bar.set_postfix_str(f"success {np.mean([t.success for t in out]):.2f}", refresh=False)
-    return out
+        def progress(t):
+            wins.append(t.success)
+            bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
+            bar.update()
+
+        return rollout(policy, tokenizer, pool, items, horizon, samples=samples, progress=progress, **how)
 
 
 # ---- statistics ----
@@ -272,8 +275,8 @@ def main(argv=None) -> int:
         categories = worlds.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
-        how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p",
-                                            "top_k", "action_format")}
+        how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_tokens", "max_length", "temperature", "top_p", "top_k",
+                                            "min_p", "action_format", "engine")} | {"arrival": cfg.arrival_order}
         with EnvPool(servers(cfg.env_url, [cfg.env])) as pool:
             for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
                 played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)

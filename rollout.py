@@ -1,26 +1,32 @@
 """Multi-turn rollouts, token by token, with one KV cache kept across turns.
 
-    for each turn:  feed the new observation -> sample a reply -> step the environment -> append, and on
+    feed what is new -> sample a token for each trajectory -> a reply that is complete goes to its environment, and on
 
-This is the plain reference: all trajectories take their turns in step. A trajectory's tokens are appended once and never
-rebuilt, `mask` is written in the moment a token is appended, and the recorded log-prob is that of the logits the token
-was drawn from. Each trajectory draws from a generator of its own, keyed by (seed, step, item, sample).
+There is no barrier: a fixed number of slots, each with a trajectory of its own pace; while an environment thinks the others
+write on, and a trajectory that ends makes room for the next. A trajectory's tokens are appended once and never rebuilt,
+`mask` is written in the moment a token is appended, and the recorded log-prob is that of the logits the token was drawn
+from. Each trajectory draws from a generator of its own, keyed by (seed, step, item, sample).
 """
 
+import concurrent.futures
+import itertools
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import zlib
+from collections import deque
 from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
 
 import agent
+from engine import Padded, Ragged, common, sample
 from envs import Env, EnvError, make_env, split_item
 
 
@@ -37,6 +43,7 @@ class Trajectory:
     success: bool = False
     turns: int = 0
     valid_actions: int = 0
+    cut_replies: int = 0  # that reached max_tokens
     error: str = ""  # why, if status is env_error
     messages: list[dict] = field(default_factory=list)  # the text view, for people
     tokens: list[int] = field(default_factory=list)  # everything below is [T], aligned with it
@@ -160,239 +167,232 @@ def _outcome(future, until, deadline):
         return None, f"crash: {type(e).__name__}: {e}"
 
 
-# ---- sampling ----
-
-
-def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
-    """Draw one token a row by inverting the cumulative distribution at `uniforms`.
-
-    logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32: log_softmax(logits / temperature) at
-    the token, without truncation by top_p / top_k. temperature 0 takes the argmax (log-probs as at temperature 1).
-    """
-    logits = logits.float()
-    logp = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)  # [B, V]
-    if temperature == 0:
-        tokens = logp.argmax(-1)
-    else:
-        probs = logp.exp()
-        if top_k:
-            probs = probs.masked_fill(probs < probs.topk(min(top_k, probs.shape[-1]), dim=-1).values[:, -1:], 0.0)
-        if top_p < 1.0:
-            ordered, order = probs.sort(dim=-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered > top_p * ordered.sum(-1, keepdim=True)] = 0.0
-            probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-        cdf = probs.double().cumsum(-1)  # [B, V]; double, so that the last step of a long sum is not lost
-        tokens = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True).squeeze(1)
-        tokens = tokens.clamp(max=probs.shape[-1] - 1)
-    return tokens, logp.gather(-1, tokens[:, None]).squeeze(1)
-
-
-class _Layer(DynamicLayer):
-    """Appends in place to a buffer that doubles; DynamicLayer's torch.cat would copy all of it for every token."""
-
-    buffer = None  # [keys and values: 2, B, heads, capacity, D]
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        old, new = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
-        if self.buffer is None or new > self.buffer.shape[3]:
-            B, H, _, D = key_states.shape
-            buffer = value_states.new_empty(2, B, H, new + new // 2 + 64, D)
-            if old:
-                buffer[0, :, :, :old], buffer[1, :, :, :old] = self.keys, self.values
-            self.buffer = buffer
-        self.buffer[0, :, :, old:new], self.buffer[1, :, :, old:new] = key_states, value_states
-        self.keys, self.values = self.buffer[0, :, :, :new], self.buffer[1, :, :, :new]
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        self.buffer = None
-
-
-class _Cache:
-    """The KV cache of the running rows. Each chunk of new tokens is padded on the left to one width; the 2-D `seen` mask
-    over all columns keeps the padding out of the attention, and positions count real tokens only."""
-
-    def __init__(self, policy):
-        self.policy, self.kv, self.device = policy, Cache(layer_class_to_replicate=_Layer), policy.device
-        self.seen, self.length, self.forwarded = None, None, 0  # seen [B, C] bool, length [B] long
-
-    def start(self, chunks):
-        """The first forward: rows that begin alike (the samples of one item) are computed once and copied."""
-        place = {}
-        for chunk in chunks:
-            place.setdefault(tuple(chunk), len(place))
-        logits = self.forward([list(chunk) for chunk in place])
-        if not logits.isfinite().all():
-            raise FloatingPointError("the policy's logits are not finite")
-        rows = [place[tuple(chunk)] for chunk in chunks]
-        self.keep(rows)
-        return logits[rows]
-
-    def forward(self, chunks):
-        """chunks: B lists of ids, [] for a row that waits -> logits [B, V] after each row's last id."""
-        B, W = len(chunks), max(map(len, chunks))
-        ids, real = torch.zeros(B, W, dtype=torch.long), torch.zeros(B, W, dtype=torch.bool)
-        for row, chunk in enumerate(chunks):
-            if chunk:
-                ids[row, W - len(chunk):], real[row, W - len(chunk):] = torch.tensor(chunk), True
-        ids, real = ids.to(self.device), real.to(self.device)
-        if self.seen is None:
-            self.seen = real[:, :0]
-            self.length = torch.zeros(B, dtype=torch.long, device=self.device)
-        self.seen = torch.cat([self.seen, real], dim=1)  # [B, C + W]
-        positions = (self.length[:, None] + real.cumsum(1) - 1).clamp(min=0)  # [B, W]
-        self.length = self.length + real.sum(1)
-        self.forwarded += B * W
-        out = self.policy(input_ids=ids, attention_mask=self.seen.long(), position_ids=positions,
-                          past_key_values=self.kv, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1]
-
-    def keep(self, rows):
-        rows = torch.tensor(rows, device=self.device)
-        self.kv.batch_select_indices(rows)
-        self.seen, self.length = self.seen[rows], self.length[rows]
-
-
 # ---- the loop ----
 
 
-@torch.no_grad()
-def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=0, slots=128, max_tokens=512,
-            max_length=8192, temperature=1.0, top_p=1.0, top_k=0, action_format="react", invalid_penalty=0.0,
-            deadline=60.0, retries=2, stats=None, progress=None):
-    """Play every item `samples` times, at most `horizon` turns each.
+class Episode:
+    """A trajectory while it is played: its environment, its random numbers, and the ids that the model has not seen."""
 
-    policy: a causal LM; envs: an `EnvPool`; items: ids such as "babyai_17". Of several worlds each may have its own horizon,
-    max_tokens, max_length and invalid_penalty: {"babyai": 4, "textcraft": 8}. A turn ends with the template's end-of-turn
-    token or after `max_tokens`; a trajectory ends when the world says so, at `horizon` turns, or when `max_length` tokens
-    are full. An environment that fails or misses `deadline` seconds is played again up to `retries` times, then the
-    trajectory has status "env_error". `stats` (a dict) receives "forwarded": computed token positions, padding included.
-    -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
-    """
-    chat = agent.Chat(tokenizer)
-    policy.eval()
-    todo = [Trajectory(item, split_item(item)[0], step, group, k)
-            for group, item in enumerate(items) for k in range(samples)]
-    done, play = {}, dict(
-        horizon=horizon, seed=seed, max_tokens=max_tokens, max_length=max_length, temperature=temperature, top_p=top_p,
-        top_k=top_k, action_format=action_format, invalid_penalty=invalid_penalty, deadline=deadline, progress=progress)
-    order = [(t.group, t.sample) for t in todo]
-    for attempt in range(retries + 1):
-        for i in range(0, len(todo), slots):
-            forwarded = _play(policy, chat, envs, todo[i:i + slots], **play)
-            if stats is not None:
-                stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-        done.update({(t.group, t.sample): t for t in todo})
-        todo = [Trajectory(t.item, t.env, step, t.group, t.sample) for t in todo if t.status == "env_error"]
-        if not todo:
-            break
-    return [done[key] for key in order]
+    def __init__(self, t, pool, how):
+        self.t, self.pool, self.how = t, pool, how
+        self.horizon, self.max_tokens, self.max_length, self.penalty = (
+            limit[t.env] if isinstance(limit, dict) else limit
+            for limit in (how.horizon, how.max_tokens, how.max_length, how.invalid_penalty))
+        draws = np.random.default_rng([how.seed, t.step, zlib.crc32(t.item.encode()), t.sample])
+        self.uniforms = (u for _ in itertools.count() for u in draws.random(64).tolist())
+        self.pending, self.reply, self.logprobs = [], [], []
+        self.worker = pool.take(t.env)
+        self._ask("reset", split_item(t.item)[1])
 
+    def _ask(self, method, *args):
+        self.future, self.until = self.worker.call(method, *args), time.monotonic() + self.how.deadline
 
-def _own(limit, t):
-    """A limit for trajectory t: one number for all, or one for each world."""
-    return limit[t.env] if isinstance(limit, dict) else limit
+    def ready(self):
+        return self.future.done() or time.monotonic() >= self.until
 
+    def sampled(self, token, logprob) -> bool:
+        """Takes a token that the policy sampled. True: the reply is complete, and its environment thinks."""
+        t, how, env = self.t, self.how, self.worker.env
+        self.reply.append(token)
+        self.logprobs.append(logprob)
+        self.pending = [token]
+        closed = token == how.chat.end_id
+        if not (closed or len(self.reply) >= self.max_tokens or len(t.tokens) + len(self.reply) >= self.max_length
+                or env.stop and any(s in how.chat.tokenizer.decode(self.reply) for s in env.stop)):
+            return False
+        t.append(self.reply, self.logprobs)
+        t.cut_replies += not closed and len(self.reply) >= self.max_tokens
+        text = how.chat.tokenizer.decode(self.reply[:-1] if closed else self.reply, skip_special_tokens=True)
+        t.messages.append({"role": "assistant", "content": text})
+        self.reply, self.logprobs = [], []
+        self._ask("step", text if env.whole_reply else agent.parse(text, how.action_format))
+        return True
 
-def _play(policy, chat, envs, trajectories, *, horizon, seed, max_tokens, max_length, temperature, top_p, top_k,
-          action_format, invalid_penalty, deadline, progress):
-    """Play these trajectories to their ends, turn by turn; -> number of token positions computed."""
-    workers = [envs.take(t.env) for t in trajectories]
-    draws = [np.random.default_rng([seed, t.step, zlib.crc32(t.item.encode()), t.sample]) for t in trajectories]
-    pending = [[] for _ in trajectories]  # ids not yet fed to the model
-    cache = _Cache(policy)
-
-    def end(i, status, error=""):
-        trajectories[i].status, trajectories[i].error = status, error
-        trajectories[i].reward = math.fsum(trajectories[i].rewards)  # exact: equal rewards must compare equal
-        if error:  # not to be trusted any more; a hung thread is left behind
-            workers[i].inbox.put(None)
-        else:
-            envs.give_back(trajectories[i].env, workers[i])
-        if progress is not None:
-            progress.update(1)
-
-    rows = []  # indices of the running trajectories, in the order of the cache's rows
-    resets = [w.call("reset", split_item(t.item)[1]) for w, t in zip(workers, trajectories)]
-    until = time.monotonic() + deadline
-    for i, (t, future) in enumerate(zip(trajectories, resets)):
-        observation, error = _outcome(future, until, deadline)
-        if error and future.done() and isinstance(future.exception(), ValueError):
-            raise future.exception()  # an item that does not exist is the caller's mistake
+    def answer(self) -> bool:
+        """Takes what the environment says, waiting for it until its deadline. False: the trajectory has ended."""
+        t, chat = self.t, self.how.chat
+        result, error = _outcome(self.future, self.until, self.how.deadline)
         if error:
-            end(i, "env_error", error)
-            continue
-        first = agent.instructions(workers[i].env.prompt, action_format)
-        pending[i] = chat.start(first, observation)
-        t.messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "OK"},
-                      {"role": "user", "content": observation}]
-        if len(pending[i]) >= _own(max_length, t):
-            end(i, "length")  # no room for a single reply
-            continue
-        t.append(pending[i])
-        rows.append(i)
-
-    while rows:
-        replies = _sample_replies(cache, chat, rows, trajectories, pending, draws,
-                                  max_tokens, max_length, temperature, top_p, top_k)
-        steps = {}
-        for i in rows:
-            text = chat.tokenizer.decode(replies[i], skip_special_tokens=True)
-            trajectories[i].messages.append({"role": "assistant", "content": text})
-            action = text if workers[i].env.whole_reply else agent.parse(text, action_format)
-            steps[i] = workers[i].call("step", action)
-        until = time.monotonic() + deadline
-        keep = []  # places in `rows` (= rows of the cache) that go on
-        for place, i in enumerate(rows):
-            t = trajectories[i]
-            result, error = _outcome(steps[i], until, deadline)
-            if error:
-                end(i, "env_error", error)
-                continue
+            if not t.messages and self.future.done() and isinstance(self.future.exception(), ValueError):
+                raise self.future.exception()  # an item that does not exist is the caller's mistake
+            return self._end("env_error", error)
+        if not t.messages:
+            first = agent.instructions(self.worker.env.prompt, self.how.action_format)
+            t.messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "OK"},
+                          {"role": "user", "content": result}]
+            new = chat.start(first, result)
+        else:
             t.turns += 1
             t.valid_actions += result.valid
             t.score, t.success = result.score, result.success
-            t.rewards[-1] = result.reward - (0.0 if result.valid else _own(invalid_penalty, t))
+            t.rewards[-1] = result.reward - (0.0 if result.valid else self.penalty)
             t.messages.append({"role": "user", "content": result.observation})
-            new = chat.turn(result.observation, closed=t.tokens[-1] == chat.end_id)
             if result.done:
-                end(i, "done")
-            elif t.turns >= _own(horizon, t):
-                end(i, "horizon")
-            elif len(t.tokens) + len(new) >= _own(max_length, t):
-                end(i, "length")
+                return self._end("done")
+            if t.turns >= self.horizon:
+                return self._end("horizon")
+            new = chat.turn(result.observation, closed=t.tokens[-1] == chat.end_id)
+        if len(t.tokens) + len(new) >= self.max_length:  # no room for a single reply
+            return self._end("length")
+        t.append(new)
+        self.pending += new
+        return True
+
+    def _end(self, status, error=""):
+        self.t.status, self.t.error = status, error
+        self.t.reward = math.fsum(self.t.rewards)  # exact: equal rewards must compare equal
+        self.leave(broken=bool(error))
+        return False
+
+    def leave(self, broken=True):
+        """Gives the environment back; a broken one is not to be trusted any more, and a hung thread is left behind."""
+        if broken:
+            self.worker.inbox.put(None)
+        else:
+            self.pool.give_back(self.t.env, self.worker)
+
+
+def make_engine(policy, slots):
+    """-> `Ragged`, or "hf" for a model that it does not support: then a line says so."""
+    if lacks := Ragged.lacks(policy):
+        print(f"rollout: {lacks}: played on the model's own attention, all trajectories in step", file=sys.stderr)
+        return "hf"
+    return Ragged(policy, slots)
+
+
+def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=0, slots=128, max_tokens=512,
+            max_length=8192, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, action_format="react", invalid_penalty=0.0,
+            deadline=60.0, retries=2, engine="ragged", arrival=False, stats=None, progress=None):
+    """Play every item `samples` times, at most `horizon` turns each, `slots` trajectories at a time.
+
+    policy: a causal LM; envs: an `EnvPool`; items: ids such as "babyai_17". Of several worlds each may have its own horizon,
+    max_tokens, max_length and invalid_penalty: {"babyai": 4, "textcraft": 8}. A turn ends with the template's end-of-turn
+    token, with one of the world's stop strings or after `max_tokens`; a trajectory ends when the world says so, at `horizon`
+    turns, or when `max_length` tokens are full. An environment that fails or misses `deadline` seconds is played again up
+    to `retries` times, then the trajectory has status "env_error". engine: "ragged"; a `Ragged` of this policy, to use its memory
+    again; or "hf": all in step on the model's own attention. arrival: take environments' answers as they come, which repeats no bit; else at a fixed point of the decode
+    order, waiting for them there. `stats` (a dict) receives "forwarded" (token positions computed, padding included),
+    "steps" (forward passes) and "busy" (slots that were fed, over all steps); `progress` is called with each trajectory that
+    has ended.
+    -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
+    """
+    how = SimpleNamespace(chat=agent.Chat(tokenizer), horizon=horizon, max_tokens=max_tokens, max_length=max_length, seed=seed,
+                          invalid_penalty=invalid_penalty, action_format=action_format, deadline=deadline)
+    policy.eval()
+    order = [(group, k) for group in range(len(items)) for k in range(samples)]
+    fresh = lambda group, k: Trajectory(items[group], split_item(items[group])[0], step, group, k)  # noqa: E731
+    todo, tries, done, stats = deque(fresh(*key) for key in order), dict.fromkeys(order, 0), {}, {} if stats is None else stats
+    alive = set()  # episodes that have not ended
+
+    def begin():
+        e = Episode(todo.popleft(), envs, how)
+        alive.add(e)
+        return e
+
+    def ended(e):
+        alive.remove(e)
+        key = e.t.group, e.t.sample
+        tries[key] += 1
+        if e.t.status == "env_error" and tries[key] <= retries:
+            todo.append(fresh(*key))
+        else:
+            done[key] = e.t
+            if progress is not None:
+                progress(e.t)
+
+    def draw(logits, episodes):
+        """-> a token and its log-prob for each of these episodes"""
+        uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64).to(logits.device)
+        tokens, logprobs = (x.tolist() for x in sample(logits, uniforms, temperature, top_p, top_k, min_p))
+        if not math.isfinite(sum(logprobs)):
+            raise FloatingPointError("the policy's logits are not finite")
+        stats["steps"], stats["busy"] = stats.get("steps", 0) + 1, stats.get("busy", 0) + len(tokens)
+        return zip(tokens, logprobs)
+
+    if engine == "ragged":
+        engine = make_engine(policy, min(slots, len(todo)))
+    try:
+        if engine == "hf":
+            forwarded = _play_in_step(policy, todo, begin, ended, draw, slots)
+        else:
+            forwarded = _play(engine, todo, begin, ended, draw, arrival)
+    finally:
+        for e in alive:  # interrupted
+            e.leave()
+    stats["forwarded"] = stats.get("forwarded", 0) + forwarded
+    return [done[key] for key in order]
+
+
+def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16):
+    """The engine's loop; -> number of token positions computed. An answer is taken `delay` steps after it was asked for, and
+    waited for if need be (with `arrival`: when it is there), so that what is forwarded together never hangs on the clock."""
+    engine.clear()
+    free, ahead, playing = list(range(engine.slots)), [], {}  # ahead: episodes that start next, their resets under way
+    thinking = {}  # slot -> the step at which its environment's answer is taken
+    with engine.attention():
+        for now in itertools.count():
+            if arrival:
+                if playing.keys() == thinking.keys() and (playing or ahead) and not any(e.pending for e in ahead):
+                    waiting = [playing[slot] for slot in thinking] + (ahead if free else [])
+                    concurrent.futures.wait([e.future for e in waiting], max(0, min(e.until for e in waiting) - time.monotonic()),
+                                            return_when=concurrent.futures.FIRST_COMPLETED)
+                back = [slot for slot in thinking if playing[slot].ready()]
             else:
-                t.append(new)
-                pending[i] += new
-                keep.append(place)
-        if keep and len(keep) < len(rows):
-            cache.keep(keep)
-        rows = [rows[place] for place in keep]
-    return cache.forwarded
+                first = now if playing.keys() != thinking.keys() else max(now, min(thinking.values(), default=now))
+                back = [slot for slot, due in thinking.items() if due <= first]
+            for slot in back:
+                del thinking[slot]
+                if not playing[slot].answer():
+                    ended(playing.pop(slot))
+                    free.append(slot)
+            while todo and len(ahead) < len(free) + engine.slots // 4:
+                ahead.append(begin())
+            if not (playing or ahead):
+                forwarded = engine.forwarded
+                engine.clear()
+                return forwarded
+            starting = []
+            for e in list(ahead if free else ()):
+                if not free or arrival and not e.ready():
+                    continue
+                if not e.pending and not e.answer():
+                    ended(e)
+                else:
+                    held = engine.best_prefix(e.pending)[1]
+                    if any(common(e.pending, other, held + gain) for other in starting):
+                        continue  # another's beginning is forwarded in this very step: worth waiting for
+                    starting.append(e.pending)
+                    slot = free.pop(0)
+                    playing[slot], e.pending = e, engine.begin(slot, e.pending)
+                ahead.remove(e)
+            feed = {slot: e.pending for slot, e in playing.items() if slot not in thinking}
+            if feed:
+                logits = engine.forward(feed)
+                for slot, (token, logprob) in zip(feed, draw(logits, [playing[slot] for slot in feed])):
+                    if playing[slot].sampled(token, logprob):
+                        thinking[slot] = now + 1 + delay
 
 
-def _sample_replies(cache, chat, rows, trajectories, pending, draws, max_tokens, max_length, temperature, top_p, top_k):
-    """Feed what is pending and sample one reply for each running row; -> {index: reply ids without the end-of-turn}.
-    The last sampled token of each reply stays pending: it is fed together with what follows it."""
-    logits = (cache.forward if cache.forwarded else cache.start)([pending[i] for i in rows])
-    replies, open_rows = {i: [] for i in rows}, set(rows)
-    while True:
-        uniforms = torch.tensor([draws[i].random() if i in open_rows else 0.0 for i in rows],
-                                dtype=torch.float64, device=logits.device)
-        tokens, logprobs = sample(logits, uniforms, temperature, top_p, top_k)
-        for i, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
-            if i not in open_rows:
-                continue
-            t = trajectories[i]
-            t.append([token], [logprob])
-            pending[i] = [token]
-            if token != chat.end_id:
-                replies[i].append(token)
-            if token == chat.end_id or len(replies[i]) >= _own(max_tokens, t) or len(t.tokens) >= _own(max_length, t):
-                open_rows.discard(i)
-        if not open_rows:
-            return replies
-        logits = cache.forward([pending[i] if i in open_rows else [] for i in rows])
+def _play_in_step(policy, todo, begin, ended, draw, slots):
+    """The reference: `slots` trajectories take their turns together, and wait for the slowest of them."""
+    forwarded = 0
+    while todo:
+        cache, rows = Padded(policy), []
+        for e in [begin() for _ in range(min(slots, len(todo)))]:
+            rows.append(e) if e.answer() else ended(e)
+        while rows:
+            logits, writing = (cache.forward if cache.forwarded else cache.start)([e.pending for e in rows]), list(rows)
+            while True:
+                places = [place for place, e in enumerate(rows) if e in writing]
+                writing = [e for e, said in zip(writing, draw(logits[places], writing)) if not e.sampled(*said)]
+                if not writing:
+                    break
+                logits = cache.forward([e.pending if e in writing else [] for e in rows])
+            keep = []  # places in `rows` (= rows of the cache) that go on
+            for place, e in enumerate(rows):
+                keep.append(place) if e.answer() else ended(e)
+            if keep and len(keep) < len(rows):
+                cache.keep(keep)
+            rows = [rows[place] for place in keep]
+        forwarded += cache.forwarded
+    return forwarded

@@ -28,7 +28,7 @@ import algos
 import envs as worlds
 import rl
 import schedule
-from rollout import EnvPool, rollout
+from rollout import EnvPool, make_engine, rollout
 from view import draw_curves
 
 
@@ -149,7 +149,9 @@ def rollout_metrics(trajectories):
         "reward": mean([t.reward for t in ok]),
         "entropy": -sum(sum(t.logprobs) for t in ok) / max(1, sampled),  # mean -log p of what was sampled, nats a token
         "valid_actions": sum(t.valid_actions for t in ok) / max(1, sum(t.turns for t in ok)),
+        "cut_replies": sum(t.cut_replies for t in ok) / max(1, sum(t.turns for t in ok)),  # at max_tokens
         "env_error": 1 - len(ok) / len(trajectories), "truncated": mean([t.status in ("horizon", "length") for t in ok]),
+        "truncated/length": mean([t.status == "length" for t in ok]),
         "zero_gradient_groups": mean([max(g) == min(g) for g in groups.values()]), "trajectories": len(trajectories),
         **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
 
@@ -197,12 +199,13 @@ def run_training(cfg: Config, pool: EnvPool):
                 path.unlink()
         old = metrics.read_text().splitlines(keepends=True) if newest else []
         metrics.write_text("".join(line for line in old if json.loads(line)["step"] < start))
-        if cfg.top_p < 1 or cfg.top_k:
+        if cfg.top_p < 1 or cfg.top_k or cfg.min_p:
             print("warning: truncated sampling makes training off-policy", file=sys.stderr)
     counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
     items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
     rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
+    engine = make_engine(policy, cfg.slots) if cfg.engine == "ragged" else cfg.engine
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
         horizon = {w: schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
@@ -212,7 +215,8 @@ def run_training(cfg: Config, pool: EnvPool):
         with rl.compute_in(cfg.dtype, device):
             mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
                            slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
-                           action_format=cfg.action_format, deadline=cfg.deadline, stats=stats, **limits)
+                           min_p=cfg.min_p, action_format=cfg.action_format, deadline=cfg.deadline, engine=engine,
+                           arrival=cfg.arrival_order, stats=stats, **limits)
         groups = rl.gather([mine[i:i + K] for i in range(0, len(mine), K)])
         trajectories = [t for group in groups for t in group]
         for i, t in enumerate(trajectories):
@@ -222,7 +226,7 @@ def run_training(cfg: Config, pool: EnvPool):
         for w in counts:
             if not any(t.turns for t in trajectories if t.env == w):
                 sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
-        forwarded = sum(rl.gather([stats.get("forwarded", 0)]))
+        forwarded, steps, busy = (sum(rl.gather([stats.get(name, 0)])) for name in ("forwarded", "steps", "busy"))
         seconds_rollout = time.perf_counter() - clock
 
         for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):
@@ -234,7 +238,7 @@ def run_training(cfg: Config, pool: EnvPool):
 
         kept = sum(len(t.tokens) for t in trajectories)
         row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **trained,
-               "forwarded_per_kept": forwarded / kept, "tokens": kept, "seconds_rollout": seconds_rollout,
+               "forwarded_per_kept": forwarded / kept, "occupancy": busy / (steps * cfg.slots), "tokens": kept, "seconds_rollout": seconds_rollout,
                "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds}
         for w in counts if len(counts) > 1 else ():
             own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}

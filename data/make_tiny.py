@@ -296,7 +296,7 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
 
 
 # world -> (share of the conversations, numbers of turns). SciWorld's take 30 times as long to play as the others', and more tokens
-SHARES = {"babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]), "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]), "sciworld": (0.05, [1, 2, 3, 4, 6])}
+SHARES = {"babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]), "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]), "sciworld": (0.15, [1, 2, 3, 4, 6])}
 
 
 def training_items(env):
