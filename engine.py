@@ -48,6 +48,9 @@ def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(1)
 
 
+CALL = 512  # what a call of the attention costs, in keys and values read for nothing
+
+
 def common(a, b, least=0) -> int:
     """How many ids two lists have in common from their beginning; 0 if that is not more than `least`.
 
@@ -142,13 +145,7 @@ class Ragged:
         ids, self.row, self.position = torch.tensor([ids, slots, positions], device=self.device)
         self.forwarded += len(ids)
         self.writing, self.longest = len(one), max(len(self.ids[slot]) for slot in feed)
-        if one:  # the cache's rows from the first to the last of these are one view
-            self.low, self.high, self.width = one[0], one[-1] + 1, max(len(self.ids[slot]) for slot in one)
-            self.spread = None if len(one) == self.high - self.low else self.row[:len(one)] - self.low
-            last = self.position[:len(one)]  # [n] of each view row; rows that are not writing look at their first key
-            if self.spread is not None:
-                last = last.new_zeros(self.high - self.low).index_copy_(0, self.spread, last)
-            self.seen = (torch.arange(self.width, device=self.device) <= last[:, None])[:, None, None]  # [n, 1, 1, width]
+        self.views = self._views(one)
         self.masks = [torch.ones(end - begin, length, dtype=torch.bool, device=self.device).tril(length - end + begin)
                       for begin, end, _, length in self.chunks]
         out = self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self,
@@ -164,20 +161,37 @@ class Ragged:
         values[self.row, :, self.position] = value.transpose(0, 1)
         (H, N, D), G = query.shape, len(key)
         out = query.new_empty(N, H, D)
-        if n := self.writing:
-            q = query[:, :n].transpose(0, 1)  # [n, H, D]
-            if self.spread is not None:
-                q = q.new_zeros(self.high - self.low, H, D).index_copy_(0, self.spread, q)
-            view = slice(self.low, self.high), slice(None), slice(self.width)
-            # the heads that share keys stand where a sequence's queries would
-            o = scaled_dot_product_attention(q.reshape(-1, G, H // G, D), keys[view], values[view], self.seen, scale=scaling)
-            o = o.reshape(-1, H, D)
-            out[:n] = o if self.spread is None else o[self.spread]
+        q = query[:, :self.writing].transpose(0, 1).reshape(-1, G, H // G, D)  # heads that share keys stand where a sequence's queries would
+        for begin, end, view, seen in self.views:
+            o = scaled_dot_product_attention(q[begin:end], keys[view], values[view], seen, scale=scaling)
+            out[begin:end] = o.view(-1, H, D)
         for (begin, end, slot, length), mask in zip(self.chunks, self.masks):
             o = scaled_dot_product_attention(query[None, :, begin:end], keys[None, slot, :, :length], values[None, slot, :, :length],
                                              mask, scale=scaling, enable_gqa=H != G)
             out[begin:end] = o[0].transpose(0, 1)
         return out
+
+    def _views(self, writing):
+        """Cut the writing slots into neighbours of about equal length: each is one view of the cache, and one call.
+        -> [(first, end, view, mask [end - first, 1, 1, width] or None)], first and end counting the writing ones."""
+        views, n = [], 0
+        for slot in writing:
+            length = len(self.ids[slot])
+            if views and slot == views[-1][1]:
+                low, _, width, total = views[-1]
+                wider = max(width, length)
+                if (slot + 1 - low) * wider - total - length <= CALL:
+                    views[-1][1:] = slot + 1, wider, total + length
+                    continue
+            views.append([slot, slot + 1, length, length])  # first, end, width, sum of lengths
+        for i, (low, high, width, total) in enumerate(views):
+            seen = None
+            if total < (high - low) * width:
+                last = self.position[n:n + high - low, None]
+                seen = (torch.arange(width, device=self.device) <= last)[:, None, None]
+            views[i] = n, n + high - low, (slice(low, high), slice(None), slice(width)), seen
+            n += high - low
+        return views
 
     def _grow(self, key):
         old, (heads, _, size) = self.kv, key.shape

@@ -196,10 +196,9 @@ class Episode:
         self.reply.append(token)
         self.logprobs.append(logprob)
         self.pending = [token]
-        closed = token == how.chat.end_id
-        if not (closed or len(self.reply) >= self.max_tokens or len(t.tokens) + len(self.reply) >= self.max_length
-                or env.stop and any(s in how.chat.tokenizer.decode(self.reply) for s in env.stop)):
+        if not self.complete(token):
             return False
+        closed = token == how.chat.end_id
         t.append(self.reply, self.logprobs)
         t.cut_replies += not closed and len(self.reply) >= self.max_tokens
         text = how.chat.tokenizer.decode(self.reply[:-1] if closed else self.reply, skip_special_tokens=True)
@@ -207,6 +206,13 @@ class Episode:
         self.reply, self.logprobs = [], []
         self._ask("step", text if env.whole_reply else agent.parse(text, how.action_format))
         return True
+
+    def complete(self, token):
+        """Whether the reply ends with this token."""
+        stop = self.worker.env.stop
+        return (token == self.how.chat.end_id or len(self.reply) >= self.max_tokens
+                or len(self.t.tokens) + len(self.reply) >= self.max_length
+                or bool(stop) and any(s in self.how.chat.tokenizer.decode(self.reply) for s in stop))
 
     def answer(self) -> bool:
         """Takes what the environment says, waiting for it until its deadline. False: the trajectory has ended."""
@@ -272,8 +278,8 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
     to `retries` times, then the trajectory has status "env_error". engine: "ragged"; a `Ragged` of this policy, to use its memory
     again; or "hf": all in step on the model's own attention. arrival: take environments' answers as they come, which repeats no bit; else at a fixed point of the decode
     order, waiting for them there. `stats` (a dict) receives "forwarded" (token positions computed, padding included),
-    "steps" (forward passes) and "busy" (slots that were fed, over all steps); `progress` is called with each trajectory that
-    has ended.
+    "steps" (forward passes), "busy" (slots that were fed, summed over the steps) and "room" (slots that could be: no more than
+    trajectories that have not ended). `progress` is called with each trajectory that has ended.
     -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
     """
     how = SimpleNamespace(chat=agent.Chat(tokenizer), horizon=horizon, max_tokens=max_tokens, max_length=max_length, seed=seed,
@@ -306,7 +312,8 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
         tokens, logprobs = (x.tolist() for x in sample(logits, uniforms, temperature, top_p, top_k, min_p))
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
-        stats["steps"], stats["busy"] = stats.get("steps", 0) + 1, stats.get("busy", 0) + len(tokens)
+        for name, n in (("steps", 1), ("busy", len(tokens)), ("room", min(slots, len(order) - len(done)))):
+            stats[name] = stats.get(name, 0) + n
         return zip(tokens, logprobs)
 
     if engine == "ragged":

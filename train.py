@@ -226,7 +226,7 @@ def run_training(cfg: Config, pool: EnvPool):
         for w in counts:
             if not any(t.turns for t in trajectories if t.env == w):
                 sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
-        forwarded, steps, busy = (sum(rl.gather([stats.get(name, 0)])) for name in ("forwarded", "steps", "busy"))
+        forwarded, busy, room = (sum(rl.gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room"))
         seconds_rollout = time.perf_counter() - clock
 
         for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):
@@ -238,7 +238,7 @@ def run_training(cfg: Config, pool: EnvPool):
 
         kept = sum(len(t.tokens) for t in trajectories)
         row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **trained,
-               "forwarded_per_kept": forwarded / kept, "occupancy": busy / (steps * cfg.slots), "tokens": kept, "seconds_rollout": seconds_rollout,
+               "forwarded_per_kept": forwarded / kept, "occupancy": busy / max(1, room), "tokens": kept, "seconds_rollout": seconds_rollout,
                "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds}
         for w in counts if len(counts) > 1 else ():
             own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
