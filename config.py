@@ -27,7 +27,8 @@ TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr
 REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,
             max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
             slots=32, dtype="bfloat16")
-WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0)}  # few groups succeed: a penalty would be most of what they teach
+WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0),  # few groups succeed: a penalty would be most of what they teach
+              "sciworld": dict(steps=40)}
 WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),
               "sciworld": dict(items_per_step=16, rollouts_per_item=8, max_tokens=200)}
 LIMITS = ("max_tokens", "max_length", "invalid_penalty", "horizon_steps")  # which each world of a mixture has for itself

@@ -1,4 +1,4 @@
-"""The tiny base model, from nothing: `torchrun --nproc_per_node=2 data/make_tiny.py --out FOLDER` (half an hour on two cores).
+"""The tiny base model, from nothing: `torchrun --nproc_per_node=2 data/make_tiny.py --out FOLDER` (an hour on two cores).
 
 A causal LM of Qwen2's architecture, its tokenizer and its chat template, as ordinary Hugging Face files. It is a *base*
 model: it speaks the worlds' interface and knows nothing of their tasks. It is trained by next-token prediction on
@@ -501,9 +501,9 @@ def train(model, tokenizer, talks, args, rank, ranks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write (what ships is in data/tiny)")
-    parser.add_argument("--worlds", type=lambda text: text.split(","), default=["babyai", "textcraft"],
-                        help="separated by commas; sciworld needs its extra; default: babyai,textcraft")
-    parser.add_argument("--minutes", type=float, default=33, help="time for the training")
+    parser.add_argument("--worlds", type=lambda text: text.split(","), default=["babyai", "textcraft", "sciworld"],
+                        help="separated by commas; default: babyai,textcraft,sciworld (which needs its extra)")
+    parser.add_argument("--minutes", type=float, default=42, help="time for the training")
     parser.add_argument("--conversations", type=int, default=25_000, help="played by each process")
     parser.add_argument("--batch_tokens", type=int, default=1024, help="a step, in each process")
     parser.add_argument("--hidden", type=int, default=128)
