@@ -9,7 +9,7 @@ tokens as a law and a seed say, never by a token; all sample at temperature 1. W
     short   replies of 3 to 20 tokens, environments that answer at once
     long    heavy-tailed thoughts: 5 to 300 tokens, log-uniform
     slow    replies of 3 to 20 tokens, environments that take 1 to 500 ms: log-normal, median 30 ms, sigma 1.2, cut
-The limit is a loop over the forward passes that ours made, with nothing between them. Lock-step's batches of 64 do not touch
+The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them. Lock-step's batches of 64 do not touch
 each other, so (a) and (b) play one of the three and count three times its time; (c) plays 16 trajectories in `long`.
 """
 
@@ -120,9 +120,9 @@ class Recorder(Ragged):
         self.calls = []
         super().__init__(*args)
 
-    def begin(self, slot, ids):
-        self.calls.append((slot, list(ids)))
-        return super().begin(slot, ids)
+    def begin(self, *args):
+        self.calls.append(args)
+        return super().begin(*args)
 
     def forward(self, feed):
         self.calls.append({slot: list(ids) for slot, ids in feed.items()})

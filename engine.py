@@ -17,8 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AttentionInterface, DynamicCache
 
 
 def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
@@ -46,9 +45,6 @@ def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
         tokens = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True).squeeze(1)
         tokens = tokens.clamp(max=probs.shape[-1] - 1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(1)
-
-
-CALL = 512  # what a call of the attention costs, in keys and values read for nothing
 
 
 def common(a, b, least=0) -> int:
@@ -81,23 +77,22 @@ class Ragged:
 
     def __init__(self, policy, slots):
         self.policy, self.slots, self.device = policy, slots, policy.device
-        self.kv = None  # [layers, keys and values: 2, slots, H_kv, capacity, D]
+        self.call = 512 if policy.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
+        self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
         self.clear()
 
-    def clear(self):
-        """Nothing is held any more, as after a change of the weights. A CPU keeps the memory: pages are slow to come by."""
-        self.ids, self.forwarded = [[] for _ in range(self.slots)], 0
+    def clear(self, most=10**9):
+        """Nothing is held any more, as after a change of the weights; `most`: a trajectory's largest number of ids. A CPU keeps
+        the memory: pages are slow to come by."""
+        self.ids, self.forwarded, self.most = [[] for _ in range(self.slots)], 0, most
         if self.device.type != "cpu":
-            self.kv = None
+            self.kv = {}
 
     @staticmethod
     def lacks(policy) -> str:
         """Why this model cannot be played so; "" if it can."""
-        config = policy.config
-        if config.model_type not in ("qwen2", "qwen3", "llama"):
-            return f"model type {config.model_type}"
-        windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
-        return "sliding windows" if windows else ""
+        known = policy.config.model_type in ("qwen2", "qwen3", "llama")
+        return columns_count(policy) if known else f"model type {policy.config.model_type}"
 
     @contextmanager
     def attention(self):
@@ -110,20 +105,19 @@ class Ragged:
             config._attn_implementation = before
 
     def best_prefix(self, ids):
-        """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it."""
+        """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it, the last id left out."""
         slot, n = 0, 0
         for other, held in enumerate(self.ids):
-            if more := common(held, ids, n):
-                slot, n = other, more
+            if n < len(held) and n < len(ids) - 1 and held[n] == ids[n] and (more := common(held, ids, n)):
+                slot, n = other, min(more, len(ids) - 1)
         return slot, n
 
-    def begin(self, slot, ids):
-        """Give `slot` to a trajectory that begins with `ids`; -> those of them that still have to be forwarded (one at least, for
-        its logits)."""
-        source, n = self.best_prefix(ids)
-        n = min(n, len(ids) - 1)
+    def begin(self, slot, ids, source, n):
+        """Give `slot` to a trajectory that begins with `ids`, the first n of which `source` holds (see `best_prefix`).
+        -> those that still have to be forwarded: one at least, for its logits."""
         if n and source != slot:
-            self.kv[:, :, slot, :, :n] = self.kv[:, :, source, :, :n]
+            for kv in self.kv.values():
+                kv[:, slot, :, :n] = kv[:, source, :, :n]
         self.ids[slot] = ids[:n]
         return ids[n:]
 
@@ -136,7 +130,8 @@ class Ragged:
         for slot in one + more:
             new, past = feed[slot], len(self.ids[slot])
             if len(new) > 1:
-                self.chunks.append((len(ids), len(ids) + len(new), slot, past + len(new)))
+                seen = torch.ones(len(new), past + len(new), dtype=torch.bool, device=self.device).tril(past) if past else None
+                self.chunks.append((len(ids), len(ids) + len(new), slot, past + len(new), seen))
             ids += new
             slots += [slot] * len(new)
             positions += range(past, past + len(new))
@@ -146,88 +141,83 @@ class Ragged:
         self.forwarded += len(ids)
         self.writing, self.longest = len(one), max(len(self.ids[slot]) for slot in feed)
         self.views = self._views(one)
-        self.masks = [torch.ones(end - begin, length, dtype=torch.bool, device=self.device).tril(length - end + begin)
-                      for begin, end, _, length in self.chunks]
         out = self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self,
                           logits_to_keep=torch.tensor([ends[slot] for slot in feed], device=self.device))
         return out.logits[0]
 
     def attend(self, layer, query, key, value, scaling):
         """query [H, N, D], key and value [H_kv, N, D] of the flat row -> [N, H, D]."""
-        if self.kv is None or self.kv.shape[4] < self.longest:
-            self._grow(key)
-        keys, values = self.kv[layer]  # [slots, H_kv, capacity, D]
+        (H, N, D), G = query.shape, len(key)
+        keys, values = self._room(layer, key)  # [slots, G, capacity, D]
         keys[self.row, :, self.position] = key.transpose(0, 1)
         values[self.row, :, self.position] = value.transpose(0, 1)
-        (H, N, D), G = query.shape, len(key)
         out = query.new_empty(N, H, D)
-        q = query[:, :self.writing].transpose(0, 1).reshape(-1, G, H // G, D)  # heads that share keys stand where a sequence's queries would
-        for begin, end, view, seen in self.views:
-            o = scaled_dot_product_attention(q[begin:end], keys[view], values[view], seen, scale=scaling)
-            out[begin:end] = o.view(-1, H, D)
-        for (begin, end, slot, length), mask in zip(self.chunks, self.masks):
-            o = scaled_dot_product_attention(query[None, :, begin:end], keys[None, slot, :, :length], values[None, slot, :, :length],
-                                             mask, scale=scaling, enable_gqa=H != G)
-            out[begin:end] = o[0].transpose(0, 1)
+        # heads that share keys stand where a sequence's queries would
+        writing = query[:, :self.writing].transpose(0, 1).reshape(-1, G, H // G, D)
+        for begin, end, view, spread, seen in self.views:
+            q = writing[begin:end]
+            if spread is not None:
+                q = q.new_zeros(view[0].stop - view[0].start, *q.shape[1:]).index_copy_(0, spread, q)
+            o = scaled_dot_product_attention(q, keys[view], values[view], seen, scale=scaling)
+            out[begin:end] = (o if spread is None else o[spread]).reshape(-1, H, D)
+        for begin, end, slot, length, seen in self.chunks:
+            q, k, v = query[:, begin:end], keys[None, slot, :, :length], values[None, slot, :, :length]
+            if seen is None:  # nothing before it
+                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=H != G)
+            else:
+                o = scaled_dot_product_attention(q.reshape(1, G, -1, D), k, v, seen.repeat(H // G, 1), scale=scaling)
+            out[begin:end] = o.reshape(H, -1, D).transpose(0, 1)
         return out
 
     def _views(self, writing):
-        """Cut the writing slots into neighbours of about equal length: each is one view of the cache, and one call.
-        -> [(first, end, view, mask [end - first, 1, 1, width] or None)], first and end counting the writing ones."""
-        views, n = [], 0
+        """Cut the slots that are writing into runs of about equal length, each one view of the cache and one call.
+        -> [(first, end, view, their places in it or None for all, mask [rows, 1, 1, width] or None)]; first, end: of the row."""
+        runs, views, n = [], [], 0  # runs: (slots, width, sum of lengths)
         for slot in writing:
             length = len(self.ids[slot])
-            if views and slot == views[-1][1]:
-                low, _, width, total = views[-1]
-                wider = max(width, length)
-                if (slot + 1 - low) * wider - total - length <= CALL:
-                    views[-1][1:] = slot + 1, wider, total + length
+            if runs:
+                slots, width, total = runs[-1]
+                wider, total = max(width, length), total + length
+                if (slot + 1 - slots[0]) * wider - total <= self.call:
+                    runs[-1] = [*slots, slot], wider, total
                     continue
-            views.append([slot, slot + 1, length, length])  # first, end, width, sum of lengths
-        for i, (low, high, width, total) in enumerate(views):
-            seen = None
-            if total < (high - low) * width:
-                last = self.position[n:n + high - low, None]
-                seen = (torch.arange(width, device=self.device) <= last)[:, None, None]
-            views[i] = n, n + high - low, (slice(low, high), slice(None), slice(width)), seen
-            n += high - low
+            runs.append(([slot], length, length))
+        for slots, width, total in runs:
+            rows, last, spread, seen = slots[-1] + 1 - slots[0], self.position[n:n + len(slots)], None, None
+            if rows > len(slots):
+                spread = self.row[n:n + len(slots)] - slots[0]
+                last = last.new_zeros(rows).index_copy_(0, spread, last)  # those between look at their first key
+            if total < rows * width:
+                seen = (torch.arange(width, device=self.device) <= last[:, None])[:, None, None]
+            views.append((n, n + len(slots), (slice(slots[0], slots[-1] + 1), slice(None), slice(width)), spread, seen))
+            n += len(slots)
         return views
 
-    def _grow(self, key):
-        old, (heads, _, size) = self.kv, key.shape
-        cpu = key.device.type == "cpu"
-        shape = self.policy.config.num_hidden_layers, 2, self.slots, heads, self.longest * (8 if cpu else 2), size
-        # zeros: what was never written is masked, but 0 times not-a-number would be seen
-        if cpu:  # numpy's cost nothing until they are touched
-            self.kv = torch.from_numpy(np.zeros(math.prod(shape) * key.itemsize, np.uint8)).view(key.dtype).view(shape)
-        else:
-            self.kv = key.new_zeros(shape)
-        if old is not None:
-            self.kv[..., :old.shape[4], :] = old
+    def _room(self, layer, key):
+        """The layer's cache, large enough for this step; key [H_kv, N, D]."""
+        old, (heads, _, size) = self.kv.get(layer), key.shape
+        if old is None or old.shape[3] < self.longest or old.dtype != key.dtype:
+            shape = 2, self.slots, heads, max(self.longest, min(2 * self.longest, self.most)), size
+            # zeros: what was never written is masked, but 0 times not-a-number would be seen
+            if key.device.type == "cpu":  # numpy's cost nothing until they are touched
+                new = torch.from_numpy(np.zeros(math.prod(shape) * key.itemsize, np.uint8)).view(key.dtype).view(shape)
+            else:
+                new = key.new_zeros(shape)
+            if old is not None:
+                new[..., :old.shape[3], :] = old
+            self.kv[layer] = new
+        return self.kv[layer]
 
 
-class _Layer(DynamicLayer):
-    """Appends in place to a buffer that doubles; DynamicLayer's torch.cat would copy all of it for every token."""
-
-    buffer = None  # [keys and values: 2, B, heads, capacity, D]
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        old, new = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
-        if self.buffer is None or new > self.buffer.shape[3]:
-            B, H, _, D = key_states.shape
-            buffer = value_states.new_empty(2, B, H, new + new // 2 + 64, D)
-            if old:
-                buffer[0, :, :, :old], buffer[1, :, :, :old] = self.keys, self.values
-            self.buffer = buffer
-        self.buffer[0, :, :, old:new], self.buffer[1, :, :, old:new] = key_states, value_states
-        self.keys, self.values = self.buffer[0, :, :, :new], self.buffer[1, :, :, :new]
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        self.buffer = None
+def columns_count(policy) -> str:
+    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
+    config = policy.config
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
+        return "sliding windows"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
 
 
 class Padded:
@@ -235,7 +225,7 @@ class Padded:
     `seen` mask over all columns keeps the padding out of the attention, and positions count real tokens only."""
 
     def __init__(self, policy):
-        self.policy, self.kv, self.device = policy, Cache(layer_class_to_replicate=_Layer), policy.device
+        self.policy, self.kv, self.device = policy, DynamicCache(), policy.device
         self.seen, self.length, self.forwarded = None, None, 0  # seen [B, C] bool, length [B] long
 
     def start(self, chunks):

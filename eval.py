@@ -112,6 +112,8 @@ def check(cfg):
     for name in ("temperature", "top_k", "min_p", "seed"):
         if not 0 <= getattr(cfg, name) < math.inf:
             raise ValueError(f"--{name} must be a number from 0 on, not {getattr(cfg, name)}")
+    if cfg.min_p >= 1:
+        raise ValueError(f"--min_p must lie in [0, 1), not {cfg.min_p}")
     if not 0 < cfg.top_p <= 1:
         raise ValueError(f"--top_p must lie in (0, 1], not {cfg.top_p}")
     schedule.parse_rounds(cfg.horizon, cfg.env)

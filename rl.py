@@ -121,7 +121,10 @@ def token_logprobs(model, ids, mask, temperature=1.0, entropy_gradient=True):
     before a sampled token go through the head: no [B, T, V] tensor exists.
     """
     hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]  # [S, D]
-    logits = model.get_output_embeddings()(hidden).float() / temperature  # [S, V]
+    logits = model.get_output_embeddings()(hidden).float()  # [S, V]
+    if cap := getattr(model.config, "final_logit_softcapping", None):  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    logits = logits / temperature
     logprobs, entropies = torch.zeros(mask.shape, device=ids.device), torch.zeros(mask.shape, device=ids.device)
     logprobs[mask] = torch.log_softmax(logits, dim=-1).gather(-1, ids[mask][:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # else two [S, V] are kept for nothing

@@ -11,14 +11,10 @@ from. Each trajectory draws from a generator of its own, keyed by (seed, step, i
 import concurrent.futures
 import itertools
 import math
-import os
-import queue
 import sys
-import threading
 import time
 import zlib
 from collections import deque
-from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
@@ -26,8 +22,9 @@ import numpy as np
 import torch
 
 import agent
-from engine import Padded, Ragged, common, sample
-from envs import Env, EnvError, make_env, split_item
+from engine import Padded, Ragged, columns_count, common, sample
+from envs import split_item
+from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
 
 
 @dataclass
@@ -76,97 +73,6 @@ def show(trajectory, tokenizer):
     print(f"\n[{trajectory.status}: {trajectory.turns} turns, reward {trajectory.reward:g}]")
 
 
-# ---- environments: a thread each, so that all think at once and none can hang the rollout ----
-
-
-class Worker:
-    """An environment in a daemon thread. `call` returns a Future; a worker that misses its deadline is abandoned."""
-
-    def __init__(self, make):
-        self.inbox = queue.SimpleQueue()
-        self.env: Env | None = None
-        self.thread = threading.Thread(target=self._run, args=(make,), daemon=True)
-        self.thread.start()
-
-    def _run(self, make):
-        while (job := self.inbox.get()) is not None:
-            future, method, args = job
-            try:
-                if self.env is None:
-                    self.env = make()
-                future.set_result(getattr(self.env, method)(*args))
-            except BaseException as e:  # handed to whoever waits on the future
-                future.set_exception(e)
-        if self.env is not None:
-            self.env.close()
-
-    def call(self, method, *args) -> Future:
-        future = Future()
-        self.inbox.put((future, method, args))
-        return future
-
-
-class EnvPool:
-    """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
-    in the end: a server keeps an episode until it is told that it is over."""
-
-    def __init__(self, urls=(), make=make_env):
-        """urls: the servers, or world -> its servers; without any a world is played in this process."""
-        self.make, self.urls, self.free, self.workers = make, urls, {}, []
-        self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
-
-    def take(self, name) -> Worker:
-        if self.free.get(name):
-            return self.free[name].pop()
-        first, self.made = self.made, self.made + 1
-        self.workers = [w for w in self.workers if w.thread.is_alive()] + [Worker(lambda: self._make(name, first))]
-        return self.workers[-1]
-
-    def _make(self, name, first):
-        """On the servers by turns; where one fails, the others get its share by turns."""
-        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
-        if not urls:
-            return self.make(name)
-        turn, own = divmod(first, len(urls))
-        others = urls[:own] + urls[own + 1:]
-        for url in [urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
-            try:
-                return self.make(name, url=url)
-            except EnvError as e:
-                error = e
-        raise error
-
-    def give_back(self, name, worker):
-        self.free.setdefault(name, []).append(worker)
-
-    def close(self):
-        """Close every environment, also one that a rollout left behind; a few seconds at most."""
-        for worker in self.workers:
-            worker.inbox.put(None)
-        until = time.monotonic() + 5
-        for worker in self.workers:
-            worker.thread.join(max(0.0, until - time.monotonic()))
-        self.free, self.workers = {}, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-def _outcome(future, until, deadline):
-    """-> (result, "") or (None, what went wrong). Calls that began together share the moment `until`."""
-    try:
-        return future.result(timeout=max(0.0, until - time.monotonic())), ""
-    except TimeoutError:
-        return None, f"timeout: no answer within {deadline:g} s"
-    except EnvError as e:
-        return None, f"fault: {e}"
-    except Exception as e:  # a crash inside a world is that episode's env_error, not the end of the run
-        return None, f"crash: {type(e).__name__}: {e}"
-
-
 # ---- the loop ----
 
 
@@ -209,15 +115,17 @@ class Episode:
 
     def complete(self, token):
         """Whether the reply ends with this token."""
+        if (token == self.how.chat.end_id or len(self.reply) >= self.max_tokens
+                or len(self.t.tokens) + len(self.reply) >= self.max_length):
+            return True
         stop = self.worker.env.stop
-        return (token == self.how.chat.end_id or len(self.reply) >= self.max_tokens
-                or len(self.t.tokens) + len(self.reply) >= self.max_length
-                or bool(stop) and any(s in self.how.chat.tokenizer.decode(self.reply) for s in stop))
+        text = self.how.chat.tokenizer.decode(self.reply) if stop else ""
+        return any(s in text for s in stop)
 
     def answer(self) -> bool:
         """Takes what the environment says, waiting for it until its deadline. False: the trajectory has ended."""
         t, chat = self.t, self.how.chat
-        result, error = _outcome(self.future, self.until, self.how.deadline)
+        result, error = outcome(self.future, self.until, self.how.deadline)
         if error:
             if not t.messages and self.future.done() and isinstance(self.future.exception(), ValueError):
                 raise self.future.exception()  # an item that does not exist is the caller's mistake
@@ -253,7 +161,7 @@ class Episode:
     def leave(self, broken=True):
         """Gives the environment back; a broken one is not to be trusted any more, and a hung thread is left behind."""
         if broken:
-            self.worker.inbox.put(None)
+            self.pool.drop(self.worker)
         else:
             self.pool.give_back(self.t.env, self.worker)
 
@@ -312,17 +220,20 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
         tokens, logprobs = (x.tolist() for x in sample(logits, uniforms, temperature, top_p, top_k, min_p))
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
-        for name, n in (("steps", 1), ("busy", len(tokens)), ("room", min(slots, len(order) - len(done)))):
+        for name, n in (("steps", 1), ("busy", len(tokens)), ("room", min(room, len(order) - len(done)))):
             stats[name] = stats.get(name, 0) + n
         return zip(tokens, logprobs)
 
     if engine == "ragged":
         engine = make_engine(policy, min(slots, len(todo)))
+    room = slots if engine == "hf" else engine.slots
     try:
         if engine == "hf":
-            forwarded = _play_in_step(policy, todo, begin, ended, draw, slots)
+            forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if columns_count(policy) else slots)
         else:
+            engine.clear(max(max_length.values()) if isinstance(max_length, dict) else max_length)
             forwarded = _play(engine, todo, begin, ended, draw, arrival)
+            engine.clear()
     finally:
         for e in alive:  # interrupted
             e.leave()
@@ -330,16 +241,16 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
     return [done[key] for key in order]
 
 
-def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16):
+def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16, most=8192):
     """The engine's loop; -> number of token positions computed. An answer is taken `delay` steps after it was asked for, and
-    waited for if need be (with `arrival`: when it is there), so that what is forwarded together never hangs on the clock."""
-    engine.clear()
+    waited for if need be (with `arrival`: when it is there), so that what is forwarded together never hangs on the clock.
+    No more trajectories start in a step than bring `most` new ids; one waits for another that shares `gain` ids with it."""
     free, ahead, playing = list(range(engine.slots)), [], {}  # ahead: episodes that start next, their resets under way
     thinking = {}  # slot -> the step at which its environment's answer is taken
     with engine.attention():
         for now in itertools.count():
             if arrival:
-                if playing.keys() == thinking.keys() and (playing or ahead) and not any(e.pending for e in ahead):
+                if playing.keys() == thinking.keys() and (playing or ahead) and not (free and any(e.pending for e in ahead)):
                     waiting = [playing[slot] for slot in thinking] + (ahead if free else [])
                     concurrent.futures.wait([e.future for e in waiting], max(0, min(e.until for e in waiting) - time.monotonic()),
                                             return_when=concurrent.futures.FIRST_COMPLETED)
@@ -352,25 +263,26 @@ def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16):
                 if not playing[slot].answer():
                     ended(playing.pop(slot))
                     free.append(slot)
-            while todo and len(ahead) < len(free) + engine.slots // 4:
+            while todo and len(ahead) < len(free) + min(8, engine.slots // 4):
                 ahead.append(begin())
             if not (playing or ahead):
-                forwarded = engine.forwarded
-                engine.clear()
-                return forwarded
-            starting = []
-            for e in list(ahead if free else ()):
-                if not free or arrival and not e.ready():
+                return engine.forwarded
+            starting, new = [], 0
+            for e in list(ahead):
+                if not free or new >= most:
+                    break
+                if arrival and not e.ready():
                     continue
                 if not e.pending and not e.answer():
                     ended(e)
                 else:
-                    held = engine.best_prefix(e.pending)[1]
-                    if any(common(e.pending, other, held + gain) for other in starting):
+                    source, n = engine.best_prefix(e.pending)
+                    if any(common(e.pending, other, n + gain) for other in starting):
                         continue  # another's beginning is forwarded in this very step: worth waiting for
                     starting.append(e.pending)
                     slot = free.pop(0)
-                    playing[slot], e.pending = e, engine.begin(slot, e.pending)
+                    playing[slot], e.pending = e, engine.begin(slot, e.pending, source, n)
+                    new += len(e.pending)
                 ahead.remove(e)
             feed = {slot: e.pending for slot, e in playing.items() if slot not in thinking}
             if feed:

@@ -205,7 +205,8 @@ def run_training(cfg: Config, pool: EnvPool):
     items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
     rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
-    engine = make_engine(policy, cfg.slots) if cfg.engine == "ragged" else cfg.engine
+    most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank
+    engine = make_engine(policy, min(cfg.slots, most)) if cfg.engine == "ragged" else cfg.engine
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
         horizon = {w: schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}

@@ -83,15 +83,17 @@ def test_a_slot_is_used_again_and_again_without_traces(tiny):
         for n in (50, 7, 90, 1, 33):
             ids, more, single = draw(n), draw(9), draw(1)
             noise = draw(20)
-            assert engine.begin(1, ids) == ids  # nothing of it is held anywhere
+            assert engine.begin(1, ids, *engine.best_prefix(ids)) == ids  # nothing of it is held anywhere
             engine.forward({0: noise, 1: ids})
             engine.forward({2: draw(5), 1: single, 0: draw(1)})
             logits = engine.forward({0: draw(1), 1: more})[1]
             assert torch.allclose(logits, reference(model, ids + single + more), atol=1e-4)
-            rest = engine.begin(2, ids + single + [3])  # begins as what slot 1 holds
+            again = ids + single + [3]
+            assert engine.best_prefix(again) == (1, len(again) - 1)
+            rest = engine.begin(2, again, 1, len(again) - 1)
             assert rest == [3]
             assert torch.allclose(engine.forward({2: rest})[0], reference(model, ids + single + [3]), atol=1e-4)
-            engine.begin(0, [])
+            engine.begin(0, noise, 0, 0)
 
 
 def reference(model, ids):
@@ -113,9 +115,10 @@ def test_padded_rows_say_the_same(tiny):
 
 def test_other_models_are_played_on_their_own_attention(tiny, pool, capsys):
     sliding = other("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    a = rollout(sliding, tiny[1], pool, ITEMS[:2], 2, max_tokens=6)
+    for t in rollout(sliding, tiny[1], pool, ITEMS, 2, max_tokens=6):
+        again = rl.token_logprobs(sliding, torch.tensor([t.tokens]), torch.tensor([t.mask]))[0].detach()
+        assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
     assert "sliding windows" in capsys.readouterr().err
-    assert [t.tokens for t in rollout(sliding, tiny[1], pool, ITEMS[:2], 2, max_tokens=6, engine="hf")] == [t.tokens for t in a]
 
 
 class Slow(Env):
@@ -146,9 +149,9 @@ def test_latencies_change_no_bit(tiny, slots):
 def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
     ended, start = {}, time.monotonic()
     played = rollout(*tiny, EnvPool(make=lambda name: Slow(0.0, hang=30)), [f"slow_{i}" for i in range(12)], 3, max_tokens=4, slots=4,
-                     deadline=1.5, retries=0, arrival=True, progress=lambda t: ended.update({t.item: time.monotonic() - start}))
+                     deadline=5, retries=0, arrival=True, progress=lambda t: ended.update({t.item: time.monotonic() - start}))
     assert [t.status for t in played] == ["env_error" if i == 7 else "horizon" for i in range(12)]
-    assert max(took for item, took in ended.items() if item != "slow_7") < 1.5 <= ended["slow_7"] < 3
+    assert max(took for item, took in ended.items() if item != "slow_7") < 5 <= ended["slow_7"] < 10
 
 
 def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):

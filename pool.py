@@ -1,0 +1,107 @@
+"""Environments in threads of their own, so that all think at once and none can hang the rollout."""
+
+import os
+import queue
+import threading
+import time
+from concurrent.futures import Future, TimeoutError
+
+from envs import Env, EnvError, make_env
+
+
+class Worker:
+    """An environment in a daemon thread. `call` returns a Future; a worker that misses its deadline is abandoned."""
+
+    def __init__(self, make):
+        self.inbox = queue.SimpleQueue()
+        self.env: Env | None = None
+        self.thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+
+    def _run(self, make):
+        while (job := self.inbox.get()) is not None:
+            future, method, args = job
+            try:
+                if self.env is None:
+                    self.env = make()
+                future.set_result(getattr(self.env, method)(*args))
+            except Exception as e:  # handed to whoever waits on the future
+                future.set_exception(e)
+            except BaseException as e:  # a world's sys.exit must not end the run
+                future.set_exception(RuntimeError(repr(e)))
+        if self.env is not None:
+            self.env.close()
+
+    def call(self, method, *args) -> Future:
+        future = Future()
+        self.inbox.put((future, method, args))
+        if not self.thread.ident:
+            self.thread.start()
+        return future
+
+
+class EnvPool:
+    """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
+    in the end: a server keeps an episode until it is told that it is over."""
+
+    def __init__(self, urls=(), make=make_env):
+        """urls: the servers, or world -> its servers; without any a world is played in this process."""
+        self.make, self.urls, self.free, self.workers, self.dropped = make, urls, {}, [], []
+        self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
+
+    def take(self, name) -> Worker:
+        if self.free.get(name):
+            return self.free[name].pop()
+        first, self.made = self.made, self.made + 1
+        self.workers.append(Worker(lambda: self._make(name, first)))  # its thread starts with the first call: none can get lost
+        return self.workers[-1]
+
+    def drop(self, worker):
+        """Of a worker that is not to be trusted any more: its environment is closed, unless it hangs."""
+        worker.inbox.put(None)
+        self.workers.remove(worker)
+        self.dropped = [w for w in self.dropped if w.thread.is_alive()] + [worker]
+
+    def _make(self, name, first):
+        """On the servers by turns; where one fails, the others get its share by turns."""
+        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
+        if not urls:
+            return self.make(name)
+        turn, own = divmod(first, len(urls))
+        others = urls[:own] + urls[own + 1:]
+        for url in [urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
+            try:
+                return self.make(name, url=url)
+            except EnvError as e:
+                error = e
+        raise error
+
+    def give_back(self, name, worker):
+        self.free.setdefault(name, []).append(worker)
+
+    def close(self):
+        """Close every environment, also one that a rollout left behind; a few seconds at most."""
+        for worker in self.workers:
+            worker.inbox.put(None)
+        until = time.monotonic() + 5
+        for worker in self.workers + self.dropped:
+            if worker.thread.ident:
+                worker.thread.join(max(0.0, until - time.monotonic()))
+        self.free, self.workers, self.dropped = {}, [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def outcome(future, until, deadline):
+    """-> (result, "") or (None, what went wrong). Calls that began together share the moment `until`."""
+    try:
+        return future.result(timeout=max(0.0, until - time.monotonic())), ""
+    except TimeoutError:
+        return None, f"timeout: no answer within {deadline:g} s"
+    except EnvError as e:
+        return None, f"fault: {e}"
+    except Exception as e:  # a crash inside a world is that episode's env_error, not the end of the run
+        return None, f"crash: {type(e).__name__}: {e}"
