@@ -50,7 +50,8 @@ class Chat:
             pieces.append(self._ids(piece))
         self.head, self.to_reply, self.to_user = pieces  # before the instructions, before "OK", before an observation
         self.to_policy = self._ids(text)  # between an observation and the reply: the generation prompt
-        self.end_id = self.to_user[0]
+        # last and untrusted: it leaves the tokenizer as the environments' threads use it, who must not change it together
+        self.end_id, self.ok = self.to_user[0], self._ids("OK", False)
 
     def _ids(self, text, trusted=True):
         # an observation that spells "<|im_end|>" is text, not the special token
@@ -58,7 +59,7 @@ class Chat:
 
     def start(self, prompt: str, observation: str) -> list[int]:
         """Ids of the instructions, the fixed reply "OK", the first observation and the generation prompt."""
-        return (self.head + self._ids(prompt.strip(), False) + self.to_reply + self._ids("OK") + self.to_user
+        return (self.head + self._ids(prompt.strip(), False) + self.to_reply + self.ok + self.to_user
                 + self._ids(observation.strip(), False) + self.to_policy)
 
     def turn(self, observation: str, closed: bool) -> list[int]:

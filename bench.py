@@ -10,7 +10,8 @@ tokens as a law and a seed say, never by a token; all sample at temperature 1. W
     long    heavy-tailed thoughts: 5 to 300 tokens, log-uniform
     slow    replies of 3 to 20 tokens, environments that take 1 to 500 ms: log-normal, median 30 ms, sigma 1.2, cut
 The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them. Lock-step's batches of 64 do not touch
-each other, so (a) and (b) play one of the three and count three times its time; (c) plays 16 trajectories in `long`.
+each other, so (a) and (b) play one of the three and count three times its time; (c) plays 16 trajectories in `long`, where
+without --full everybody plays 5 turns.
 """
 
 import argparse
@@ -60,6 +61,11 @@ def law(workload, item):
     return lengths.astype(int).tolist(), latencies.tolist()
 
 
+@functools.cache
+def says(item, turn):
+    return " ".join(np.random.default_rng([18, item, turn]).choice(WORDS, 25))
+
+
 class Told(Env):
     """A world that says about 25 words a turn, after the law's latency."""
     prompt = "You are in a room. Say what you do. " + " ".join(WORDS * 3)
@@ -68,17 +74,13 @@ class Told(Env):
         self.workload = workload
 
     def reset(self, item):
-        self.latencies, self.turn = law(self.workload, item)[1], 0
-        self.rng = np.random.default_rng([18, item])
-        return self._says()
-
-    def _says(self):
-        return " ".join(self.rng.choice(WORDS, 25))
+        self.latencies, self.turn, self.item = law(self.workload, item)[1], 0, item
+        return says(item, 0)
 
     def step(self, action):
         time.sleep(self.latencies[self.turn])
         self.turn += 1
-        return Step(self._says(), 0.0, 0.0, False, False)
+        return Step(says(self.item, self.turn), 0.0, 0.0, False, False)
 
 
 def models():
@@ -243,20 +245,21 @@ def rollouts(full, names, workloads=("short", "long", "slow")):
     jobs = [(name, workload) for name in names for workload in workloads]
     for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
         net, few = nets[name], TRAJECTORIES if workload != "long" else 16
+        turns = TURNS if full or workload != "long" else 5
         recorder = Recorder(net, SLOTS)
         ours(net, tokenizer, workload, SLOTS, turns=2, engine=recorder)  # its memory, as from the second training step on
         lockstep(net, tokenizer, workload, True, turns=1)
 
         def play():
             recorder.calls = []
-            seconds, play.trajectories, play.stats = ours(net, tokenizer, workload, engine=recorder)
+            seconds, play.trajectories, play.stats = ours(net, tokenizer, workload, turns=turns, engine=recorder)
             return seconds
 
         row = {"ours": median(play), "limit": median(lambda: limit(recorder)),
-               "reprefill": 3 * median(lambda: lockstep(net, tokenizer, workload, False)[0]),
-               "cached": 3 * median(lambda: lockstep(net, tokenizer, workload, True)[0])}
-        alone = row["ours"] if few == TRAJECTORIES else ours(net, tokenizer, workload, few, slots=few)[0]
-        row["continuous"] = row["ours"] / alone * continuous(nets[name + "'"], tokenizer, workload, few)[0]
+               "reprefill": 3 * median(lambda: lockstep(net, tokenizer, workload, False, turns=turns)[0]),
+               "cached": 3 * median(lambda: lockstep(net, tokenizer, workload, True, turns=turns)[0])}
+        alone = row["ours"] if few == TRAJECTORIES else ours(net, tokenizer, workload, few, few, turns)[0]
+        row["continuous"] = row["ours"] / alone * continuous(nets[name + "'"], tokenizer, workload, few, turns=turns)[0]
         kept = sum(len(t.tokens) for t in play.trajectories)
         found.setdefault(name, {})[workload] = row | {
             **{f"ratio_{k}": row[k] / row["ours"] for k in ("reprefill", "cached", "continuous")},

@@ -77,6 +77,7 @@ class Ragged:
 
     def __init__(self, policy, slots):
         self.policy, self.slots, self.device = policy, slots, policy.device
+        self.shared = policy.config.num_attention_heads // policy.config.num_key_value_heads  # heads that share keys and values
         self.call = 512 if policy.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
         self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
         self.clear()
@@ -130,7 +131,8 @@ class Ragged:
         for slot in one + more:
             new, past = feed[slot], len(self.ids[slot])
             if len(new) > 1:
-                seen = torch.ones(len(new), past + len(new), dtype=torch.bool, device=self.device).tril(past) if past else None
+                seen = None if not past else torch.ones(
+                    len(new), past + len(new), dtype=torch.bool, device=self.device).tril(past).repeat(self.shared, 1)
                 self.chunks.append((len(ids), len(ids) + len(new), slot, past + len(new), seen))
             ids += new
             slots += [slot] * len(new)
@@ -165,7 +167,7 @@ class Ragged:
             if seen is None:  # nothing before it
                 o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=H != G)
             else:
-                o = scaled_dot_product_attention(q.reshape(1, G, -1, D), k, v, seen.repeat(H // G, 1), scale=scaling)
+                o = scaled_dot_product_attention(q.reshape(1, G, -1, D), k, v, seen, scale=scaling)
             out[begin:end] = o.reshape(H, -1, D).transpose(0, 1)
         return out
 

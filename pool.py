@@ -19,11 +19,11 @@ class Worker:
 
     def _run(self, make):
         while (job := self.inbox.get()) is not None:
-            future, method, args = job
+            future, function, args = job
             try:
                 if self.env is None:
                     self.env = make()
-                future.set_result(getattr(self.env, method)(*args))
+                future.set_result(function(self.env, *args))
             except Exception as e:  # handed to whoever waits on the future
                 future.set_exception(e)
             except BaseException as e:  # a world's sys.exit must not end the run
@@ -31,9 +31,10 @@ class Worker:
         if self.env is not None:
             self.env.close()
 
-    def call(self, method, *args) -> Future:
+    def call(self, function, *args) -> Future:
+        """function(environment, *args), in the environment's thread."""
         future = Future()
-        self.inbox.put((future, method, args))
+        self.inbox.put((future, function, args))
         if not self.thread.ident:
             self.thread.start()
         return future

@@ -88,29 +88,36 @@ class Episode:
         self.uniforms = (u for _ in itertools.count() for u in draws.random(64).tolist())
         self.pending, self.reply, self.logprobs = [], [], []
         self.worker = pool.take(t.env)
-        self._ask("reset", split_item(t.item)[1])
+        self._ask(self._reset, split_item(t.item)[1])
 
-    def _ask(self, method, *args):
-        self.future, self.until = self.worker.call(method, *args), time.monotonic() + self.how.deadline
+    def _ask(self, function, *args):
+        self.future, self.until = self.worker.call(function, *args), time.monotonic() + self.how.deadline
+
+    def _reset(self, env, item):  # these two run in the environment's thread, with all that is text
+        observation, first = env.reset(item), agent.instructions(env.prompt, self.how.action_format)
+        return first, observation, self.how.chat.start(first, observation)
+
+    def _step(self, env, ids, closed):
+        text = self.how.chat.tokenizer.decode(ids[:-1] if closed else ids, skip_special_tokens=True)
+        step = env.step(text if env.whole_reply else agent.parse(text, self.how.action_format))
+        return text, step, self.how.chat.turn(step.observation, closed)
 
     def ready(self):
         return self.future.done() or time.monotonic() >= self.until
 
     def sampled(self, token, logprob) -> bool:
         """Takes a token that the policy sampled. True: the reply is complete, and its environment thinks."""
-        t, how, env = self.t, self.how, self.worker.env
+        t = self.t
         self.reply.append(token)
         self.logprobs.append(logprob)
         self.pending = [token]
         if not self.complete(token):
             return False
-        closed = token == how.chat.end_id
+        closed = token == self.how.chat.end_id
         t.append(self.reply, self.logprobs)
         t.cut_replies += not closed and len(self.reply) >= self.max_tokens
-        text = how.chat.tokenizer.decode(self.reply[:-1] if closed else self.reply, skip_special_tokens=True)
-        t.messages.append({"role": "assistant", "content": text})
+        self._ask(self._step, self.reply, closed)
         self.reply, self.logprobs = [], []
-        self._ask("step", text if env.whole_reply else agent.parse(text, how.action_format))
         return True
 
     def complete(self, token):
@@ -124,28 +131,27 @@ class Episode:
 
     def answer(self) -> bool:
         """Takes what the environment says, waiting for it until its deadline. False: the trajectory has ended."""
-        t, chat = self.t, self.how.chat
+        t = self.t
         result, error = outcome(self.future, self.until, self.how.deadline)
         if error:
             if not t.messages and self.future.done() and isinstance(self.future.exception(), ValueError):
                 raise self.future.exception()  # an item that does not exist is the caller's mistake
             return self._end("env_error", error)
         if not t.messages:
-            first = agent.instructions(self.worker.env.prompt, self.how.action_format)
+            first, observation, new = result
             t.messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "OK"},
-                          {"role": "user", "content": result}]
-            new = chat.start(first, result)
+                          {"role": "user", "content": observation}]
         else:
+            text, step, new = result
             t.turns += 1
-            t.valid_actions += result.valid
-            t.score, t.success = result.score, result.success
-            t.rewards[-1] = result.reward - (0.0 if result.valid else self.penalty)
-            t.messages.append({"role": "user", "content": result.observation})
-            if result.done:
+            t.valid_actions += step.valid
+            t.score, t.success = step.score, step.success
+            t.rewards[-1] = step.reward - (0.0 if step.valid else self.penalty)
+            t.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation}]
+            if step.done:
                 return self._end("done")
             if t.turns >= self.horizon:
                 return self._end("horizon")
-            new = chat.turn(result.observation, closed=t.tokens[-1] == chat.end_id)
         if len(t.tokens) + len(new) >= self.max_length:  # no room for a single reply
             return self._end("length")
         t.append(new)

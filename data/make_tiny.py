@@ -9,7 +9,7 @@ model: it speaks the worlds' interface and knows nothing of their tasks. It is t
 What makes copying and comparing form at this size, measured (LOG.md): initial weights of std 1/sqrt(d) instead of 0.02;
 heads that start near what copying needs (`wire`); repeating alone first, and kept in the mixture; little weight on what
 the model only reads; many small steps; and replies that name a thing before they act on it, so that "is it there?" is asked
-of the last token, not of one far back. Training ends by the clock, so two makings are alike, not equal bit for bit.
+of the last token, not of one far back. Training ends by the processor's clock, so two makings are alike, not equal bit for bit.
 """
 
 import argparse
@@ -460,9 +460,9 @@ def train(model, tokenizer, talks, args, rank, ranks):
             found += [bool(hit[a:b].all()) for a, b in zip([0] + [e + 1 for e in ends], ends)]
         return round(sum(found) / len(found), 2)
 
-    begin, seen, last, bar = time.time(), 0, None, tqdm(total=100, desc="training", unit="%", disable=rank > 0)
+    begin, seen, last, bar = time.process_time(), 0, None, tqdm(total=100, desc="training", unit="%", disable=rank > 0)
     for step in range(10**9):
-        clock = torch.tensor([time.time() - begin])
+        clock = torch.tensor([time.process_time() - begin])  # of the processor: what else runs on the machine costs no quality
         if ranks > 1:
             dist.broadcast(clock, 0)  # every rank stops at the same step
         done = min(1.0, clock.item() / 60 / args.minutes)
@@ -503,7 +503,7 @@ def main():
     parser.add_argument("--out", required=True, help="folder to write (what ships is in data/tiny)")
     parser.add_argument("--worlds", type=lambda text: text.split(","), default=["babyai", "textcraft", "sciworld"],
                         help="separated by commas; default: babyai,textcraft,sciworld (which needs its extra)")
-    parser.add_argument("--minutes", type=float, default=60, help="time for the training")
+    parser.add_argument("--minutes", type=float, default=60, help="processor time for the training")
     parser.add_argument("--conversations", type=int, default=25_000, help="played by each process")
     parser.add_argument("--batch_tokens", type=int, default=1024, help="a step, in each process")
     parser.add_argument("--hidden", type=int, default=128)

@@ -545,12 +545,12 @@ def test_episodes_are_spread_over_the_servers_and_a_dead_one_is_passed_over():
             seen_one.clear()
             seen_two.clear()
             with EnvPool(urls) as pool:
-                futures = [pool.take("babyai").call("reset", 0) for _ in range(8)]
+                futures = [pool.take("babyai").call(lambda env: env.reset(0)) for _ in range(8)]
                 assert [f.result(20) for f in futures] == ["go"] * 8
             assert sorted(counted(s)[0] for s in (seen_one, seen_two)) == expected
             assert counted(seen_one + seen_two) == [8, 8]
         with EnvPool([dead]) as pool, pytest.raises(EnvError, match="refused"):
-            pool.take("babyai").call("reset", 0).result(20)
+            pool.take("babyai").call(lambda env: env.reset(0)).result(20)
 
 
 def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
