@@ -78,7 +78,7 @@ class Told(Env):
         return says(item, 0)
 
     def step(self, action):
-        time.sleep(self.latencies[self.turn])
+        time.sleep(self.latencies[self.turn % TURNS])
         self.turn += 1
         return Step(says(self.item, self.turn), 0.0, 0.0, False, False)
 
@@ -272,18 +272,38 @@ def rollouts(full, names, workloads=("short", "long", "slow")):
     return found
 
 
+def scale(net, tokenizer):
+    """More trajectories, and more turns, in 16 slots: what a trajectory and a token cost. -> rows for the table"""
+    engine, rows = Ragged(net, 16), []
+    ours(net, tokenizer, "short", 16, 16, 80, engine)  # its memory
+    for trajectories, turns in [(16, 8), (64, 8), (512, 8), (32, 5), (32, 20), (32, 80)]:
+        seconds, played, _ = ours(net, tokenizer, "short", trajectories, 16, turns, engine)
+        tokens = sum(len(t.tokens) for t in played)
+        rows.append({"trajectories": trajectories, "turns": turns, "ms_per_trajectory": 1000 * seconds / trajectories,
+                     "us_per_token": 1e6 * seconds / tokens, "tokens_per_trajectory": tokens / trajectories})
+        tqdm.write("  ".join(f"{k} {v:.0f}" for k, v in rows[-1].items()))
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rollout"])
     parser.add_argument("--out", help="JSON file for the figures")
     parser.add_argument("--full", action="store_true", help="medians of five, and the 3.7M model too")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch, the same for all")
+    parser.add_argument("--scale", action="store_true", help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns")
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=["short", "long", "slow"])
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)  # it misses psutil, which it needs on GPUs only
     torch.set_num_threads(args.threads)
+    if args.scale:
+        nets, tokenizer = models()
+        rows = scale(nets["tiny"], tokenizer)
+        if args.out:
+            Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+        return 0
     found = rollouts(args.full, ["tiny", "3.7M"] if args.full else ["tiny"], args.workloads)
     if args.out:
         Path(args.out).write_text(json.dumps(found["tiny"] | {"models": found}, indent=1) + "\n")

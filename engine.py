@@ -12,12 +12,13 @@ padded: the reference, and for all other models.
 """
 
 import math
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache
+
+import rl
 
 
 def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
@@ -92,18 +93,12 @@ class Ragged:
     @staticmethod
     def lacks(policy) -> str:
         """Why this model cannot be played so; "" if it can."""
-        known = policy.config.model_type in ("qwen2", "qwen3", "llama")
-        return columns_count(policy) if known else f"model type {policy.config.model_type}"
+        config = policy.config
+        return "" if rl.packs(config) else rl.columns_count(config) or f"model type {config.model_type}"
 
-    @contextmanager
     def attention(self):
         """The policy's attention is ours inside."""
-        config = self.policy.config
-        before, config._attn_implementation = config._attn_implementation, "ragged"
-        try:
-            yield self
-        finally:
-            config._attn_implementation = before
+        return rl.attention(self.policy.config, "ragged")
 
     def best_prefix(self, ids):
         """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it, the last id left out."""
@@ -209,17 +204,6 @@ class Ragged:
                 new[..., :old.shape[3], :] = old
             self.kv[layer] = new
         return self.kv[layer]
-
-
-def columns_count(policy) -> str:
-    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
-    config = policy.config
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
-            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        return "sliding windows"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
 
 
 class Padded:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +17,14 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import algos
 
 TINY = Path(__file__).parent / "data" / "tiny"
+LOGITS = 2**27  # at a time: half a gigabyte in float32
 
 
 # ---- processes ----
@@ -92,12 +96,64 @@ def compute_in(dtype, device):
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
+def attend_within(module, query, key, value, attention_mask, scaling=None, lengths=(), **_):
+    """transformers' attention function for sequences that stand one after the other in one row: each sees itself alone.
+    query [1, H, N, D], key and value [1, H_kv, N, D], sum of `lengths` N -> [1, N, H, D]."""
+    parts = zip(*(x.to(value.dtype).split(lengths, 2) for x in (query, key, value)))
+    out = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+           for q, k, v in parts]
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("within", attend_within)
+
+
+@contextmanager
+def attention(config, name):
+    """Inside, the models with this config attend by `name` of transformers' AttentionInterface."""
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def columns_count(config) -> str:
+    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
+        return "sliding windows"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
+
+
+def packs(config) -> bool:
+    """Whether the model's sequences can stand in one row: its attention takes any function, and sees all that is before."""
+    return config.model_type in ("qwen2", "qwen3", "llama") and not columns_count(config)
+
+
+def hidden_before(body, ids, mask):
+    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the order of the mask.
+    Where the model allows it, padding and what follows the last sampled token are left out: the rows stand in one."""
+    if not packs(body.config):
+        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
+    place = torch.arange(ids.shape[1], device=ids.device)
+    lengths = (place * mask).amax(1).clamp(min=1)  # [B]: the last sampled token is not fed
+    fed = place < lengths[:, None]  # [B, T]
+    with attention(body.config, "within"):
+        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
+                   lengths=lengths.tolist())
+    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
+
+
 class Critic(nn.Module):
     """PPO's value function: a model of its own, started from the policy's weights, and a linear head started at 0."""
 
     def __init__(self, name, device="cpu", dtype=torch.float32):
         super().__init__()
         self.body = AutoModel.from_pretrained(model_path(name), dtype=dtype, use_safetensors=True)
+        self.config = self.body.config
         self.head = nn.Linear(self.body.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -106,7 +162,7 @@ class Critic(nn.Module):
     def forward(self, ids, mask):
         """ids [B, T] long, mask [B, T] bool -> values [B, T] of the states in which the masked tokens were sampled
         (those before them); zero elsewhere."""
-        hidden = self.body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]  # [S, D]
+        hidden = hidden_before(self.body, ids, mask)  # [S, D]
         values = torch.zeros(mask.shape, device=ids.device)
         values[mask] = self.head(hidden.float()).squeeze(-1).float()
         return values
@@ -118,17 +174,25 @@ def token_logprobs(model, ids, mask, temperature=1.0, entropy_gradient=True):
     ids [B, T] long, padded on the right (with a causal mask the padding reaches nothing that counts); mask [B, T] bool,
     never True in the first column -> logprobs [B, T], entropies [B, T] float32, zero outside the mask.
     logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]], as recorded by the rollout. Only positions
-    before a sampled token go through the head: no [B, T, V] tensor exists.
+    before a sampled token go through the head, and no more of them at a time than give LOGITS logits.
     """
-    hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]  # [S, D]
-    logits = model.get_output_embeddings()(hidden).float()  # [S, V]
-    if cap := getattr(model.config, "final_logit_softcapping", None):  # Gemma
-        logits = cap * torch.tanh(logits / cap)
-    logits = logits / temperature
+    def head(hidden, sampled):
+        logits = model.get_output_embeddings()(hidden).float()  # [S, V]
+        if cap := getattr(model.config, "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        logits = logits / temperature
+        logp = torch.log_softmax(logits, dim=-1).gather(-1, sampled[:, None]).squeeze(1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # else two [S, V] are kept for nothing
+            return logp, algos.entropy(logits)
+
+    hidden, few = hidden_before(model.base_model, ids, mask), max(1, LOGITS // model.config.vocab_size)  # [S, D]
+    parts = list(zip(hidden.split(few), ids[mask].split(few)))
+    if len(parts) > 1:  # each part's logits are computed again in the backward pass
+        parts = [checkpoint(head, *part, use_reentrant=False) for part in parts]
+    else:
+        parts = [head(*part) for part in parts]
     logprobs, entropies = torch.zeros(mask.shape, device=ids.device), torch.zeros(mask.shape, device=ids.device)
-    logprobs[mask] = torch.log_softmax(logits, dim=-1).gather(-1, ids[mask][:, None]).squeeze(1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # else two [S, V] are kept for nothing
-        entropies[mask] = algos.entropy(logits)
+    logprobs[mask], entropies[mask] = (torch.cat(column) for column in zip(*parts))
     return logprobs, entropies
 
 
@@ -193,14 +257,16 @@ def optimizer_step(model, optimizer, trajectories, columns, loss_of, max_tokens,
     rank, world = _ranks()
     device = next(model.parameters()).device
     total = {}
+    packed = packs(model.config)
     cuts = micro_batches([len(t.tokens) for t in trajectories], max_tokens)
     for cut in cuts[rank::world]:
         part = [trajectories[i] for i in cut]
         batch = collate(part, device, **{name: [rows[i] for i in cut] for name, rows in columns.items()})
         loss, stats = loss_of(batch)
         loss.backward()
-        stats = stats | {"loss": loss.detach(), "padded": torch.tensor(float(batch["ids"].numel())),
-                         "unpadded": torch.tensor(float(sum(len(t.tokens) for t in part)))}
+        tokens = sum(len(t.tokens) for t in part)
+        stats = stats | {"loss": loss.detach(), "unpadded": torch.tensor(float(tokens)),
+                         "padded": torch.tensor(float(tokens if packed else batch["ids"].numel()))}
         total = {k: total.get(k, 0.0) + float(v) for k, v in stats.items()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 import agent
-from engine import Padded, Ragged, columns_count, common, sample
+import rl
+from engine import Padded, Ragged, common, sample
 from envs import split_item
 from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
 
@@ -235,7 +236,7 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
     room = slots if engine == "hf" else engine.slots
     try:
         if engine == "hf":
-            forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if columns_count(policy) else slots)
+            forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if rl.columns_count(policy.config) else slots)
         else:
             engine.clear(max(max_length.values()) if isinstance(max_length, dict) else max_length)
             forwarded = _play(engine, todo, begin, ended, draw, arrival)

@@ -171,8 +171,8 @@ def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):
 def test_memory_does_not_grow_with_the_number_of_rollouts(tiny, pool):
     sizes = []
     engine = Ragged(tiny[0], 8)
-    for n in range(120):
-        rollout(*tiny, pool, ITEMS[:2], 2, samples=2, seed=n, max_tokens=6, slots=8, engine=engine if n % 2 else "ragged")
+    for n in range(200):
+        rollout(*tiny, pool, ITEMS[:1], 2, samples=2, seed=n, max_tokens=6, slots=8, engine=engine if n % 2 else "ragged")
         sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))  # pages
     assert sizes[-1] < sizes[40] * 1.03
 

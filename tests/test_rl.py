@@ -9,6 +9,7 @@ import torch
 import algos
 import rl
 from rollout import rollout
+from test_engine import other
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,26 @@ def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode)
         assert abs(stats["grad_norm"] / results[0][0]["grad_norm"] - 1) < 1e-5
         assert (weights - results[0][1]).abs().max() < 1e-5
     assert results[0][0]["grad_norm"] > 0
-    assert results[2][0]["padded"] == results[2][0]["unpadded"] < results[0][0]["padded"]
+    assert all(stats["padded"] == stats["unpadded"] for stats, _ in results)
+
+
+@pytest.mark.parametrize("family", ["tiny", "qwen3", "llama"])
+def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(tiny, trajectories, family, monkeypatch):
+    """The oracle: rows padded to one length, through the model's own attention, and the head at once."""
+    results = []
+    for packs, logits in ((rl.packs, 2**27), (rl.packs, 50_000), (lambda config: False, 2**27)):
+        monkeypatch.setattr(rl, "packs", packs)
+        monkeypatch.setattr(rl, "LOGITS", logits)
+        model = copy.deepcopy(tiny[0]) if family == "tiny" else other(family)
+        batch = rl.collate(trajectories)
+        batch["mask"][1] = False  # nothing sampled
+        logp, ent = rl.token_logprobs(model, batch["ids"], batch["mask"], temperature=0.8)
+        loss = -(logp * torch.linspace(0.5, 2, logp.shape[1])).sum() / 100 - 0.01 * ent.sum()
+        loss.backward()
+        results.append((logp.detach(), ent.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    for columns in results[:2]:
+        for ours, theirs in zip(columns, results[2]):
+            assert torch.allclose(ours, theirs, atol=1e-5 * max(1, theirs.abs().max()))
 
 
 def test_a_step_without_a_usable_trajectory_changes_nothing(tiny):
