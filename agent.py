@@ -5,6 +5,9 @@ the first observation, `Chat.turn` those that follow a reply. Nothing is ever de
 prompt extends the last one exactly, whatever the chat template would do to old turns (Qwen3's drops their <think>).
 """
 
+import threading
+
+LOCK = threading.Lock()
 FORMATS = {  # action format -> what the agent is told about it
     "plain": "",
     "react": "\n\nThink first, then act. Answer in this form:\nThought: what you see and what to do next\n"
@@ -50,12 +53,13 @@ class Chat:
             pieces.append(self._ids(piece))
         self.head, self.to_reply, self.to_user = pieces  # before the instructions, before "OK", before an observation
         self.to_policy = self._ids(text)  # between an observation and the reply: the generation prompt
-        # last and untrusted: it leaves the tokenizer as the environments' threads use it, who must not change it together
-        self.end_id, self.ok = self.to_user[0], self._ids("OK", False)
+        self.end_id, self.ok = self.to_user[0], self._ids("OK")
 
     def _ids(self, text, trusted=True):
-        # an observation that spells "<|im_end|>" is text, not the special token
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not trusted)
+        # an observation that spells "<|im_end|>" is text, not the special token; a tokenizer must not be changed (its flag for
+        # special tokens) while another thread uses it
+        with LOCK:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not trusted)
 
     def start(self, prompt: str, observation: str) -> list[int]:
         """Ids of the instructions, the fixed reply "OK", the first observation and the generation prompt."""
