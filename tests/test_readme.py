@@ -55,3 +55,8 @@ def test_the_names_that_others_import():
     from rollout import rollout  # noqa: F401
     from schedule import horizon_at  # noqa: F401
     assert set(envs.WORLDS) == {"babyai", "textcraft", "sciworld"}
+
+
+def test_every_file_of_the_top_level_is_installed():
+    modules = (ROOT / "pyproject.toml").read_text().split("py-modules = [")[1].split("]")[0]
+    assert {name.strip(' "') for name in modules.split(",")} == {path.stem for path in ROOT.glob("*.py")}
