@@ -9,8 +9,8 @@ tokens as a law and a seed say, never by a token; all sample at temperature 1. W
     short   replies of 3 to 20 tokens, environments that answer at once
     long    heavy-tailed thoughts: 5 to 300 tokens, log-uniform
     slow    replies of 3 to 20 tokens, environments that take 1 to 500 ms: log-normal, median 30 ms, sigma 1.2, cut
-The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them. Lock-step's batches of 64 do not touch
-each other, so (a) and (b) play one of the three and count three times its time; (c) plays 16 trajectories in `long`, where
+The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them.
+Lock-step's batches of 64 do not touch each other, so (a) and (b) play one of the three and count three times its time; (c) plays 16 trajectories in `long`, where
 without --full everybody plays 5 turns.
 """
 
@@ -32,7 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, StoppingCriteriaList  # noqa: E402
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StoppingCriteriaList  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import agent  # noqa: E402
@@ -185,7 +186,8 @@ def lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
             else:
                 ids, mask = padded(histories)
             width = ids.shape[1]
-            ids = model.generate(ids, attention_mask=mask, generation_config=GenerationConfig(max_new_tokens=max(lengths), **GENERATION),
+            how = GenerationConfig(max_new_tokens=max(lengths), **GENERATION)
+            ids = model.generate(ids, attention_mask=mask, generation_config=how,
                                  stopping_criteria=StoppingCriteriaList([Lengths(width, lengths)]),
                                  **({"past_key_values": cache} if cached else {}))
             mask = torch.cat([mask, (torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]).long()], 1)

@@ -192,8 +192,8 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
     turns, or when `max_length` tokens are full. An environment that fails or misses `deadline` seconds is played again up
     to `retries` times, then the trajectory has status "env_error". engine: "ragged"; a `Ragged` of this policy, to use its memory
     again; or "hf": all in step on the model's own attention. arrival: take environments' answers as they come, which repeats no
-    bit; else at a fixed point of the decode order, waiting for them there. `stats` (a dict) receives "forwarded" (token positions computed, padding included),
-    "steps" (forward passes), "busy" (slots that were fed, summed over the steps) and "room" (slots that could be: no more than
+    bit; else at a fixed point of the decode order, waiting for them there. `stats` (a dict) receives "forwarded" (token positions
+    computed, padding included), "steps" (forward passes), "busy" (slots that were fed, summed over the steps) and "room" (slots that could be: no more than
     trajectories that have not ended). `progress` is called with each trajectory that has ended.
     -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
     """
