@@ -52,7 +52,7 @@ class Config:
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: int = arg(0, "every random number follows from it")
     steps: int | None = arg(None, "training steps")
-    items_per_step: int | None = arg(None, "different items a step")
+    items_per_step: int | None = arg(None, "different items a step; a mixture's default is as many for each world as it has alone")
     rollouts_per_item: int | None = arg(None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: int | None = arg(None, "optimizer steps an epoch")
     epochs: int = arg(1, "passes over a step's trajectories")
@@ -159,7 +159,7 @@ def parse_config(argv=None) -> Config:
         setattr(cfg, name, max(own[name] for own in cfg.worlds.values()))
     for name, value in default[next(iter(weights))].items():  # for the whole run the first world's
         if getattr(cfg, name) is None:
-            setattr(cfg, name, value)
+            setattr(cfg, name, value * len(weights) if name == "items_per_step" else value)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
     last = cfg.horizon_schedule == "fixed"

@@ -226,6 +226,7 @@ def test_of_a_steps_items_each_world_has_its_share():
     assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 25] and cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
     assert train.parse_config(["--env", "babyai:2", "--out", "runs/never-made"]).horizon == "3,4"  # a mixture of one
+    assert train.parse_config(["--env", "babyai,textcraft", "--out", "runs/never-made"]).items_per_step == 32  # 16 of each
     for bad in ("babyai:0", "babyai:-1", "babyai:x", "babyai,babyai", "babyai,", "babyai,nowhere"):
         with pytest.raises(ValueError, match="--env|unknown environment"):
             train.parse_config(["--env", bad, "--out", "runs/never-made"])
