@@ -4,6 +4,7 @@ A flag left at None takes its default from the tables below: what the built-in t
 needs. The horizons' defaults are in schedule.py. eval.py plays with the same defaults.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin cost 5x where cores are shared; read by torch
 
+import torch  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 
 import agent  # noqa: E402
@@ -23,10 +25,10 @@ import schedule  # noqa: E402
 # What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
 TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
             max_length=4096, kl_coef=0.0, invalid_penalty=0.05, action_format="react", microbatch_tokens=8192,
-            slots=128, dtype="float32")
+            slots=128, dtype="float32", gradient_checkpointing=False)
 REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,
             max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
-            slots=32, dtype="bfloat16")
+            slots=32, dtype="bfloat16", gradient_checkpointing=True)
 WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0),  # few groups succeed: a penalty would be most of what they teach
               "sciworld": dict(steps=40)}
 WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),
@@ -73,6 +75,7 @@ class Config:
     invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
     lr: float | None = arg(None, "AdamW's learning rate")
     critic_lr: float | None = arg(None, "the same for PPO's critic")
+    lr_schedule: str = arg("constant", "constant | cosine (to a tenth, over --steps), after the warm-up")
     warmup_steps: int = arg(10, "steps over which the learning rates rise to their values (Adam's first steps are mostly noise)")
     gamma: float = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
     lam: float = arg(1.0, "lambda of GAE (ppo)")
@@ -88,8 +91,15 @@ class Config:
     max_grad_norm: float = arg(1.0, "gradients are clipped to this norm")
     microbatch_tokens: int | None = arg(None, "positions in one forward and backward pass")
     dtype: str | None = arg(None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
+    gradient_checkpointing: bool | None = arg(None, "compute blocks again in the backward pass: a third slower, far less memory")
+    lora_rank: int = arg(0, "0: train all weights; else LoRA's adapters of this rank alone (the extra lora), merged in final/")
+    shard: bool | None = arg(None, "FSDP2: share out weights, gradients and optimizer; default: on GPUs, without --lora_rank")
+    offload: bool = arg(False, "with --shard: keep the shares in the CPU's memory and update them there")
+    min_entropy: float = arg(1e-4, "stop when the policy's entropy, nats a token, falls below this")
+    max_kl: float = arg(10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this")
     save_every: int = arg(50, "steps between checkpoints")
     keep: int = arg(2, "checkpoints kept")
+    report_to: str = arg("none", "none | tensorboard | wandb: metrics go there, too (extras of these names)")
     worlds: dict = field(init=False)  # world -> its weight and its own limits: LIMITS, where no flag says otherwise
 
 
@@ -162,6 +172,8 @@ def parse_config(argv=None) -> Config:
             setattr(cfg, name, value * len(weights) if name == "items_per_step" else value)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
+    if cfg.shard is None:
+        cfg.shard = torch.cuda.is_available() and not cfg.lora_rank
     last = cfg.horizon_schedule == "fixed"
     rounds = {w: ",".join(map(str, d["horizon"].rounds[-1 if last else 0:])) for w, d in default.items()}
     cfg.horizon = cfg.horizon or (" ".join(f"{w}={r}" for w, r in rounds.items()) if len(rounds) > 1 else next(iter(rounds.values())))
@@ -174,7 +186,8 @@ def check(cfg):
     """Everything that can be known to be wrong before anything is written: ValueError, one line."""
     choices = {"algo": ALGOS, "kl_type": ("k1", "abs", "k2", "k3"), "kl_in": ("loss", "reward"),
                "aggregation": ("token", "sequence"), "action_format": tuple(agent.FORMATS),
-               "dtype": ("float32", "bfloat16"), "engine": ("ragged", "hf")}
+               "dtype": ("float32", "bfloat16"), "engine": ("ragged", "hf"), "lr_schedule": ("constant", "cosine"),
+               "report_to": ("none", "tensorboard", "wandb")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
@@ -183,7 +196,7 @@ def check(cfg):
         if not 0 < getattr(cfg, name) < float("inf"):
             raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
     for name in ("kl_coef", "entropy_coef", "invalid_penalty", "warmup_steps", "clip_low", "clip_high", "seed", "top_k",
-                 "value_clip"):
+                 "value_clip", "lora_rank", "min_entropy", "max_kl"):
         if not 0 <= getattr(cfg, name) < float("inf"):
             raise ValueError(f"--{name} must not be negative, but is {getattr(cfg, name)}")
     if not 0 <= cfg.min_p < 1:
@@ -195,6 +208,12 @@ def check(cfg):
         raise ValueError("--kl_type k1 has no expected gradient as a loss; use k3, or --kl_in reward")
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item must be at least 2")
+    for flag, package, extra in ((cfg.lora_rank, "peft", "lora"), (cfg.report_to == "tensorboard", "tensorboard", "tensorboard"),
+                                 (cfg.report_to == "wandb", "wandb", "wandb")):
+        if flag and importlib.util.find_spec(package) is None:
+            raise ValueError(f'{package} is missing: pip install -e ".[{extra}]"')
+    if cfg.offload and not (cfg.shard and torch.cuda.is_available()):
+        raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
     for world, count in items_of_a_step(cfg).items():
         schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, world), cfg.worlds[world]["horizon_steps"], cfg.horizon_schedule)
         items = worlds.items(world, "train", cfg.data or None)
@@ -214,7 +233,8 @@ def check(cfg):
         raise ValueError(f"nothing to resume: there is no folder {out}")
     if cfg.resume and (out / "config.json").exists():
         was, may_change = json.loads((out / "config.json").read_text()), {"resume", "out", "steps", "save_every", "keep",
-                                                                          "env_url", "deadline", "worlds", "arrival_order"}
+                                                                          "env_url", "deadline", "worlds", "arrival_order", "shard", "offload",
+                                                                          "gradient_checkpointing", "report_to", "min_entropy", "max_kl"}
         for name in [f.name for f in fields(cfg) if f.name not in may_change]:
             if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")

@@ -18,7 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache
 
-import rl
+from packing import attention, columns_count, packs
+from parallel import device_of
 
 
 def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
@@ -77,9 +78,9 @@ class Ragged:
     stays after a trajectory has ended, and whoever begins with the same ids copies their keys and values."""
 
     def __init__(self, policy, slots):
-        self.policy, self.slots, self.device = policy, slots, policy.device
+        self.policy, self.slots, self.device = policy, slots, device_of(policy)
         self.shared = policy.config.num_attention_heads // policy.config.num_key_value_heads  # heads that share keys and values
-        self.call = 512 if policy.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
+        self.call = 512 if self.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
         self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
         self.clear()
 
@@ -94,11 +95,11 @@ class Ragged:
     def lacks(policy) -> str:
         """Why this model cannot be played so; "" if it can."""
         config = policy.config
-        return "" if rl.packs(config) else rl.columns_count(config) or f"model type {config.model_type}"
+        return "" if packs(config) else columns_count(config) or f"model type {config.model_type}"
 
     def attention(self):
         """The policy's attention is ours inside."""
-        return rl.attention(self.policy.config, "ragged")
+        return attention(self.policy.config, "ragged")
 
     def best_prefix(self, ids):
         """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it, the last id left out."""
@@ -211,7 +212,7 @@ class Padded:
     `seen` mask over all columns keeps the padding out of the attention, and positions count real tokens only."""
 
     def __init__(self, policy):
-        self.policy, self.kv, self.device = policy, DynamicCache(), policy.device
+        self.policy, self.kv, self.device = policy, DynamicCache(), device_of(policy)
         self.seen, self.length, self.forwarded = None, None, 0  # seen [B, C] bool, length [B] long
 
     def start(self, chunks):

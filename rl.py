@@ -1,67 +1,29 @@
-"""The policy as a trainable thing: loading, token log-probs, one optimizer step, checkpoints. Knows no text.
+"""The policy as a trainable thing: loading, token log-probs, one optimizer step. Knows no text.
 
 Every rank holds all trajectories of a step (they are gathered, they are small) and computes gradients for its share of
 the micro-batches; gradients are summed over ranks. The denominator of a loss is counted once over the whole mini-batch,
-so the result is the same however it is cut into micro-batches and over however many ranks.
+so the result is the same however it is cut into micro-batches and over however many ranks. The processes and FSDP2 are in
+parallel.py, trajectories in one row in packing.py, checkpoints in checkpoint.py.
 """
 
-import json
-import os
-import pickle
-import shutil
+import heapq
+import math
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import algos
+from checkpoint import LORA_SCALE, checkpoints, drop_old, resume, save  # noqa: F401 (rl.save, rl.resume)
+from packing import attention, hidden_before, packs
+from parallel import blocks, device_of, gather, ranks, shard, sharded, sum_over_ranks, through
 
 TINY = Path(__file__).parent / "data" / "tiny"
 LOGITS = 2**27  # at a time: half a gigabyte in float32
-
-
-# ---- processes ----
-
-
-def init_distributed():
-    """Join torchrun's process group if there is one -> (rank, world size, device)."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2))  # the slowest rollout is waited for
-    return rank, world, device
-
-
-def _ranks():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(part: list) -> list:
-    """Every rank's list, interleaved (0 of rank 0, 0 of rank 1, 1 of rank 0, ...): undoes `whole[rank::world]`."""
-    rank, world = _ranks()
-    if world == 1:
-        return part
-    parts = [None] * world
-    dist.all_gather_object(parts, part)
-    return [parts[i % world][i // world] for i in range(sum(map(len, parts)))]
-
-
-def _sum_over_ranks(tensors):
-    if dist.is_initialized():
-        flat = torch.cat([t.flatten() for t in tensors])  # one message instead of one a tensor
-        dist.all_reduce(flat)
-        for t, new in zip(tensors, flat.split([t.numel() for t in tensors])):
-            t.copy_(new.view_as(t))
 
 
 # ---- models ----
@@ -96,55 +58,47 @@ def compute_in(dtype, device):
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def attend_within(module, query, key, value, attention_mask, scaling=None, lengths=(), **_):
-    """transformers' attention function for sequences that stand one after the other in one row: each sees itself alone.
-    query [1, H, N, D], key and value [1, H_kv, N, D], sum of `lengths` N -> [1, N, H, D]."""
-    parts = zip(*(x.to(value.dtype).split(lengths, 2) for x in (query, key, value)))
-    out = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-           for q, k, v in parts]
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-AttentionInterface.register("within", attend_within)
-
-
 @contextmanager
-def attention(config, name):
-    """Inside, the models with this config attend by `name` of transformers' AttentionInterface."""
-    before, config._attn_implementation = config._attn_implementation, name
+def adapters_off(model):
+    """Inside, a model with LoRA is the one it started from."""
+    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    for m in layers:
+        m.enable_adapters(False)
     try:
         yield
     finally:
-        config._attn_implementation = before
+        for m in layers:
+            m.enable_adapters(True)
 
 
-def columns_count(config) -> str:
-    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
-            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        return "sliding windows"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
+def add_lora(model, rank, seed=0):
+    """LoRA's adapters in all linear layers but the head, in place; nothing else is trained. They are float32, and begin as
+    nothing. Needs the package peft."""
+    from peft import LoraConfig, inject_adapter_in_model
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear"), model)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
 
 
-def packs(config) -> bool:
-    """Whether the model's sequences can stand in one row: its attention takes any function, and sees all that is before."""
-    return config.model_type in ("qwen2", "qwen3", "llama") and not columns_count(config)
+def recompute_blocks(model):
+    """Gradient checkpointing, in place: a block remembers its input alone, and is computed again in the backward pass."""
+    def recomputed(forward):
+        def run(*args, **kwargs):
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            name = model.config._attn_implementation  # of this pass; by the backward pass it is another
 
+            def again(*args, **kwargs):
+                with attention(model.config, name):
+                    return forward(*args, **kwargs)
+            return checkpoint(again, *args, use_reentrant=False, **kwargs)
+        return run
 
-def hidden_before(body, ids, mask):
-    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the order of the mask.
-    Where the model allows it, padding and what follows the last sampled token are left out: the rows stand in one."""
-    if not packs(body.config):
-        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
-    place = torch.arange(ids.shape[1], device=ids.device)
-    lengths = (place * mask).amax(1).clamp(min=1)  # [B]: the last sampled token is not fed
-    fed = place < lengths[:, None]  # [B, T]
-    with attention(body.config, "within"):
-        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
-                   lengths=lengths.tolist())
-    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
+    for block in blocks(model):
+        block.forward = recomputed(block.forward)
 
 
 class Critic(nn.Module):
@@ -176,6 +130,10 @@ def token_logprobs(model, ids, mask, temperature=1.0, entropy_gradient=True):
     logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]], as recorded by the rollout. Only positions
     before a sampled token go through the head, and no more of them at a time than give LOGITS logits.
     """
+    return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
+
+
+def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     def head(hidden, sampled):
         logits = model.get_output_embeddings()(hidden).float()  # [S, V]
         if cap := getattr(model.config, "final_logit_softcapping", None):  # Gemma
@@ -216,33 +174,55 @@ def collate(trajectories, device="cpu", **columns):
     return batch | {name: pad(rows, torch.float32) for name, rows in columns.items()}
 
 
-def micro_batches(lengths, max_tokens):
-    """Cut trajectories into micro-batches of similar length, at most `max_tokens` positions each, padding included.
+def micro_batches(lengths, max_tokens, ranks=1, packed=True):
+    """Cut trajectories into micro-batches of at most `max_tokens` positions (a longer one stands alone), a multiple of `ranks`
+    of them: the i-th is rank i % ranks's, [] where there is none left. Packed, they are as equal as can be had by giving the
+    longest left to the emptiest; else of similar lengths, and padding counts.
 
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10)
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, ranks=2)
+    ([[1], [3, 2], [0]], [[1], [2], [0], [3]])
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
     [[2, 0], [3], [1]]
     """
-    out, current = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if current and (len(current) + 1) * lengths[i] > max_tokens:
-            out.append(current)
-            current = []
-        current.append(i)
-    if current:
-        out.append(current)
-    return out
+    cuts = []
+    if packed and lengths:
+        n = -(-sum(lengths) // max_tokens)
+        while not cuts or n < len(lengths) and max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
+            n = -(-n // ranks) * ranks
+            cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]
+            for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+                held, k = heapq.heappop(emptiest)
+                cuts[k].append(i)
+                heapq.heappush(emptiest, (held + lengths[i], k))
+            n += 1
+    else:
+        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+            if not cuts or (len(cuts[-1]) + 1) * lengths[i] > max_tokens:
+                cuts.append([])
+            cuts[-1].append(i)
+    return cuts + [[]] * (-len(cuts) % ranks)
+
+
+def _share(model, trajectories, max_tokens):
+    """This rank's micro-batches, as indices. A sharded model's ranks compute together: who has none left repeats the shortest
+    trajectory, for nothing. -> [(indices, whether they count)]"""
+    rank, world = ranks()
+    lengths = [len(t.tokens) for t in trajectories]
+    cuts = micro_batches(lengths, max_tokens, world, packs(model.config))[rank::world]
+    return [(cut or [lengths.index(min(lengths))], bool(cut)) for cut in cuts if cut or sharded(model)]
 
 
 @torch.no_grad()
-def map_trajectories(function, trajectories, device, max_tokens):
-    """function(ids, mask) -> [B, T], over all trajectories in micro-batches, shared among the ranks -> list of [T]."""
-    rank, world = _ranks()
-    cuts = micro_batches([len(t.tokens) for t in trajectories], max_tokens)
+def map_trajectories(function, model, trajectories, max_tokens):
+    """function(model, ids, mask) -> [B, T], over all trajectories in micro-batches, shared among the ranks -> list of [T]."""
     mine = []
-    for cut in cuts[rank::world]:
-        batch = collate([trajectories[i] for i in cut], device)
-        rows = function(batch["ids"], batch["mask"]).cpu()
-        mine.append([(i, row[: len(trajectories[i].tokens)].tolist()) for i, row in zip(cut, rows)])
+    for cut, counts in _share(model, trajectories, max_tokens):
+        batch = collate([trajectories[i] for i in cut], device_of(model))
+        rows = function(model, batch["ids"], batch["mask"]).cpu()
+        if counts:
+            mine.append([(i, row[: len(trajectories[i].tokens)].tolist()) for i, row in zip(cut, rows)])
+    if sharded(model):
+        model.reshard()  # the backward pass would have done it
     return [row for _, row in sorted(pair for part in gather(mine) for pair in part)]
 
 
@@ -254,70 +234,28 @@ def optimizer_step(model, optimizer, trajectories, columns, loss_of, max_tokens,
     -> stats, summed over micro-batches and ranks, with "loss", "grad_norm" and the positions computed, "padded" and
     "unpadded".
     """
-    rank, world = _ranks()
-    device = next(model.parameters()).device
-    total = {}
-    packed = packs(model.config)
-    cuts = micro_batches([len(t.tokens) for t in trajectories], max_tokens)
-    for cut in cuts[rank::world]:
+    (_, world), total = ranks(), {}
+    for cut, counts in _share(model, trajectories, max_tokens):
         part = [trajectories[i] for i in cut]
-        batch = collate(part, device, **{name: [rows[i] for i in cut] for name, rows in columns.items()})
+        batch = collate(part, device_of(model), **{name: [rows[i] for i in cut] for name, rows in columns.items()})
         loss, stats = loss_of(batch)
-        loss.backward()
-        tokens = sum(len(t.tokens) for t in part)
-        stats = stats | {"loss": loss.detach(), "unpadded": torch.tensor(float(tokens)),
-                         "padded": torch.tensor(float(tokens if packed else batch["ids"].numel()))}
-        total = {k: total.get(k, 0.0) + float(v) for k, v in stats.items()}
+        # FSDP takes the mean over ranks, and the loss is a sum
+        (loss * (world * counts if sharded(model) else 1)).backward()
+        if counts:
+            tokens = sum(len(t.tokens) for t in part)
+            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": tokens if packs(model.config) else batch["ids"].numel()}
+            total = {k: total.get(k, 0.0) + v for k, v in stats.items()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    _sum_over_ranks([p.grad for p in parameters])
-    if world > 1:  # a rank without a micro-batch has no stats of its own
-        parts = [None] * world
-        dist.all_gather_object(parts, total)
-        total = {k: sum(p.get(k, 0.0) for p in parts) for k in {k: None for p in parts for k in p}}
+    if not sharded(model):
+        sum_over_ranks([p.grad for p in parameters])
+    parts = gather([{k: float(v) for k, v in total.items()}])  # a rank without a micro-batch has no stats of its own
+    total = {k: sum(p.get(k, 0.0) for p in parts) for k in {k: None for p in parts for k in p}}
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    if torch.isfinite(norm):
+    norm = float(norm.full_tensor() if sharded(model) else norm)
+    if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total | {"grad_norm": float(norm)}
-
-
-# ---- checkpoints ----
-
-
-def save(folder, model, tokenizer, state, tensors):
-    """Write a checkpoint, or, with state None, a plain Hugging Face folder. All or nothing: the folder gets its name
-    when it is complete. state: what JSON can hold; tensors: name -> state dict, read back with weights_only."""
-    folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    if state is not None:
-        torch.save(tensors, partial / "training.pt")
-        (partial / "state.json").write_text(json.dumps(state))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-
-
-def checkpoints(run):
-    """The complete checkpoints of a run folder, oldest first."""
-    return sorted(p.parent for p in Path(run).glob("checkpoints/step_*/state.json")
-                  if not p.parent.name.endswith(".partial"))
-
-
-def drop_old(run, keep):
-    for folder in checkpoints(run)[:-keep]:
-        shutil.rmtree(folder)
-
-
-def resume(folder):
-    """-> (state, tensors) of a checkpoint, on the CPU; its weights are loaded by `load_policy(folder)`. Raises ValueError
-    if it is broken."""
-    try:
-        tensors = torch.load(Path(folder) / "training.pt", map_location="cpu", weights_only=True)
-        return json.loads((Path(folder) / "state.json").read_text()), tensors
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"the checkpoint {folder} is broken; delete it to go on from the one before") from e
+    return total | {"grad_norm": norm}

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 import agent
-import rl
 from engine import Padded, Ragged, common, sample
 from envs import split_item
+from packing import columns_count
+from parallel import gathered
 from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
 
 
@@ -235,12 +236,13 @@ def rollout(policy, tokenizer, envs, items, horizon, *, samples=1, seed=0, step=
         engine = make_engine(policy, min(slots, len(todo)))
     room = slots if engine == "hf" else engine.slots
     try:
-        if engine == "hf":
-            forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if rl.columns_count(policy.config) else slots)
-        else:
-            engine.clear(max(max_length.values()) if isinstance(max_length, dict) else max_length)
-            forwarded = _play(engine, todo, begin, ended, draw, arrival)
-            engine.clear()
+        with gathered(policy):
+            if engine == "hf":
+                forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if columns_count(policy.config) else slots)
+            else:
+                engine.clear(max(max_length.values()) if isinstance(max_length, dict) else max_length)
+                forwarded = _play(engine, todo, begin, ended, draw, arrival)
+                engine.clear()
     finally:
         for e in alive:  # interrupted
             e.leave()

@@ -8,6 +8,7 @@ between calls, a resumed run has the same horizon at step t as one that was neve
     [6, 6, 13, 20, 20]
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -34,6 +35,17 @@ TINY = {  # for the built-in tiny model
 
 def _is_count(x):
     return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def lr_at(step, steps, warmup, kind="constant"):
+    """The learning rate's factor: it rises over `warmup` steps to 1, then stays, or falls to a tenth as a cosine.
+
+    >>> [round(lr_at(s, 10, 2, "cosine"), 2) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.55, 0.13]
+    """
+    if step < warmup or kind == "constant":
+        return min(1.0, (step + 1) / max(1, warmup))
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
 
 def horizon_at(step, rounds=(6, 13, 20), every=100, kind="scaling_inter"):

@@ -10,8 +10,11 @@ statistics (there it is a reward of 0).
 """
 
 import json
+import math
+import resource
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -28,6 +31,7 @@ import algos
 import envs as worlds
 import rl
 import schedule
+from parallel import init_distributed, shard
 from rollout import EnvPool, make_engine, rollout
 from view import draw_curves
 
@@ -42,15 +46,15 @@ def items_at(items, seed, step, count):
 
 def advantages_of(trajectories, cfg, device, reference=None, critic=None):
     """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
-    a reference model "ref_logprobs". Computed over the gathered batch."""
+    a reference model (or the policy with LoRA's adapters, which are put aside) "ref_logprobs". Computed over the gathered batch."""
     columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
     batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])
     rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
     scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
     if reference is not None:
-        with rl.compute_in(cfg.dtype, device):
-            rows = rl.map_trajectories(lambda ids, m: rl.token_logprobs(reference, ids, m, cfg.temperature)[0],
-                                       trajectories, device, cfg.microbatch_tokens)
+        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
+            rows = rl.map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
+                                       reference, trajectories, cfg.microbatch_tokens)
         columns["ref_logprobs"] = rows
         if cfg.kl_in == "reward":
             ref = rl.collate(trajectories, ref=rows)["ref"]
@@ -65,7 +69,7 @@ def advantages_of(trajectories, cfg, device, reference=None, critic=None):
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
     else:
         with rl.compute_in(cfg.dtype, device):
-            values = rl.map_trajectories(critic, trajectories, device, cfg.microbatch_tokens)
+            values = rl.map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
         columns["old_values"] = values
         advantages, returns = algos.gae(rewards * mask, rl.collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
         columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
@@ -89,7 +93,7 @@ def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, cri
             denominator = max(1, sum(map(sum, masks)) if cfg.aggregation == "token" else len(masks))
 
             def policy_term(batch):
-                with rl.compute_in(cfg.dtype, policy.device):
+                with rl.compute_in(cfg.dtype, batch["ids"].device):
                     logp, ent = rl.token_logprobs(policy, batch["ids"], batch["mask"], cfg.temperature, cfg.entropy_coef > 0)
                 loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"],
                                                 cfg.clip_low, cfg.clip_high)
@@ -104,7 +108,7 @@ def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, cri
                 return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), stats
 
             def value_term(batch):
-                with rl.compute_in(cfg.dtype, policy.device):
+                with rl.compute_in(cfg.dtype, batch["ids"].device):
                     values = critic(batch["ids"], batch["mask"])
                 loss = algos.value_loss(values, batch["old_values"], batch["returns"], batch["mask"], cfg.value_clip)
                 return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), {}
@@ -123,10 +127,20 @@ def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, cri
                 sums[k] = sums.get(k, 0.0) + v
     tokens = max(1.0, sums.get("tokens", 0.0))
     return {"loss": sums.get("loss", 0.0) / steps, "grad_norm": sums["grad_norm"] / steps, "logprob_gap": gap,
-            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, old to new
+            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, to the behaviour policy
+            "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,  # to the weights that sampled
             "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
             "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
-            **({"value_loss": sums["value_loss"] / steps} if critic is not None else {})}
+            **({"value_loss": sums["value_loss"] / steps, "explained_variance": explained_variance(trajectories, columns)}
+               if critic is not None else {})}
+
+
+def explained_variance(trajectories, columns):
+    """1 - Var(return - value) / Var(return) over sampled tokens: 1 for a perfect critic, 0 for a constant one."""
+    pairs = np.array([(r, v) for t, returns, values in zip(trajectories, columns["returns"], columns["old_values"])
+                      if t.status != "env_error" for r, v, m in zip(returns, values, t.mask) if m]).reshape(-1, 2)
+    spread = pairs[:, 0].var() if len(pairs) else 0.0
+    return float(1 - (pairs[:, 0] - pairs[:, 1]).var() / spread) if spread else 0.0
 
 
 def _step(model, optimizer, trajectories, columns, rows, term, cfg):
@@ -156,33 +170,83 @@ def rollout_metrics(trajectories):
         **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
 
 
+def alarm(row, cfg) -> str:
+    """What is wrong with a step whose training cannot go on; "" if nothing is."""
+    bad = [name for name in ("loss", "grad_norm", "kl") if not math.isfinite(row[name])]
+    if bad:
+        return f"{bad[0]} is {row[bad[0]]}"
+    if row["entropy"] < cfg.min_entropy:
+        return f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy {cfg.min_entropy:g}: the policy has collapsed"
+    name = max("kl", "kl_behaviour", key=row.get)
+    return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large" if row[name] > cfg.max_kl else ""
+
+
+def reporter(cfg):
+    """-> a function that takes each step's row of metrics to where --report_to says."""
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(f"{cfg.out}/tensorboard")
+        return lambda row: [board.add_scalar(k, v, row["step"]) for k, v in row.items() if isinstance(v, (int, float))]
+    if cfg.report_to == "wandb":
+        import wandb
+        wandb.init(project="multiturn-rl", name=Path(cfg.out).name, dir=cfg.out, config=asdict(cfg))
+        return lambda row: wandb.log(row, step=row["step"])
+    return lambda row: None
+
+
+class Terminated(BaseException):
+    """SIGTERM came while a rollout was under way: the weights are those of the step's beginning."""
+
+
+class Sigterm:
+    """Says whether SIGTERM has come; inside `with` it raises Terminated there and then. An update is finished first."""
+
+    def __init__(self):
+        self.came = self.inside = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._take)
+
+    def _take(self, *_):
+        first, self.came = not self.came, True
+        if first and self.inside:
+            raise Terminated
+
+    def __enter__(self):
+        self.inside = True
+        if self.came:
+            raise Terminated
+
+    def __exit__(self, *_):
+        self.inside = False
+
+
 def train(cfg: Config):
     with EnvPool(servers(cfg.env_url, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
         run_training(cfg, pool)
 
 
 def run_training(cfg: Config, pool: EnvPool):
-    rank, world, device = rl.init_distributed()
+    rank, world, device = init_distributed()
+    sigterm = Sigterm()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     run = Path(cfg.out)
     newest = rl.checkpoints(run)[-1] if rl.checkpoints(run) else None
-    state, tensors, critic = {"step": 0}, {}, None
+    arithmetic, reference, critic, critic_optimizer = getattr(torch, cfg.dtype), None, None, None
     try:  # all that can fail for a broken model or checkpoint, before anything is written
-        policy, tokenizer = rl.load_policy(str(newest or cfg.model), device)
+        # what LoRA leaves as it is needs no more precision than the arithmetic has, nor does the reference
+        policy, tokenizer = rl.load_policy(str(newest or cfg.model) if not cfg.lora_rank else cfg.model, "cpu",
+                                           arithmetic if cfg.lora_rank and not cfg.shard else "auto" if cfg.shard else torch.float32)
         agent.Chat(tokenizer)
-        # the reference exists only if the KL needs it, and needs no gradient: the arithmetic's own precision will do
-        reference = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))[0].eval() if cfg.kl_coef else None
-        critic = rl.Critic(cfg.model, device) if cfg.algo == "ppo" else None
-        if newest:
-            state, tensors = rl.resume(newest)
+        policy, optimizer = trainable(policy, cfg.lr, cfg, device)
+        trained = {"policy": (policy, optimizer)}
+        if cfg.algo == "ppo":
+            critic, critic_optimizer = trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
+        if cfg.kl_coef:  # else there is none
+            reference = policy if cfg.lora_rank else placed(rl.load_policy(cfg.model, "cpu", arithmetic)[0].eval(), cfg, device)
+        state = rl.resume(newest, trained) if newest else {"step": 0}
     except ValueError as e:
         usage_error(e)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=0.0)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=cfg.critic_lr, weight_decay=0.0) if critic else None
-    trainable = {k: v for k, v in {"optimizer": optimizer, "critic": critic, "critic_optimizer": critic_optimizer}.items() if v}
-    for name in tensors:
-        trainable[name].load_state_dict(tensors[name])
     start = state["step"]
     if cfg.resume and not newest and rank == 0:
         print(f"{run} has no complete checkpoint: starting at step 0", file=sys.stderr)
@@ -207,17 +271,38 @@ def run_training(cfg: Config, pool: EnvPool):
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
     most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank
     engine = make_engine(policy, min(cfg.slots, most)) if cfg.engine == "ragged" else cfg.engine
+    report = reporter(cfg) if rank == 0 else None
+
+    def save(step):
+        rl.save(run / f"checkpoints/step_{step:06d}", policy, tokenizer, {"step": step}, trained)
+        if rank == 0:
+            rl.drop_old(run, cfg.keep)
+            if metrics.stat().st_size:
+                draw_curves(run)
+
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
         horizon = {w: schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
         names = [name for w, count in counts.items() for name in items_at(items[w], cfg.seed, step, count)]
 
         clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
-        with rl.compute_in(cfg.dtype, device):
-            mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
-                           slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
-                           min_p=cfg.min_p, action_format=cfg.action_format, deadline=cfg.deadline, engine=engine,
-                           arrival=cfg.arrival_order, stats=stats, **limits)
+        try:
+            with sigterm, rl.compute_in(cfg.dtype, device):
+                mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
+                               slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
+                               min_p=cfg.min_p, action_format=cfg.action_format, deadline=cfg.deadline, engine=engine,
+                               arrival=cfg.arrival_order, stats=stats, **limits)
+        except Terminated:
+            pass
+        except FloatingPointError as e:
+            sys.exit(f"train.py: {e} at step {step}; the last step's trajectories and checkpoints are in {run}")
+        if any(rl.gather([sigterm.came])):
+            if step > start or not newest:
+                save(step)
+            bar.close()
+            if rank == 0:
+                print(f"SIGTERM: saved before step {step}; --resume goes on")
+            break
         groups = rl.gather([mine[i:i + K] for i in range(0, len(mine), K)])
         trajectories = [t for group in groups for t in group]
         for i, t in enumerate(trajectories):
@@ -232,15 +317,15 @@ def run_training(cfg: Config, pool: EnvPool):
 
         for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):
             for group in o.param_groups if o else ():
-                group["lr"] = lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
+                group["lr"] = lr * schedule.lr_at(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule)
         columns = advantages_of(trajectories, cfg, device, reference, critic)
-        trained = update(trajectories, columns, cfg, step, policy, optimizer, critic, critic_optimizer)
+        changes = update(trajectories, columns, cfg, step, policy, optimizer, critic, critic_optimizer)
         seconds = time.perf_counter() - clock
 
         kept = sum(len(t.tokens) for t in trajectories)
-        row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **trained,
+        row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **changes,
                "forwarded_per_kept": forwarded / kept, "occupancy": busy / max(1, room), "tokens": kept, "seconds_rollout": seconds_rollout,
-               "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds}
+               "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds, "memory_gb": memory_gb(device)}
         for w in counts if len(counts) > 1 else ():
             own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
             row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
@@ -250,18 +335,43 @@ def run_training(cfg: Config, pool: EnvPool):
                 f.write(json.dumps(row) + "\n")
             with (run / f"trajectories/step_{step:06d}.jsonl").open("w") as f:
                 f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
+            report(row)
             bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
                                 f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
-            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-                rl.save(run / f"checkpoints/step_{step + 1:06d}", policy, tokenizer, {"step": step + 1},
-                        {k: v.state_dict() for k, v in trainable.items()})
-                rl.drop_old(run, cfg.keep)
-                draw_curves(run)
-    if rank == 0:
-        rl.save(run / "final", policy, tokenizer, None, None)
-        print(f"done: {run}/final; next: python eval.py --env {next(iter(counts))} --model {run}/final")
-    if world > 1:
+        if wrong := alarm(row, cfg):
+            sys.exit(f"train.py: stopped at step {step}: {wrong}; its trajectories: {run}/trajectories/step_{step:06d}.jsonl")
+        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            save(step + 1)
+    else:
+        rl.save(run / "final", policy, tokenizer, dtype=arithmetic)
+        if rank == 0:
+            print(f"done: {run}/final; next: python eval.py --env {next(iter(counts))} --model {run}/final")
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def placed(model, cfg, device):
+    """The model where it computes: shared out over the ranks, or whole on each."""
+    return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
+
+
+def trainable(model, lr, cfg, device):
+    """-> the model as the flags want it trained (in place), and its optimizer"""
+    if cfg.lora_rank:
+        rl.add_lora(getattr(model, "body", model), cfg.lora_rank, cfg.seed)
+    if cfg.gradient_checkpointing:
+        rl.recompute_blocks(model)
+    model = placed(model, cfg, device)
+    if cfg.shard:
+        model.float()
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0, fused=True)
+
+
+def memory_gb(device):
+    """The peak so far, in GB: of the device, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def usage_error(e):
@@ -270,7 +380,6 @@ def usage_error(e):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are told that episodes are over
     try:
         config = parse_config()
     except ValueError as e:

@@ -98,22 +98,28 @@ def test_critic_values_only_look_back(tiny, trajectories):
     assert (values[~mask] == 0).all()
 
 
-def test_map_trajectories_keeps_the_order(trajectories):
-    rows = rl.map_trajectories(lambda ids, mask: ids.float(), trajectories, "cpu", 700)
+def test_map_trajectories_keeps_the_order(tiny, trajectories):
+    rows = rl.map_trajectories(lambda model, ids, mask: ids.float(), tiny[0], trajectories, 700)
     assert rows == [[float(x) for x in t.tokens] for t in trajectories]
 
 
 def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
-    model, tokenizer = tiny
+    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for _ in range(2):
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        optimizer.step()
     folder = tmp_path / "checkpoints/step_000007"
-    rl.save(folder, model, tokenizer, {"step": 7}, {"optimizer": {"a": torch.ones(2)}})
+    rl.save(folder, model, tokenizer, {"step": 7}, {"policy": (model, optimizer)})
     (tmp_path / "checkpoints/step_000008.partial").mkdir()  # what a kill leaves behind
     (tmp_path / "checkpoints/step_000008.partial/state.json").write_text("{}")
     (tmp_path / "checkpoints/step_000009").mkdir()
     assert rl.checkpoints(tmp_path) == [folder]
-    state, tensors = rl.resume(folder)
-    assert state == {"step": 7} and torch.equal(tensors["optimizer"]["a"], torch.ones(2))
     again, _ = rl.load_policy(str(folder))
+    other = torch.optim.AdamW(again.parameters(), lr=0.0, weight_decay=0.0)
+    assert rl.resume(folder, {"policy": (again, other)})["step"] == 7
+    for a, b in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert float(a["step"]) == 2 and all(torch.equal(a[k], b[k]) for k in ("step", "exp_avg", "exp_avg_sq"))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin"))
 

@@ -18,7 +18,7 @@ import train
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3", "--horizon_steps", "2", "--steps", "3",
          "--max_tokens", "8"]
-TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second")
+TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -186,7 +186,8 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
     rows = metrics(tmp_path / "r")
     assert all(0 < r["logprob_gap"] < 0.05 and 0 < r["grad_norm"] < float("inf") for r in rows)
     from safetensors.torch import load_file
-    assert all(w.dtype == torch.float32 for w in load_file(tmp_path / "r/final/model.safetensors").values())
+    dtypes = lambda folder: {w.dtype for w in load_file(folder / "model.safetensors").values()}  # noqa: E731
+    assert dtypes(tmp_path / "r/checkpoints/step_000003") == {torch.float32} and dtypes(tmp_path / "r/final") == {torch.bfloat16}
 
 
 def test_resume_refuses_other_flags(reference):
@@ -222,7 +223,7 @@ def test_of_a_steps_items_each_world_has_its_share():
     from config import items_of_a_step, mixture
     assert doctest.testmod(config).failed == 0
     cfg = train.parse_config(["--env", "babyai:2,textcraft:1", "--out", "runs/never-made"])
-    assert items_of_a_step(cfg) == {"babyai": 11, "textcraft": 5} and cfg.horizon == "babyai=3,4 textcraft=3,5,8"
+    assert items_of_a_step(cfg) == {"babyai": 22, "textcraft": 10} and cfg.horizon == "babyai=3,4 textcraft=3,5,8"
     assert [cfg.worlds[w]["horizon_steps"] for w in cfg.worlds] == [30, 25] and cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
     assert train.parse_config(["--env", "babyai:2", "--out", "runs/never-made"]).horizon == "3,4"  # a mixture of one
