@@ -20,10 +20,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import algos
 from checkpoint import LORA_SCALE, checkpoints, drop_old, resume, save  # noqa: F401 (rl.save, rl.resume)
 from packing import attention, hidden_before, packs
-from parallel import blocks, device_of, gather, ranks, shard, sharded, sum_over_ranks, through
+from parallel import blocks, device_of, gather, ranks, sharded, sum_over_ranks, through
 
 TINY = Path(__file__).parent / "data" / "tiny"
-LOGITS = 2**27  # at a time: half a gigabyte in float32
+LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time; in float32 64 MB, and half a gigabyte
 
 
 # ---- models ----
@@ -143,7 +143,7 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # else two [S, V] are kept for nothing
             return logp, algos.entropy(logits)
 
-    hidden, few = hidden_before(model.base_model, ids, mask), max(1, LOGITS // model.config.vocab_size)  # [S, D]
+    hidden, few = hidden_before(model.base_model, ids, mask), max(1, LOGITS[ids.device.type] // model.config.vocab_size)  # [S, D]
     parts = list(zip(hidden.split(few), ids[mask].split(few)))
     if len(parts) > 1:  # each part's logits are computed again in the backward pass
         parts = [checkpoint(head, *part, use_reentrant=False) for part in parts]

@@ -59,7 +59,7 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(tiny
     results = []
     for packs, logits in ((rl.packs, 2**27), (rl.packs, 50_000), (lambda config: False, 2**27)):
         monkeypatch.setattr(rl, "packs", packs)
-        monkeypatch.setattr(rl, "LOGITS", logits)
+        monkeypatch.setitem(rl.LOGITS, "cpu", logits)
         model = copy.deepcopy(tiny[0]) if family == "tiny" else other(family)
         batch = rl.collate(trajectories)
         batch["mask"][1] = False  # nothing sampled
