@@ -82,12 +82,14 @@ class Ragged:
         self.shared = policy.config.num_attention_heads // policy.config.num_key_value_heads  # heads that share keys and values
         self.call = 512 if self.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
         self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
+        self.graphs = self.device.type == "cuda"  # whether steps in which all write are CUDA graphs
         self.clear()
 
     def clear(self, most=10**9):
         """Nothing is held any more, as after a change of the weights; `most`: a trajectory's largest number of ids. A CPU keeps
         the memory: pages are slow to come by."""
         self.ids, self.forwarded, self.most = [[] for _ in range(self.slots)], 0, most
+        self.steps = {}  # width -> what does a step of `_decode`
         if self.device.type != "cpu":
             self.kv = {}
 
@@ -121,6 +123,8 @@ class Ragged:
     @torch.no_grad()
     def forward(self, feed):
         """feed: {slot: new ids} -> logits [len(feed), V] after the last new id of each, in the order of `feed`."""
+        if self.graphs and 2 * len(feed) >= self.slots and all(len(ids) == 1 for ids in feed.values()):
+            return self._decode(feed)
         one = sorted(slot for slot, ids in feed.items() if len(ids) == 1)
         more = [slot for slot, ids in feed.items() if len(ids) > 1]
         ids, slots, positions, ends, self.chunks = [], [], [], {}, []
@@ -142,6 +146,49 @@ class Ragged:
         out = self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self,
                           logits_to_keep=torch.tensor([ends[slot] for slot in feed], device=self.device))
         return out.logits[0]
+
+    def _decode(self, feed):
+        """A step in which all that are fed write, as one CUDA graph: its tensors stand at fixed places, so all slots take part. A slot
+        that is not fed writes where its next id will be written over it."""
+        inputs = torch.tensor([[feed.get(slot, [0])[0] for slot in range(self.slots)], [len(ids) for ids in self.ids]])
+        for slot, ids in feed.items():
+            self.ids[slot] += ids
+        self.forwarded += self.slots
+        self.longest = 1 + max(map(len, self.ids))
+        width = 1 << max(8, (self.longest - 1).bit_length())  # of the keys that are read; a graph for each
+        if any(kv.shape[3] < width for kv in self.kv.values()) or not self.kv:
+            self.longest = width
+            for layer, kv in self.kv.items():
+                self._room(layer, kv[0, 0])
+        if width not in self.steps:
+            self.steps[width] = self._graph(width)
+        self.inputs.copy_(inputs, non_blocking=True)
+        return self.steps[width]()[list(feed)]
+
+    def _graph(self, width):
+        """-> a function: `inputs` (ids and positions, [2, slots]) -> logits [slots, V]; on a GPU it replays a recording."""
+        if not self.steps:
+            self.inputs = torch.zeros(2, self.slots, dtype=torch.long, device=self.device)
+        rows = torch.arange(self.slots, device=self.device)
+
+        def step():
+            (ids, self.position), self.row, self.chunks, self.writing = self.inputs, rows, [], self.slots
+            seen = (torch.arange(width, device=self.device) <= self.position[:, None])[:, None, None]
+            self.views = [(0, self.slots, (slice(None), slice(None), slice(width)), None, seen)]
+            return self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self).logits[0]
+
+        if self.device.type != "cuda":
+            return step
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is set up on first use must not be recorded
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        return lambda: graph.replay() or logits
 
     def attend(self, layer, query, key, value, scaling):
         """query [H, N, D], key and value [H_kv, N, D] of the flat row -> [N, H, D]."""
@@ -203,7 +250,7 @@ class Ragged:
                 new = key.new_zeros(shape)
             if old is not None:
                 new[..., :old.shape[3], :] = old
-            self.kv[layer] = new
+            self.kv[layer], self.steps = new, {}  # recordings know the old one's place
         return self.kv[layer]
 
 

@@ -1,5 +1,6 @@
 """Every token is forwarded once, in whatever company, and what comes out is what the model's own attention says."""
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import rl
 import rollout as ro
 from engine import Padded, Ragged, sample
 from envs import Env, Step, make_env
+from packing import attend_within
 from rollout import EnvPool, rollout
 
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
@@ -45,6 +47,43 @@ def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
+    """What a GPU records as a CUDA graph: with shared keys, idle slots, and a cache that grows between."""
+    model = other(family).double()
+    engines = [Ragged(model, 3) for _ in range(2)]
+    engines[1].graphs = True
+    plain, fixed = (rollout(model, tiny[1], pool, ITEMS, 8, samples=2, max_tokens=24, seed=3, engine=e) for e in engines)
+    assert [t.tokens for t in plain] == [t.tokens for t in fixed]
+    assert max(len(t.tokens) for t in fixed) > 512 and engines[1].forwarded == 0  # over more than one width
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
+def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
+    model, tokenizer = copy.deepcopy(tiny[0] if family == "tiny" else other(family)).cuda(), tiny[1]
+    kw = dict(temperature=0, max_tokens=8)
+    played = rollout(model, tokenizer, pool, ITEMS, 8, slots=4, **kw)
+    assert [t.tokens for t in rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)] == [t.tokens for t in played]
+    sampled = rollout(model, tokenizer, pool, ITEMS, 4, samples=2, max_tokens=8, slots=6)
+    for t in sampled:
+        again = rl.token_logprobs(model, torch.tensor([t.tokens]).cuda(), torch.tensor([t.mask]).cuda())[0].detach().cpu()
+        assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shared", [1, 2])
+def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
+    lengths, generator = [5, 1, 70, 33], torch.Generator("cuda").manual_seed(0)
+    make = lambda heads: torch.randn(1, heads, sum(lengths), 64, device="cuda", generator=generator)  # noqa: E731
+    qkv = [make(4).requires_grad_(), make(4 // shared).requires_grad_(), make(4 // shared).requires_grad_()]
+    plain = attend_within(None, *qkv, None, lengths=lengths)[0]
+    half = attend_within(None, *(x.bfloat16() for x in qkv), None, lengths=lengths)[0]
+    torch.testing.assert_close(half.float(), plain, atol=2e-2, rtol=2e-2)
+    for a, b in zip(torch.autograd.grad(plain.square().sum(), qkv), torch.autograd.grad(half.float().square().sum(), qkv)):
+        torch.testing.assert_close(a, b, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logprobs_are_the_trainers(tiny, pool, family):
     model = other(family)
     for t in rollout(model, tiny[1], pool, ITEMS, 3, samples=2, max_tokens=6, slots=3):
@@ -58,6 +97,10 @@ def test_in_float64_a_trajectory_depends_neither_on_slots_nor_on_the_engine(pool
     how = dict(samples=3, seed=5, max_tokens=10)
     first, *others = [rollout(model, tokenizer, pool, ITEMS, 5, **how, **kw) for kw in (
         dict(slots=2), dict(slots=7), dict(slots=64), dict(slots=4, arrival=True), dict(slots=4, engine="hf"))]
+    graphs = Ragged(model, 4)
+    graphs.graphs = True  # on the CPU the same step, not recorded
+    others.append(rollout(model, tokenizer, pool, ITEMS, 5, **how, engine=graphs))
+    assert graphs.inputs.shape == (2, 4)
     for played in others:
         assert [t.tokens for t in played] == [t.tokens for t in first]
         assert all(a == pytest.approx(b, abs=1e-6) for t, u in zip(first, played) for a, b in zip(t.logprobs, u.logprobs))
