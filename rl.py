@@ -180,7 +180,7 @@ def micro_batches(lengths, max_tokens, ranks=1, packed=True):
     longest left to the emptiest; else of similar lengths, and padding counts.
 
     >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, ranks=2)
-    ([[1], [3, 2], [0]], [[1], [2], [0], [3]])
+    ([[1], [0, 2], [3]], [[1], [0], [3], [2]])
     >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
     [[2, 0], [3], [1]]
     """
