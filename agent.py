@@ -58,8 +58,14 @@ class Chat:
     def _ids(self, text, trusted=True):
         # an observation that spells "<|im_end|>" is text, not the special token; a tokenizer must not be changed (its flag for
         # special tokens) while another thread uses it
+        # without transformers' wrapper, which takes as long again; `encode_batch` lets other threads run, `encode` does not
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
         with LOCK:
-            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not trusted)
+            if fast is None or fast.truncation or fast.padding:
+                return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not trusted)
+            if fast.encode_special_tokens == trusted:
+                fast.encode_special_tokens = not trusted
+            return fast.encode_batch([text], add_special_tokens=False)[0].ids
 
     def start(self, prompt: str, observation: str) -> list[int]:
         """Ids of the instructions, the fixed reply "OK", the first observation and the generation prompt."""

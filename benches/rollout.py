@@ -70,7 +70,8 @@ class Told(Env):
         return says(item, 0)
 
     def step(self, action):
-        time.sleep(self.latencies[self.turn % TURNS])
+        if self.workload == "slow":
+            time.sleep(self.latencies[self.turn % TURNS])
         self.turn += 1
         return Step(says(self.item, self.turn), 0.0, 0.0, False, False)
 
@@ -92,8 +93,12 @@ def ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, tur
     """-> (seconds, trajectories, stats)."""
 
     class Scripted(ro.Episode):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.lengths = law(workload, int(self.t.item.split("_")[1]))[0]
+
         def complete(self, token):
-            return len(self.reply) >= law(workload, int(self.t.item.split("_")[1]))[0][self.t.turns % TURNS]
+            return len(self.reply) >= self.lengths[self.t.turns % TURNS]
 
     before, ro.Episode, stats = ro.Episode, Scripted, {}
     try:
@@ -239,6 +244,9 @@ def rollouts(full, names, workloads=("short", "long", "slow")):
     for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
         net, few = nets[name], TRAJECTORIES if workload != "long" else 16
         turns = TURNS if full or workload != "long" else 5
+        for item in range(TRAJECTORIES):  # what is said is made once, in nobody's time
+            for turn in range(turns + 1):
+                says(item, turn), law(workload, item)
         recorder = Recorder(net, SLOTS)
         ours(net, tokenizer, workload, SLOTS, turns=2, engine=recorder)  # its memory, as from the second training step on
         lockstep(net, tokenizer, workload, True, turns=1)
