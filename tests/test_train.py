@@ -236,3 +236,49 @@ def test_of_a_steps_items_each_world_has_its_share():
             train.parse_config(["--env", env, "--env_url", url, "--out", "runs/never-made"])
     with pytest.raises(ValueError, match="leaves none for textcraft"):
         train.parse_config(["--env", "babyai:99,textcraft:1", "--out", "runs/never-made"])
+
+
+def test_what_cannot_go_on_stops_with_a_line(tmp_path):
+    cfg = train.parse_config(["--out", "runs/never-made"])
+    fine = {"loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02, "entropy": 0.3}
+    assert train.alarm(fine, cfg) == ""
+    for change, word in (({"loss": math.nan}, "loss is nan"), ({"grad_norm": math.inf}, "grad_norm"), ({"entropy": 1e-6}, "collapsed"),
+                         ({"kl_behaviour": 11.0}, "kl_behaviour is 11"), ({"kl": 12.0}, "--max_kl")):
+        assert word in train.alarm(fine | change, cfg)
+    done = run("--out", str(tmp_path / "r"), "--min_entropy", "5", *SMALL)
+    assert done.returncode == 1 and "collapsed" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "r/trajectories/step_000000.jsonl").exists() and len(metrics(tmp_path / "r")) == 1
+
+
+def test_a_model_that_says_nan_stops_with_a_line(tiny, tmp_path):
+    model = copy.deepcopy(tiny[0])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    model.save_pretrained(tmp_path / "m")
+    tiny[1].save_pretrained(tmp_path / "m")
+    done = run("--model", str(tmp_path / "m"), "--out", str(tmp_path / "r"), "--kl_coef", "0", "--max_length", "4096", *SMALL)
+    assert done.returncode == 1 and "not finite at step 0" in done.stderr.splitlines()[-1]
+
+
+def test_metrics_go_to_tensorboard_too(tmp_path):
+    pytest.importorskip("tensorboard")
+    done = run("--out", str(tmp_path / "r"), "--report_to", "tensorboard", *SMALL)
+    assert done.returncode == 0, done.stderr
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    board.Reload()
+    assert [e.value for e in board.Scalars("reward")] == pytest.approx([row["reward"] for row in metrics(tmp_path / "r")])
+
+
+def test_an_extra_that_is_missing_is_one_line(monkeypatch):
+    import importlib.util
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[lora\]"'):
+        train.parse_config(["--lora_rank", "4", "--out", "runs/never-made"])
+
+
+def test_the_loop_says_how_memory_and_speed_are(reference):
+    for row in metrics(reference):
+        assert row["padding"] == 0 and row["kl_behaviour"] == row["kl"] >= 0 and 0 < row["occupancy"] <= 1
+    raw = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["memory_gb"] > 0.1 and r["seconds_rollout"] > 0 and r["seconds_update"] > 0 for r in raw)
