@@ -1,5 +1,13 @@
-"""Pictures of a run: `python view.py runs/NAME` draws runs/NAME/curves.png again (training draws it at every checkpoint)."""
+"""A run to look at: `python view.py runs/NAME` writes runs/NAME/view.html, one page that needs no network, and curves.png again.
 
+The page (view.html is its template) has the learning curves, a table of all trajectories, and each of them token by token, with
+log-probs and advantages; BabyAI's rooms are drawn by playing the episode again. Trajectories stand in it as compressed pieces that
+the browser opens when they are looked at. What models and worlds wrote is data there, never markup.
+"""
+
+import argparse
+import base64
+import gzip
 import json
 import os
 import sys
@@ -7,6 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from tqdm import tqdm
+
+CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
+CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; trajectories whose rooms are drawn
 
 
 def draw_curves(run):
@@ -40,9 +52,86 @@ def draw_curves(run):
     os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
 
 
+def rooms(trajectory, world, action_format):
+    """BabyAI from above, before each reply and after the last -> [(width, two characters a cell, (x, y, direction)), ...]"""
+    from agent import parse
+    letters = {2: "#", 5: "k", 6: "o", 7: "b"}
+
+    def look():
+        env = world.env.unwrapped
+        cells = env.grid.encode().transpose(1, 0, 2).reshape(-1, 3).tolist()  # [H * W, (kind, colour, state)]
+        drawn = "".join(("dcl"[state] if kind == 4 else letters.get(kind, " ")) + str(colour) for kind, colour, state in cells)
+        return env.grid.width, drawn, (int(env.agent_pos[0]), int(env.agent_pos[1]), int(env.agent_dir))
+
+    world.reset(int(trajectory["item"].removeprefix("babyai_")))
+    seen = [look()]
+    for message in trajectory["messages"][3:]:
+        if message["role"] == "assistant":
+            world.step(parse(message["content"], action_format))
+            seen.append(look())
+    return seen
+
+
+def write_page(run, most=10_000):
+    """runs/NAME -> runs/NAME/view.html, of at most `most` trajectories (whole groups, evenly spread over the steps).
+    Raises ValueError if the folder holds no run."""
+    from transformers import AutoTokenizer
+
+    from envs import make_env
+    from rl import checkpoints, model_path
+    run = Path(run)
+    files = sorted((run / "trajectories").glob("step_*.jsonl"))
+    if not files or not (run / "config.json").exists():
+        raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
+    config = json.loads((run / "config.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    files = files[:len(rows)]  # a step's row is written first
+    folder = next((p for p in (run / "final", *reversed(checkpoints(run))) if (p / "tokenizer.json").exists()), None)
+    tokenizer = AutoTokenizer.from_pretrained(folder or model_path(config["model"]))
+    total = sum(row["trajectories"] for row in rows)
+    every = max(1, -(-total // most))
+    table, chunks, vocabulary, current, world = [], [], {}, [], make_env("babyai") if "babyai" in config["env"] else None
+    for file in tqdm(files, desc="view", unit="step"):
+        for line in file.open():
+            t = json.loads(line)
+            if (t["group"] + t["step"]) % every:
+                continue
+            for token in t["tokens"]:
+                if token not in vocabulary:
+                    vocabulary[token] = tokenizer.decode([token])
+            advantage = t["advantage"] if isinstance(t["advantage"], list) else [t["advantage"] * m for m in t["mask"]]
+            known = world and t["item"].removeprefix("babyai_").isdecimal() and t["messages"] and len(table) < ROOMS
+            drawn = rooms(t, world, config["action_format"]) if known else None
+            table.append({"id": len(table), "tokens": len(t["tokens"])} | {k: t[k] for k in (
+                "step", "env", "item", "group", "sample", "status", "reward", "success", "turns")})
+            current.append({"ids": t["tokens"], "mask": [int(m) for m in t["mask"]], "logprobs": t["logprobs"], "rewards": t["rewards"],
+                            "advantage": [round(a, 4) for a in advantage], "score": t["score"], "error": t["error"], "grids": drawn})
+            if len(current) == CHUNK:
+                chunks.append(current)
+                current = []
+    chunks = [base64.b64encode(gzip.compress(json.dumps(c, separators=(",", ":")).encode())).decode() for c in [*chunks, current] if c]
+    names = [k for k in CURVES if k in rows[0]] + [k for k in rows[0] if k.startswith("success/")]
+    data = {"name": run.name, "about": f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps",
+            "curves": names, "metrics": {name: [row[name] for row in rows] for name in names},
+            "stages": [i + 1 for i, (a, b) in enumerate(zip(rows, rows[1:])) if a["horizon"] != b["horizon"]],
+            "table": table, "chunk": CHUNK, "chunks": chunks, "vocabulary": vocabulary,
+            "note": f" (of {total} played: one group in {every})" if every > 1 else ""}
+    # "</script>" in a string would end the element; < is as good as "<" in JSON
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = (Path(__file__).parent / "view.html").read_text().replace("/*DATA*/", text)
+    (run / "view.html.tmp").write_text(page)
+    os.replace(run / "view.html.tmp", run / "view.html")
+    return run / "view.html"
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
-        print("usage: python view.py runs/NAME, the folder of a run (with its metrics.jsonl)", file=sys.stderr)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="the folder of a run: runs/NAME")
+    parser.add_argument("--most", type=int, default=10_000, help="trajectories in the page")
+    args = parser.parse_args()
+    try:
+        print(write_page(args.run, args.most))
+        draw_curves(args.run)
+    except (ValueError, OSError) as e:
+        print(f"view.py: {e}", file=sys.stderr)
         sys.exit(2)
-    draw_curves(sys.argv[1])
-    print(Path(sys.argv[1]) / "curves.png")

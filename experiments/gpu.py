@@ -88,7 +88,7 @@ def decode(config, device, dtype, context, slots, steps):
         rows.append({"slots": n, "tokens_per_second": n / seconds, "limit_share": (read + cache) / speed / seconds,
                      "ratio_generate": (theirs - prefill) / (steps - 1) / seconds})
         print("  ".join(f"{k} {v:.3g}" for k, v in rows[-1].items()), flush=True)
-        del engine
+        engine.clear()
     return {"bandwidth": speed, "rows": rows}
 
 
