@@ -10,13 +10,10 @@ statistics (there it is a reward of 0).
 """
 
 import json
-import math
-import resource
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,12 +24,13 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import agent
-import algos
 import envs as worlds
 import rl
 import schedule
+from metrics import alarm, memory_gb, reporter, rollout_metrics
 from parallel import init_distributed, shard
 from rollout import EnvPool, make_engine, rollout
+from update import advantages_of, update
 from view import draw_curves
 
 
@@ -42,156 +40,6 @@ def items_at(items, seed, step, count):
     epoch, part = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(len(items))
     return [items[i] for i in order[part * count:(part + 1) * count]]
-
-
-def advantages_of(trajectories, cfg, device, reference=None, critic=None):
-    """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
-    a reference model (or the policy with LoRA's adapters, which are put aside) "ref_logprobs". Computed over the gathered batch."""
-    columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
-    batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])
-    rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
-    scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
-    if reference is not None:
-        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
-            rows = rl.map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
-                                       reference, trajectories, cfg.microbatch_tokens)
-        columns["ref_logprobs"] = rows
-        if cfg.kl_in == "reward":
-            ref = rl.collate(trajectories, ref=rows)["ref"]
-            penalty = cfg.kl_coef * torch.where(mask, algos.kl(batch["old_logprobs"], ref, cfg.kl_type, mask), 0.0)
-            rewards, scores = rewards - penalty, scores - penalty.sum(1)
-    groups = torch.tensor([t.group for t in trajectories])
-    if cfg.algo == "grpo":
-        advantages = algos.grpo_advantage(scores, groups, valid, cfg.normalize_std)[:, None] * mask
-    elif cfg.algo == "rloo":
-        advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
-    elif cfg.algo == "reinforce_pp":
-        advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
-    else:
-        with rl.compute_in(cfg.dtype, device):
-            values = rl.map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
-        columns["old_values"] = values
-        advantages, returns = algos.gae(rewards * mask, rl.collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
-        columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
-        advantages = algos.whiten(advantages, mask)
-    columns["advantages"] = [a[: len(t.tokens)].tolist() for t, a in zip(trajectories, advantages)]
-    for t, row in zip(trajectories, columns["advantages"]):
-        per_token = cfg.algo in ("ppo", "reinforce_pp")
-        t.advantage = row if per_token else next((a for a, m in zip(row, t.mask) if m), 0.0)
-    return columns
-
-
-def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, critic_optimizer=None):
-    """PPO-style passes over one step's trajectories -> metrics of the update."""
-    sums = {}
-    usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
-    gap = steps = 0.0
-    for epoch in range(cfg.epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
-        for part in np.array_split(order, min(cfg.minibatches, max(1, len(order)))):
-            masks = [trajectories[i].mask for i in part]
-            denominator = max(1, sum(map(sum, masks)) if cfg.aggregation == "token" else len(masks))
-
-            def policy_term(batch):
-                with rl.compute_in(cfg.dtype, batch["ids"].device):
-                    logp, ent = rl.token_logprobs(policy, batch["ids"], batch["mask"], cfg.temperature, cfg.entropy_coef > 0)
-                loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"],
-                                                cfg.clip_low, cfg.clip_high)
-                stats["gap"] = (logp.detach() - batch["old_logprobs"]).abs().sum()
-                if "ref_logprobs" in batch:
-                    kl = algos.kl(logp, batch["ref_logprobs"], cfg.kl_type, batch["mask"])
-                    stats["kl"] = kl.detach().sum()
-                    if cfg.kl_in == "loss":
-                        loss = loss + cfg.kl_coef * kl
-                if cfg.entropy_coef:
-                    loss = loss - cfg.entropy_coef * ent
-                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), stats
-
-            def value_term(batch):
-                with rl.compute_in(cfg.dtype, batch["ids"].device):
-                    values = critic(batch["ids"], batch["mask"])
-                loss = algos.value_loss(values, batch["old_values"], batch["returns"], batch["mask"], cfg.value_clip)
-                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), {}
-
-            # where the advantage is zero and there is no other term there is no gradient: it counts above, and is skipped
-            other_terms = cfg.entropy_coef or ("ref_logprobs" in columns and cfg.kl_in == "loss")
-            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])]
-            stats = _step(policy, optimizer, trajectories, columns, with_gradient, policy_term, cfg)
-            if critic is not None:
-                value_stats = _step(critic, critic_optimizer, trajectories, columns, part, value_term, cfg)
-                stats["value_loss"] = value_stats.get("loss", 0.0)
-            if not steps:  # the weights are still those that sampled
-                gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
-            steps += 1
-            for k, v in stats.items():
-                sums[k] = sums.get(k, 0.0) + v
-    tokens = max(1.0, sums.get("tokens", 0.0))
-    return {"loss": sums.get("loss", 0.0) / steps, "grad_norm": sums["grad_norm"] / steps, "logprob_gap": gap,
-            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, to the behaviour policy
-            "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,  # to the weights that sampled
-            "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
-            "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
-            **({"value_loss": sums["value_loss"] / steps, "explained_variance": explained_variance(trajectories, columns)}
-               if critic is not None else {})}
-
-
-def explained_variance(trajectories, columns):
-    """1 - Var(return - value) / Var(return) over sampled tokens: 1 for a perfect critic, 0 for a constant one."""
-    pairs = np.array([(r, v) for t, returns, values in zip(trajectories, columns["returns"], columns["old_values"])
-                      if t.status != "env_error" for r, v, m in zip(returns, values, t.mask) if m]).reshape(-1, 2)
-    spread = pairs[:, 0].var() if len(pairs) else 0.0
-    return float(1 - (pairs[:, 0] - pairs[:, 1]).var() / spread) if spread else 0.0
-
-
-def _step(model, optimizer, trajectories, columns, rows, term, cfg):
-    return rl.optimizer_step(model, optimizer, [trajectories[i] for i in rows],
-                             {k: [v[i] for i in rows] for k, v in columns.items()}, term,
-                             cfg.microbatch_tokens, cfg.max_grad_norm)
-
-
-def rollout_metrics(trajectories):
-    """What a step's trajectories say, failed environments left out (their share is `env_error`)."""
-    ok = [t for t in trajectories if t.status != "env_error"]
-    mean = lambda values: float(np.mean(values)) if len(values) else 0.0  # noqa: E731
-    groups = {}
-    for t in ok:
-        groups.setdefault(t.group, []).append(t.reward)
-    sampled = sum(sum(t.mask) for t in ok)
-    kinds = Counter(t.error.split(":")[0] for t in trajectories if t.status == "env_error")  # timeout | fault | crash
-    return {
-        "success": mean([t.success for t in ok]), "score": mean([t.score for t in ok]), "turns": mean([t.turns for t in ok]),
-        "reward": mean([t.reward for t in ok]),
-        "entropy": -sum(sum(t.logprobs) for t in ok) / max(1, sampled),  # mean -log p of what was sampled, nats a token
-        "valid_actions": sum(t.valid_actions for t in ok) / max(1, sum(t.turns for t in ok)),
-        "cut_replies": sum(t.cut_replies for t in ok) / max(1, sum(t.turns for t in ok)),  # at max_tokens
-        "env_error": 1 - len(ok) / len(trajectories), "truncated": mean([t.status in ("horizon", "length") for t in ok]),
-        "truncated/length": mean([t.status == "length" for t in ok]),
-        "zero_gradient_groups": mean([max(g) == min(g) for g in groups.values()]), "trajectories": len(trajectories),
-        **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
-
-
-def alarm(row, cfg) -> str:
-    """What is wrong with a step whose training cannot go on; "" if nothing is."""
-    bad = [name for name in ("loss", "grad_norm", "kl") if not math.isfinite(row[name])]
-    if bad:
-        return f"{bad[0]} is {row[bad[0]]}"
-    if row["entropy"] < cfg.min_entropy:
-        return f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy {cfg.min_entropy:g}: the policy has collapsed"
-    name = max("kl", "kl_behaviour", key=row.get)
-    return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large" if row[name] > cfg.max_kl else ""
-
-
-def reporter(cfg):
-    """-> a function that takes each step's row of metrics to where --report_to says."""
-    if cfg.report_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-        board = SummaryWriter(f"{cfg.out}/tensorboard")
-        return lambda row: [board.add_scalar(k, v, row["step"]) for k, v in row.items() if isinstance(v, (int, float))]
-    if cfg.report_to == "wandb":
-        import wandb
-        wandb.init(project="multiturn-rl", name=Path(cfg.out).name, dir=cfg.out, config=asdict(cfg))
-        return lambda row: wandb.log(row, step=row["step"])
-    return lambda row: None
 
 
 class Terminated(BaseException):
@@ -365,13 +213,6 @@ def trainable(model, lr, cfg, device):
     if cfg.shard:
         model.float()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0, fused=True)
-
-
-def memory_gb(device):
-    """The peak so far, in GB: of the device, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def usage_error(e):

@@ -1,0 +1,105 @@
+"""From a step's trajectories to new weights: advantages over the whole batch, then PPO-style passes over its mini-batches."""
+
+import numpy as np
+import torch
+
+import algos
+import rl
+from metrics import explained_variance
+
+
+def advantages_of(trajectories, cfg, device, reference=None, critic=None):
+    """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
+    a reference model (or the policy with LoRA's adapters, which are put aside) "ref_logprobs". Computed over the gathered batch."""
+    columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
+    batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])
+    rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
+    scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
+    if reference is not None:
+        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
+            rows = rl.map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
+                                       reference, trajectories, cfg.microbatch_tokens)
+        columns["ref_logprobs"] = rows
+        if cfg.kl_in == "reward":
+            ref = rl.collate(trajectories, ref=rows)["ref"]
+            penalty = cfg.kl_coef * torch.where(mask, algos.kl(batch["old_logprobs"], ref, cfg.kl_type, mask), 0.0)
+            rewards, scores = rewards - penalty, scores - penalty.sum(1)
+    groups = torch.tensor([t.group for t in trajectories])
+    if cfg.algo == "grpo":
+        advantages = algos.grpo_advantage(scores, groups, valid, cfg.normalize_std)[:, None] * mask
+    elif cfg.algo == "rloo":
+        advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
+    elif cfg.algo == "reinforce_pp":
+        advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
+    else:
+        with rl.compute_in(cfg.dtype, device):
+            values = rl.map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
+        columns["old_values"] = values
+        advantages, returns = algos.gae(rewards * mask, rl.collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
+        columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
+        advantages = algos.whiten(advantages, mask)
+    columns["advantages"] = [a[: len(t.tokens)].tolist() for t, a in zip(trajectories, advantages)]
+    for t, row in zip(trajectories, columns["advantages"]):
+        per_token = cfg.algo in ("ppo", "reinforce_pp")
+        t.advantage = row if per_token else next((a for a, m in zip(row, t.mask) if m), 0.0)
+    return columns
+
+
+def update(trajectories, columns, cfg, step, policy, optimizer, critic=None, critic_optimizer=None):
+    """PPO-style passes over one step's trajectories -> metrics of the update."""
+    sums = {}
+    usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
+    gap = steps = 0.0
+    for epoch in range(cfg.epochs):
+        order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
+        for part in np.array_split(order, min(cfg.minibatches, max(1, len(order)))):
+            masks = [trajectories[i].mask for i in part]
+            denominator = max(1, sum(map(sum, masks)) if cfg.aggregation == "token" else len(masks))
+
+            def policy_term(batch):
+                with rl.compute_in(cfg.dtype, batch["ids"].device):
+                    logp, ent = rl.token_logprobs(policy, batch["ids"], batch["mask"], cfg.temperature, cfg.entropy_coef > 0)
+                loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"],
+                                                cfg.clip_low, cfg.clip_high)
+                stats["gap"] = (logp.detach() - batch["old_logprobs"]).abs().sum()
+                if "ref_logprobs" in batch:
+                    kl = algos.kl(logp, batch["ref_logprobs"], cfg.kl_type, batch["mask"])
+                    stats["kl"] = kl.detach().sum()
+                    if cfg.kl_in == "loss":
+                        loss = loss + cfg.kl_coef * kl
+                if cfg.entropy_coef:
+                    loss = loss - cfg.entropy_coef * ent
+                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), stats
+
+            def value_term(batch):
+                with rl.compute_in(cfg.dtype, batch["ids"].device):
+                    values = critic(batch["ids"], batch["mask"])
+                loss = algos.value_loss(values, batch["old_values"], batch["returns"], batch["mask"], cfg.value_clip)
+                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), {}
+
+            # where the advantage is zero and there is no other term there is no gradient: it counts above, and is skipped
+            other_terms = cfg.entropy_coef or ("ref_logprobs" in columns and cfg.kl_in == "loss")
+            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])]
+            stats = _step(policy, optimizer, trajectories, columns, with_gradient, policy_term, cfg)
+            if critic is not None:
+                value_stats = _step(critic, critic_optimizer, trajectories, columns, part, value_term, cfg)
+                stats["value_loss"] = value_stats.get("loss", 0.0)
+            if not steps:  # the weights are still those that sampled
+                gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
+            steps += 1
+            for k, v in stats.items():
+                sums[k] = sums.get(k, 0.0) + v
+    tokens = max(1.0, sums.get("tokens", 0.0))
+    return {"loss": sums.get("loss", 0.0) / steps, "grad_norm": sums["grad_norm"] / steps, "logprob_gap": gap,
+            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, to the behaviour policy
+            "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,  # to the weights that sampled
+            "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
+            "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
+            **({"value_loss": sums["value_loss"] / steps, "explained_variance": explained_variance(trajectories, columns)}
+               if critic is not None else {})}
+
+
+def _step(model, optimizer, trajectories, columns, rows, term, cfg):
+    return rl.optimizer_step(model, optimizer, [trajectories[i] for i in rows],
+                             {k: [v[i] for i in rows] for k, v in columns.items()}, term,
+                             cfg.microbatch_tokens, cfg.max_grad_norm)
