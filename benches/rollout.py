@@ -9,7 +9,7 @@ after as many tokens as a law and a seed say, never by a token; all sample at te
 
 The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them.
 Lock-step's batches of 64 do not touch each other, so (a) and (b) play one of the three and count three times its time; (c)
-plays 16 trajectories in `long`, where without --full everybody plays 5 turns.
+plays 16 trajectories in `long`, where without --full everybody plays 6 turns.
 """
 
 import concurrent.futures
@@ -243,7 +243,7 @@ def rollouts(full, names, workloads=("short", "long", "slow")):
     jobs = [(name, workload) for name in names for workload in workloads]
     for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
         net, few = nets[name], TRAJECTORIES if workload != "long" else 16
-        turns = TURNS if full or workload != "long" else 5
+        turns = TURNS if full or workload != "long" else 6
         for item in range(TRAJECTORIES):  # what is said is made once, in nobody's time
             for turn in range(turns + 1):
                 says(item, turn), law(workload, item)
@@ -256,7 +256,7 @@ def rollouts(full, names, workloads=("short", "long", "slow")):
             seconds, play.trajectories, play.stats = ours(net, tokenizer, workload, turns=turns, engine=recorder)
             return seconds
 
-        both = [(play(), limit(recorder)) for _ in range(5 if full else 3)]  # in turns: what else the machine does falls on both
+        both = [(play(), limit(recorder)) for _ in range(5 if full else 1 if workload == "long" else 3)]  # in turns: what else the machine does falls on both
         row = {"ours": statistics.median(pair[0] for pair in both), "limit": statistics.median(pair[1] for pair in both),
                "reprefill": 3 * median(lambda: lockstep(net, tokenizer, workload, False, turns=turns)[0]),
                "cached": 3 * median(lambda: lockstep(net, tokenizer, workload, True, turns=turns)[0])}
