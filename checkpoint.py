@@ -83,6 +83,7 @@ def save(folder, model, tokenizer, state=None, trained=None, dtype=None):
         if rank == 0:
             (partial / "state.json").write_text(json.dumps(state | {"optimizer_steps": steps}))
     if rank == 0:
+        (folder / "state.json").unlink(missing_ok=True)  # half deleted it is no checkpoint
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     if dist.is_initialized():
@@ -93,6 +94,14 @@ def checkpoints(run):
     """The complete checkpoints of a run folder, oldest first."""
     return sorted(p.parent for p in Path(run).glob("checkpoints/step_*/state.json")
                   if not p.parent.name.endswith(".partial"))
+
+
+def clean(run):
+    """Delete what a kill left behind: checkpoints that are not complete."""
+    for folder in Path(run).glob("checkpoints/step_*"):
+        if folder.name.endswith(".partial") or not (folder / "state.json").exists():
+            shutil.rmtree(folder)
+    shutil.rmtree(Path(run) / "final.partial", ignore_errors=True)
 
 
 def drop_old(run, keep):

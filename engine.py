@@ -83,6 +83,8 @@ class Ragged:
         self.call = 512 if self.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
         self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
         self.graphs = self.device.type == "cuda"  # whether steps in which all write are CUDA graphs
+        self.inputs = torch.zeros(2, slots, dtype=torch.long, device=self.device)  # their ids and positions; recordings know its
+        self.rows = torch.arange(slots, device=self.device)  # place, and this one's
         self.clear()
 
     def clear(self, most=10**9):
@@ -155,29 +157,27 @@ class Ragged:
             self.ids[slot] += ids
         self.forwarded += self.slots
         self.longest = 1 + max(map(len, self.ids))
-        width = 1 << max(8, (self.longest - 1).bit_length())  # of the keys that are read; a graph for each
+        # of the keys that are read; a graph for each
+        width = min(1 << max(8, (self.longest - 1).bit_length()), max(self.longest, self.most + 1))
         if any(kv.shape[3] < width for kv in self.kv.values()) or not self.kv:
             self.longest = width
             for layer, kv in self.kv.items():
                 self._room(layer, kv[0, 0])
+        self.inputs.copy_(inputs, non_blocking=True)  # before a recording, which writes keys and values where they say
         if width not in self.steps:
             self.steps[width] = self._graph(width)
-        self.inputs.copy_(inputs, non_blocking=True)
         return self.steps[width]()[list(feed)]
 
     def _graph(self, width):
         """-> a function: `inputs` (ids and positions, [2, slots]) -> logits [slots, V]; on a GPU it replays a recording."""
-        if not self.steps:
-            self.inputs = torch.zeros(2, self.slots, dtype=torch.long, device=self.device)
-        rows = torch.arange(self.slots, device=self.device)
-
         def step():
-            (ids, self.position), self.row, self.chunks, self.writing = self.inputs, rows, [], self.slots
+            (ids, self.position), self.row, self.chunks, self.writing = self.inputs, self.rows, [], self.slots
             seen = (torch.arange(width, device=self.device) <= self.position[:, None])[:, None, None]
             self.views = [(0, self.slots, (slice(None), slice(None), slice(width)), None, seen)]
             return self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self).logits[0]
 
         if self.device.type != "cuda":
+            step()  # as often as below, so that tests see what it leaves behind
             return step
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

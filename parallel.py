@@ -95,12 +95,17 @@ def gathered(model):
     """Inside, a sharded model's parameters are whole in `dtype`, and forward passes need no other rank: a rollout's ranks take
     as many as they like. A copy of the weights has to fit into the device's memory."""
     parts = [m for m in model.modules() if sharded(m)]
+    if not parts or getattr(model, "whole", False):  # it is already
+        yield
+        return
     for m in parts:
         m.set_reshard_after_forward(False, recurse=False)
         m.unshard()
+    model.whole = True
     try:
         yield
     finally:
+        model.whole = False
         for m in parts:
             m.reshard()
             m.set_reshard_after_forward(m is not model, recurse=False)  # its backward pass needs the root's at once

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import algos
-from checkpoint import LORA_SCALE, checkpoints, drop_old, resume, save  # noqa: F401 (rl.save, rl.resume)
+from checkpoint import LORA_SCALE, checkpoints, clean, drop_old, resume, save  # noqa: F401 (rl.save, rl.resume)
 from packing import attention, hidden_before, packs
 from parallel import blocks, device_of, gather, ranks, sharded, sum_over_ranks, through
 
@@ -186,7 +186,7 @@ def micro_batches(lengths, max_tokens, ranks=1, packed=True):
     """
     cuts = []
     if packed and lengths:
-        n = -(-sum(lengths) // max_tokens)
+        n = max(1, -(-sum(lengths) // max_tokens))
         while not cuts or n < len(lengths) and max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
             n = -(-n // ranks) * ranks
             cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]

@@ -10,6 +10,8 @@ statistics (there it is a reward of 0).
 """
 
 import json
+import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,7 +30,7 @@ import envs as worlds
 import rl
 import schedule
 from metrics import alarm, memory_gb, reporter, rollout_metrics
-from parallel import init_distributed, shard
+from parallel import gathered, init_distributed, shard
 from rollout import EnvPool, make_engine, rollout
 from update import advantages_of, update
 from view import draw_curves
@@ -40,6 +42,13 @@ def items_at(items, seed, step, count):
     epoch, part = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(len(items))
     return [items[i] for i in order[part * count:(part + 1) * count]]
+
+
+def write(path, text):
+    """The file has its old contents or all of the new, whenever the process is killed."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 class Terminated(BaseException):
@@ -105,12 +114,14 @@ def run_training(cfg: Config, pool: EnvPool):
     metrics = run / "metrics.jsonl"
     if rank == 0:
         (run / "trajectories").mkdir(parents=True, exist_ok=True)
-        (run / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        rl.clean(run)
+        shutil.rmtree(run / "final", ignore_errors=True)  # of fewer --steps
+        write(run / "config.json", json.dumps(asdict(cfg), indent=1))
         for path in (run / "trajectories").glob("step_*.jsonl"):  # of a run that was killed after its last checkpoint
             if int(path.stem.removeprefix("step_")) >= start:
                 path.unlink()
-        old = metrics.read_text().splitlines(keepends=True) if newest else []
-        metrics.write_text("".join(line for line in old if json.loads(line)["step"] < start))
+        old = metrics.read_text().splitlines(keepends=True)[:start] if newest and metrics.exists() else []  # one row a step
+        write(metrics, "".join(old))
         if cfg.top_p < 1 or cfg.top_k or cfg.min_p:
             print("warning: truncated sampling makes training off-policy", file=sys.stderr)
     counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
@@ -121,7 +132,11 @@ def run_training(cfg: Config, pool: EnvPool):
     engine = make_engine(policy, min(cfg.slots, most)) if cfg.engine == "ragged" else cfg.engine
     report = reporter(cfg) if rank == 0 else None
 
+    saved = start if newest else None
+
     def save(step):
+        nonlocal saved
+        saved = step
         rl.save(run / f"checkpoints/step_{step:06d}", policy, tokenizer, {"step": step}, trained)
         if rank == 0:
             rl.drop_old(run, cfg.keep)
@@ -135,7 +150,7 @@ def run_training(cfg: Config, pool: EnvPool):
 
         clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
         try:
-            with sigterm, rl.compute_in(cfg.dtype, device):
+            with gathered(policy), sigterm, rl.compute_in(cfg.dtype, device):  # no rank may leave while others gather weights
                 mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
                                slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
                                min_p=cfg.min_p, action_format=cfg.action_format, deadline=cfg.deadline, engine=engine,
@@ -145,7 +160,7 @@ def run_training(cfg: Config, pool: EnvPool):
         except FloatingPointError as e:
             sys.exit(f"train.py: {e} at step {step}; the last step's trajectories and checkpoints are in {run}")
         if any(rl.gather([sigterm.came])):
-            if step > start or not newest:
+            if saved != step:
                 save(step)
             bar.close()
             if rank == 0:
@@ -179,10 +194,9 @@ def run_training(cfg: Config, pool: EnvPool):
             row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
                                                           "env_error", "zero_gradient_groups")}
         if rank == 0:
+            write(run / f"trajectories/step_{step:06d}.jsonl", "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
             with metrics.open("a") as f:
                 f.write(json.dumps(row) + "\n")
-            with (run / f"trajectories/step_{step:06d}.jsonl").open("w") as f:
-                f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
             report(row)
             bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
                                 f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")

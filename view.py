@@ -9,6 +9,7 @@ import argparse
 import base64
 import gzip
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
 CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; trajectories whose rooms are drawn
+TOKENS = 10_000_000  # a page holds no more
 
 
 def draw_curves(run):
@@ -72,6 +74,10 @@ def rooms(trajectory, world, action_format):
     return seen
 
 
+def packed(trajectories):
+    return base64.b64encode(gzip.compress(json.dumps(trajectories, separators=(",", ":")).encode())).decode()
+
+
 def write_page(run, most=10_000):
     """runs/NAME -> runs/NAME/view.html, of at most `most` trajectories (whole groups, evenly spread over the steps).
     Raises ValueError if the folder holds no run."""
@@ -85,11 +91,13 @@ def write_page(run, most=10_000):
         raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
     config = json.loads((run / "config.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    files = files[:len(rows)]  # a step's row is written first
+    files = files[:len(rows)]  # a step's row is written last
     folder = next((p for p in (run / "final", *reversed(checkpoints(run))) if (p / "tokenizer.json").exists()), None)
     tokenizer = AutoTokenizer.from_pretrained(folder or model_path(config["model"]))
-    total = sum(row["trajectories"] for row in rows)
-    every = max(1, -(-total // most))
+    if most < 1:
+        raise ValueError(f"--most must be positive, not {most}")
+    total, finite = sum(row["trajectories"] for row in rows), lambda x, digits: round(x, digits) if math.isfinite(x) else 0.0
+    every = max(1, -(-total // most), -(-sum(row.get("tokens", 0) for row in rows) // TOKENS))
     table, chunks, vocabulary, current, world = [], [], {}, [], make_env("babyai") if "babyai" in config["env"] else None
     for file in tqdm(files, desc="view", unit="step"):
         for line in file.open():
@@ -104,15 +112,15 @@ def write_page(run, most=10_000):
             drawn = rooms(t, world, config["action_format"]) if known else None
             table.append({"id": len(table), "tokens": len(t["tokens"])} | {k: t[k] for k in (
                 "step", "env", "item", "group", "sample", "status", "reward", "success", "turns")})
-            current.append({"ids": t["tokens"], "mask": [int(m) for m in t["mask"]], "logprobs": t["logprobs"], "rewards": t["rewards"],
-                            "advantage": [round(a, 4) for a in advantage], "score": t["score"], "error": t["error"], "grids": drawn})
+            current.append({"ids": t["tokens"], "mask": [int(m) for m in t["mask"]], "logprobs": [finite(x, 5) for x in t["logprobs"]], "rewards": t["rewards"],
+                            "advantage": [finite(a, 4) for a in advantage], "score": t["score"], "error": t["error"], "grids": drawn})
             if len(current) == CHUNK:
-                chunks.append(current)
+                chunks.append(packed(current))
                 current = []
-    chunks = [base64.b64encode(gzip.compress(json.dumps(c, separators=(",", ":")).encode())).decode() for c in [*chunks, current] if c]
+    chunks += [packed(current)] if current else []
     names = [k for k in CURVES if k in rows[0]] + [k for k in rows[0] if k.startswith("success/")]
     data = {"name": run.name, "about": f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps",
-            "curves": names, "metrics": {name: [row[name] for row in rows] for name in names},
+            "curves": names, "metrics": {name: [row[name] if math.isfinite(row[name]) else None for row in rows] for name in names},
             "stages": [i + 1 for i, (a, b) in enumerate(zip(rows, rows[1:])) if a["horizon"] != b["horizon"]],
             "table": table, "chunk": CHUNK, "chunks": chunks, "vocabulary": vocabulary,
             "note": f" (of {total} played: one group in {every})" if every > 1 else ""}

@@ -119,7 +119,7 @@ def update(config, device, dtype, lengths, lora, peak):
 
         seconds = clock(device, step, 3)
         backward = 1 if lora else 2  # LoRA needs no gradient of the weights, but for what it adapts
-        work = (2 + 2 * backward) * count * ids.numel() + 6 * len(blocks(model)) * config.hidden_size * ids.numel() * length
+        work = (2 + 2 * backward) * count * ids.numel() + 6 * config.num_hidden_layers * config.hidden_size * ids.numel() * length
         guess = estimate(config, 1, positions=ids.numel(), kl=False, lora=lora)
         rows.append({"tokens": ids.numel(), "tokens_per_second": ids.numel() / seconds, "share_of_matmul": work / seconds / reached,
                      "mfu": work / seconds / (peak * 1e12), "estimate_gb": guess["update"] / 1e9,
