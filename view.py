@@ -119,7 +119,8 @@ def write_page(run, most=10_000):
                 current = []
     chunks += [packed(current)] if current else []
     names = [k for k in CURVES if k in rows[0]] + [k for k in rows[0] if k.startswith("success/")]
-    data = {"name": run.name, "about": f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps",
+    about = f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps"
+    data = {"name": run.name, "about": about,
             "curves": names, "metrics": {name: [row[name] if math.isfinite(row[name]) else None for row in rows] for name in names},
             "stages": [i + 1 for i, (a, b) in enumerate(zip(rows, rows[1:])) if a["horizon"] != b["horizon"]],
             "table": table, "chunk": CHUNK, "chunks": chunks, "vocabulary": vocabulary,
