@@ -326,5 +326,8 @@ class RemoteEnv(Env):
 
 
 if __name__ == "__main__":
-    from serve import main
+    if sys.argv[1:2] == ["play"]:
+        from play import main
+    else:
+        from serve import main
     sys.exit(main())

@@ -233,7 +233,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv=None) -> int:
     """The command -> its exit code: 2 and one line on stderr for bad usage."""
     parser = Parser(prog="envs.py", description="Serve a world in AgentGym's HTTP protocol.", allow_abbrev=False)
-    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("command", choices=["serve"], help="or play: see python envs.py play --help")
     parser.add_argument("--env", default="babyai", help=", ".join(WORLDS))
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: there is no password")
     parser.add_argument("--port", type=int, default=36001, help="0: any free one; the first line says which")
