@@ -60,8 +60,13 @@ class Sigterm:
 
     def __init__(self):
         self.came = self.inside = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._take)
+        self.main = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGTERM, self._take) if self.main else None
+
+    def end(self):
+        """SIGTERM does again what it did before."""
+        if self.main:
+            signal.signal(signal.SIGTERM, self.before)
 
     def _take(self, *_):
         first, self.came = not self.came, True
@@ -79,12 +84,15 @@ class Sigterm:
 
 def train(cfg: Config):
     with EnvPool(servers(cfg.env_url, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
-        run_training(cfg, pool)
+        sigterm = Sigterm()
+        try:
+            run_training(cfg, pool, sigterm)
+        finally:
+            sigterm.end()
 
 
-def run_training(cfg: Config, pool: EnvPool):
+def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm):
     rank, world, device = init_distributed()
-    sigterm = Sigterm()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     run = Path(cfg.out)
