@@ -27,14 +27,14 @@ import schedule  # noqa: E402
 # What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
 TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
             max_length=4096, kl_coef=0.0, invalid_penalty=0.05, action_format="react", microbatch_tokens=8192,
-            slots=128, dtype="float32", gradient_checkpointing=False)
+            slots=128, dtype="float32", gradient_checkpointing=False, env_args="")
 REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr=1e-6, critic_lr=1e-5, max_tokens=512,
             max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
-            slots=32, dtype="bfloat16", gradient_checkpointing=True)
+            slots=32, dtype="bfloat16", gradient_checkpointing=True, env_args="")
 WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0),  # few groups succeed: a penalty would be most of what they teach
               "sciworld": dict(steps=40), "searchqa": dict(action_format="tags", steps=300),
-              # a browser's window a slot
-              "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32, max_length=12288)}
+              # a browser's window a slot, and a low one: short pages
+              "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32, env_args="webarena.height=240")}
 WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),
               "sciworld": dict(items_per_step=16, rollouts_per_item=8, max_tokens=200), "searchqa": dict(action_format="tags"),
               "webarena": dict(action_format="backticks", max_length=16384)}
@@ -64,8 +64,8 @@ class Config:
     minibatches: int | None = arg(None, "optimizer steps an epoch")
     epochs: int = arg(1, "passes over a step's trajectories")
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30'")
-    horizon_steps: int | None = arg(None, "training steps a stage lasts")
-    horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout)")
+    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: it looks at means over a sixth of it")
+    horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends when success levels off)")
     max_tokens: int | None = arg(None, "largest reply, tokens")
     max_length: int | None = arg(None, "largest trajectory, tokens")
     temperature: float = arg(1.0, "of sampling")
@@ -79,7 +79,7 @@ class Config:
     action_format: str | None = arg(None, " | ".join(agent.FORMATS))
     plan: bool = arg(False, "ask for a plan before the first action")
     reflect: bool = arg(False, "after an invalid action, and after a failed episode that is then tried again, ask what went wrong")
-    env_args: str = arg("", "keyword arguments of worlds in this process: 'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
+    env_args: str | None = arg(None, "keyword arguments of worlds in this process: 'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
     invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
     turn_cost: float = arg(0.0, "taken off the reward of every turn")
     shaping: str = arg("none", "none | potential: pay progress as it comes, take it back at the end | progress: pay for it (textcraft, sciworld)")
@@ -177,6 +177,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
                                                for name in LIMITS} for world, weight in weights.items()}
     for name in LIMITS:  # of a mixture the largest, to be read; the worlds' own count
         setattr(cfg, name, max(own[name] for own in cfg.worlds.values()))
+    if cfg.env_args is None:
+        cfg.env_args = " ".join(d["env_args"] for w, d in default.items() if d["env_args"] and not servers(cfg.env_url, weights)[w])
     own_form = ("searchqa", "webarena")  # what a reply looks like there is the world's, whatever the flag says
     if cfg.action_format is None and len(weights) > 1:
         cfg.action_format = next((default[w]["action_format"] for w in weights if w not in own_form), None)
@@ -230,7 +232,9 @@ def check(cfg: Config) -> None:
     if cfg.offload and not (cfg.shard and torch.cuda.is_available()):
         raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
     for world, count in items_of_a_step(cfg).items():
-        schedule.horizon_at(0, schedule.parse_rounds(cfg.horizon, world), cfg.worlds[world]["horizon_steps"], cfg.horizon_schedule)
+        rounds, every = schedule.parse_rounds(cfg.horizon, world), cfg.worlds[world]["horizon_steps"]
+        if cfg.horizon_schedule != "adaptive":
+            schedule.horizon_at(0, rounds, every, cfg.horizon_schedule)
         items = worlds.items(world, "train", cfg.data or None)
         for item in items:
             if worlds.split_item(item)[0] != world:

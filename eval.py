@@ -94,8 +94,11 @@ def parse_config(argv: list[str] | None = None) -> Config:
         raise ValueError(f"the run was trained on {', '.join(trained_on)}; choose one of them with --env")
     cfg.env = cfg.env or trained_on[0] or "babyai"
     tiny = "tiny" in (cfg.model, run.get("model"))
-    default = presets("tiny" if tiny else cfg.model, cfg.env) | {"data": "", "plan": False, "reflect": False, "env_args": ""}
+    default = presets("tiny" if tiny else cfg.model, cfg.env) | {"data": "", "plan": False, "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})  # in a mixture each world has its own limits
+    if cfg.env not in trained_on:
+        own.pop("env_args", None)
+        default["env_args"] = default["env_args"] if not cfg.env_url else ""
     for name in ("data", "max_tokens", "max_length", "action_format", "plan", "reflect", "env_args", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))

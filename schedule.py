@@ -68,7 +68,46 @@ def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,
         return rounds[0]
     if kind == "scaling_inter":
         return rounds[min(step // every, len(rounds) - 1)]
-    raise ValueError(f"unknown horizon schedule '{kind}'; choose from fixed, scaling_inter")
+    raise ValueError(f"unknown horizon schedule '{kind}'; choose from fixed, scaling_inter, adaptive")
+
+
+def adaptive_start(rounds: Sequence[int], window: int = 5) -> dict:
+    """The state of `adaptive_horizon` before the first step. Its horizon is rounds[0]; `window`: steps that a mean is taken over."""
+    horizon_at(0, rounds)
+    if not _is_count(window):
+        raise ValueError(f"the number of steps of a mean must be an integer >= 1, not {window!r}")
+    return {"rounds": list(rounds), "window": window, "stage": 0, "success": [], "truncated": [], "best": 0.0}
+
+
+def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
+    """The horizon of the next step, from what this one was like: `metrics` of all its trajectories, of which "success" and "truncated"
+    are read. Pure: state (numbers and lists, as JSON keeps them) -> (horizon, new state).
+
+    It compares the mean success of the last `window` steps at this horizon with that of the `window` before them:
+      - levelled off (risen by less than 0.02) while more than 0.05 of the trajectories are cut: the next round;
+      - collapsed (below half of the best mean so far, at any horizon): one round back. What it falls to is the new best.
+
+    >>> state, horizons = adaptive_start((2, 4), window=1), []
+    >>> for success in (0.1, 0.3, 0.31, 0.4, 0.1):
+    ...     horizon, state = adaptive_horizon(state, {"success": success, "truncated": 0.5})
+    ...     horizons.append(horizon)
+    >>> horizons
+    [2, 2, 4, 4, 2]
+    """
+    rounds, w, stage, best = state["rounds"], state["window"], state["stage"], state["best"]
+    success = [*state["success"], metrics["success"]][-2 * w:]
+    truncated = [*state["truncated"], metrics["truncated"]][-w:]
+    if len(success) >= w:
+        now = math.fsum(success[-w:]) / w
+        if now < best / 2 and stage > 0:
+            stage, best = stage - 1, now
+        else:
+            best = max(best, now)
+            if len(success) == 2 * w and now - math.fsum(success[:w]) / w < 0.02 and math.fsum(truncated) / w > 0.05:
+                stage = min(stage + 1, len(rounds) - 1)
+    if stage != state["stage"]:
+        success, truncated = [], []
+    return rounds[stage], state | {"stage": stage, "success": success, "truncated": truncated, "best": best}
 
 
 def parse_rounds(text: str, world: str) -> tuple[int, ...]:

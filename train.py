@@ -111,7 +111,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
             critic, critic_optimizer = trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
         if cfg.kl_coef:  # else there is none
             reference = policy if cfg.lora_rank else placed(rl.load_policy(cfg.model, "cpu", arithmetic)[0].eval(), cfg, device)
-        state = rl.resume(newest, trained) if newest else {"step": 0}
+        state = {"step": 0, "horizon": {}} | (rl.resume(newest, trained) if newest else {})
     except ValueError as e:
         usage_error(e)
     start = state["step"]
@@ -137,6 +137,8 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
     counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
     items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
     rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
+    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 6))
+                for w in counts if cfg.horizon_schedule == "adaptive"}  # world -> its state
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
     most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank
     engine = make_engine(policy, min(cfg.slots, most)) if cfg.engine == "ragged" else cfg.engine
@@ -147,7 +149,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
     def save(step):
         nonlocal saved
         saved = step
-        rl.save(run / f"checkpoints/step_{step:06d}", policy, tokenizer, {"step": step}, trained)
+        rl.save(run / f"checkpoints/step_{step:06d}", policy, tokenizer, {"step": step, "horizon": adaptive}, trained)
         if rank == 0:
             rl.drop_old(run, cfg.keep)
             if metrics.stat().st_size:
@@ -155,7 +157,8 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
 
     bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
     for step in bar:
-        horizon = {w: schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
+        horizon = {w: rounds[w][adaptive[w]["stage"]] if adaptive else
+                   schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
         names = [name for w, count in counts.items() for name in items_at(items[w], cfg.seed, step, count)]
 
         clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
@@ -200,10 +203,12 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
         row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **changes,
                "forwarded_per_kept": forwarded / kept, "occupancy": busy / max(1, room), "tokens": kept, "seconds_rollout": seconds_rollout,
                "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds, "memory_gb": memory_gb(device)}
-        for w in counts if len(counts) > 1 else ():
+        for w in counts:
             own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
+            if adaptive:
+                _, adaptive[w] = schedule.adaptive_horizon(adaptive[w], own)
             row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
-                                                          "env_error", "zero_gradient_groups")}
+                                                          "env_error", "zero_gradient_groups") if len(counts) > 1}
         if rank == 0:
             write(run / f"trajectories/step_{step:06d}.jsonl", "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
             with metrics.open("a") as f:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
-CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; trajectories whose rooms are drawn
+CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; about how many have their rooms drawn
 TOKENS = 10_000_000  # a page holds no more
 
 
@@ -100,6 +100,7 @@ def write_page(run, most=10_000):
         raise ValueError(f"--most must be positive, not {most}")
     total, finite = sum(row["trajectories"] for row in rows), lambda x, digits: round(x, digits) if math.isfinite(x) else 0.0
     every = max(1, -(-total // most), -(-sum(row.get("tokens", 0) for row in rows) // TOKENS))
+    draw = max(1, -(-total // every // ROOMS))  # of so many groups one has its rooms drawn
     table, chunks, vocabulary, current, world = [], [], {}, [], make_env("babyai") if "babyai" in config["env"] else None
     for file in tqdm(files, desc="view", unit="step"):
         for line in file.open():
@@ -110,7 +111,7 @@ def write_page(run, most=10_000):
                 if token not in vocabulary:
                     vocabulary[token] = tokenizer.decode([token])
             advantage = t["advantage"] if isinstance(t["advantage"], list) else [t["advantage"] * m for m in t["mask"]]
-            known = world and t["item"].removeprefix("babyai_").isdecimal() and t["messages"] and len(table) < ROOMS
+            known = world and t["item"].removeprefix("babyai_").isdecimal() and t["messages"] and (t["group"] + t["step"]) // every % draw == 0
             drawn = rooms(t, world, config["action_format"]) if known else None
             table.append({"id": len(table), "tokens": len(t["tokens"])} | {k: t[k] for k in (
                 "step", "env", "item", "group", "sample", "status", "reward", "success", "turns")})

@@ -33,7 +33,8 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from agent import Chat, instructions  # noqa: E402
-from envs import items, make_env, split_item  # noqa: E402
+from config import presets  # noqa: E402
+from envs import env_options, items, make_env, split_item  # noqa: E402
 from worlds import almanac  # noqa: E402
 from worlds.textcraft import crafting_tree  # noqa: E402
 
@@ -88,13 +89,19 @@ Thought:
 
 def phrases(worlds, named):
     """PHRASES, the sentences of the instructions, and the worlds' names for things; `named`: what SciWorld's policy thought of."""
-    told = [told_by(name, make_env(name)) for name in worlds]
+    told = [told_by(name, world(name)) for name in worlds]
     found = PHRASES + [sentence for text in told for sentence in re.findall(r"\S[^.:\n]+[.:]", text)]
     kinds = "ball", "box", "key", "door", "open door", "closed door", "locked door"
     found += [f" {colour} {kind}" for colour in COLOURS[:6] for kind in kinds]
     found += sorted({" " + name.replace("_", " ") for name in crafting_tree().items if "_" in name})
     found += SEARCH + [f" {word}" for word in almanac.WORDS] if "searchqa" in worlds else []
+    found += WEB if "webarena" in worlds else []
     return found + (SCIENCE + sorted({" " + name for name in named if " " in name}) if "sciworld" in worlds else [])
+
+
+def world(name):
+    """The world as the tiny model plays it."""
+    return make_env(name, **env_options(presets("tiny", name)["env_args"], [name]).get(name, {}))
 
 
 def told_by(name, env):
@@ -106,14 +113,39 @@ SEARCH = [p.replace("\\n", "\n") for p in """Question:
 <think>
  </think>\\n
 <search>
- </search>
 <answer>
- </answer>
+ </
+search>
+answer>
 <information>Doc
 </information>
 \\nDoc
 (Title:""".split("\n")]
-FORM = {"searchqa": "tags"}  # the action format; the others' is react
+WEB = [p.replace("\\n", "\n").replace("\\t", "\t") for p in """OBSERVATION:\\n
+ (current): 
+RootWebArea
+\\n\\t
+\\n\\t\\t
+\\n\\t\\t\\t
+ link '
+ button '
+ heading '
+ textbox '
+ StaticText '
+ searchbox '
+\\nURL: http://
+\\nOBJECTIVE:
+\\nPREVIOUS ACTION:
+.localhost:
+```click
+```type
+```stop
+```scroll
+```go_back```
+required: False
+focused: True
+nothing\\n""".split("\n")] + [f"[{n}]" for n in range(1, 60)]
+FORM = {"searchqa": "tags", "webarena": "plain"}  # the action format; the others' is react
 
 
 SCIENCE = [p.replace("\\n", "\n").replace("\\t", "\t") for p in """This room is called the
@@ -176,9 +208,9 @@ def play(env, name, item, rng, turns):
     could have done then, {text: probability} each. Now and then it slips: that reply is most likely refused. It is no target (it
     counts as text that is read); what follows is."""
     read, turns_played = [env.reset(item)], []
+    before = {"searchqa": "<think> {} </think>\n", "webarena": "{}\n"}.get(name, "Thought: {}\nAction: ")
     for turn in range(turns):
         policy = random_policy(env, name, read)
-        before = "<think> {} </think>\n" if name == "searchqa" else "Thought: {}\nAction: "
         if turn < turns - 1 and rng.random() < 0.04:
             thought = f"{rng.choice(COLOURS[:6])} {rng.choice(NOUNS[:4])}" if name == "babyai" else rng.choice(NOUNS)
             action, levels = SLIPS[name].format(thought), ()
@@ -194,7 +226,7 @@ def play(env, name, item, rng, turns):
     return told_by(name, env), turns_played
 
 
-SLIPS = {"babyai": "go to {} 1", "textcraft": "get 1 {}", "sciworld": "pick up {}", "searchqa": " {}"}
+SLIPS = {"babyai": "go to {} 1", "textcraft": "get 1 {}", "sciworld": "pick up {}", "searchqa": " {}", "webarena": "click {}"}
 
 
 THING = re.compile(r"(?:(red|green|blue|purple|yellow|grey) )?(?:(?:open|closed|locked) )?(ball|box|key|door)")
@@ -226,6 +258,8 @@ def random_policy(env, name, read):
     if name == "searchqa":
         spans = sorted(set(SPAN.findall(" ".join(read))))
         return {s: (1 / len(spans), {f"<{tag}> {s} </{tag}>": 0.5 for tag in ("search", "answer")}) for s in spans}
+    if name == "webarena":
+        return on_page(next(text for text in reversed(read) if text.startswith("OBSERVATION")))
     about = {}  # thing -> the actions on it
     actions = env.valid_actions()
     for action in actions if name != "sciworld" else ():
@@ -256,6 +290,33 @@ def random_policy(env, name, read):
     return found
 
 
+ELEMENT = re.compile(r"\[(\d+)\] (\w+) ('(?:[^'\\]|\\.)*'|\"[^\"]*\")")
+
+
+def on_page(page):
+    """WebArena's random policy on one observation. It names any element that the window shows: a link, a button and the like it clicks, in a
+    field it writes up to three words of the task; a text, which it names a quarter as often, it takes for the answer. In LOOK of its turns it
+    names nothing, and stops without an answer, scrolls, goes back or says that it cannot be done."""
+    elements = {}  # name -> number, role; of several with one name the first
+    for number, role, name in ELEMENT.findall(page):
+        if (name := name[1:-1].strip()) and role not in ("RootWebArea", "combobox") and "`" not in name and len(name) < 80:
+            elements.setdefault(name, (number, role))
+    words = re.search("OBJECTIVE: (.*)", page)[1].split()
+    spans = sorted({" ".join(words[i:i + n]).strip('".,?') for n in (1, 2, 3) for i in range(len(words) - n + 1)})
+    found = {}
+    for name, (number, role) in elements.items():
+        if role in ("textbox", "searchbox", "spinbutton"):
+            found[name] = 1.0, {f"```type [{number}] [{span}] [{enter}]```": 0.5 / len(spans) for span in spans for enter in (0, 1)}
+        elif role in ("link", "button", "option", "checkbox", "radio", "menuitem", "tab", "gridcell"):
+            found[name] = 1.0, {f"```click [{number}]```": 0.95, f"```stop [{name}]```": 0.05}
+        else:
+            found[name] = 0.25, {f"```stop [{name}]```": 1.0}
+    total = sum(p for p, _ in found.values())
+    rest = {"```stop []```": 0.6, "```scroll [down]```": 0.2, "```go_back```": 0.1, "```stop [N/A]```": 0.1}
+    return {name: ((1 - LOOK["webarena"]) * p / total, actions) for name, (p, actions) in found.items()} | {
+        "nothing": (LOOK["webarena"] if found else 1, rest)}
+
+
 NAME = f"(?:{'|'.join(sorted(almanac.WORDS, key=len, reverse=True))})\\b"  # and what is made of such names
 SPAN = re.compile(rf"(?:The )?{NAME}(?: (?:of )?{NAME})*|\b1[789]\d\d\b")
 PAIRS = re.compile(r"(?:connect|move|pour|dunk|use) (.+) (?:to|in|into|on) (.+)")
@@ -277,7 +338,7 @@ def science(actions, read):
 
 
 # BabyAI's chosen so that the success, 0.25, is below the 0.29 of a policy uniform over the valid actions
-LOOK = {"babyai": 0.65, "textcraft": 0.03, "sciworld": 0.2}
+LOOK = {"babyai": 0.65, "textcraft": 0.03, "sciworld": 0.2, "webarena": 0.45}
 
 
 SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room: four fifths of BabyAI's share
@@ -298,7 +359,7 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
     Items: BabyAI's and TextCraft's from seeds of 100,000 on, which no item set uses, and none whose `task` is held out;
     SciWorld's are the package's training variations (those held out are of its test variations), SearchQA's of worlds 10 to 17."""
     rng, words = random.Random(seed), vocabulary()
-    envs = {name: make_env(name) for name in worlds}
+    envs = {name: world(name) for name in worlds}
     held = {task(envs[name].reset(split_item(i)[1])) for name in worlds if name in ("babyai", "textcraft") for i in items(name, "test")}
     science = training_items(envs["sciworld"]) if "sciworld" in worlds else []
 
@@ -308,6 +369,8 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
             return level + 40 * (100_000 + rng.randrange(10**6))
         if name == "searchqa":
             return rng.randrange(10 * almanac.QUESTIONS, 18 * almanac.QUESTIONS)
+        if name == "webarena":
+            return 76 * 500 + rng.randrange(76 * 400)  # no item set's: theirs have seeds 0 to 23 and from 1000 on
         return 544 * 100_000 + rng.randrange(544 * 10**6) if name == "textcraft" else rng.choice(science)
 
     for _ in tqdm(range(count), desc="playing", leave=False):
@@ -318,14 +381,15 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
         name = rng.choices(list(worlds), [SHARES[w][0] for w in worlds])[0]
         while task(envs[name].reset(item := draw_item(name))) in held:
             pass
-        yield play(envs[name], name, item, rng, rng.choice(SHARES[name][1]))
+        yield from [play(envs[name], name, item, rng, rng.choice(SHARES[name][1]))] * TIMES.get(name, 1)
     for env in envs.values():
         env.close()
 
 
-# world -> (share of the conversations, numbers of turns). SciWorld's take 30 times as long to play as the others', and more tokens
+# world -> (share of the conversations, numbers of turns)
 SHARES = {"babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]), "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]), "sciworld": (0.06, [1, 2, 3, 4, 6]),
-          "searchqa": (0.25, [1, 1, 2, 2, 3, 4])}
+          "searchqa": (0.25, [1, 1, 2, 2, 3, 4]), "webarena": (0.03, [1, 2, 3, 4, 6])}
+TIMES = {"sciworld": 3, "webarena": 3}  # these take 30 to 100 times as long to play as the others': each is read three times as often
 
 
 def training_items(env):
@@ -530,9 +594,9 @@ def train(model, tokenizer, talks, args, rank, ranks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write (what ships is in data/tiny)")
-    parser.add_argument("--worlds", type=lambda text: text.split(","), default=["babyai", "textcraft", "sciworld", "searchqa"],
-                        help="separated by commas; default: babyai,textcraft,sciworld,searchqa (the last two need their extras)")
-    parser.add_argument("--minutes", type=float, default=45, help="processor time for the training")
+    parser.add_argument("--worlds", type=lambda text: text.split(","), default=["babyai", "textcraft", "sciworld", "searchqa", "webarena"],
+                        help="separated by commas; default: all (the last three need their extras)")
+    parser.add_argument("--minutes", type=float, default=50, help="processor time for the training")
     parser.add_argument("--conversations", type=int, default=26_000, help="played by each process")
     parser.add_argument("--batch_tokens", type=int, default=1024, help="a step, in each process")
     parser.add_argument("--hidden", type=int, default=128)
@@ -550,7 +614,8 @@ def main():
         texts = [text for first, turns in talks[:8000] for text in (first, *(x for turn in turns for x in turn[:2]))]
         named = {m[1] for first, turns in talks if "science" in first for _, reply, *_ in turns
                  if (m := re.match("Thought: (.+)\n", reply))}
-        make_tokenizer(texts, 1200 + 300 * ("sciworld" in args.worlds) + 200 * ("searchqa" in args.worlds), phrases(args.worlds, named)).save_pretrained(args.out)
+        make_tokenizer(texts, 1200 + 300 * ("sciworld" in args.worlds) + 200 * ("searchqa" in args.worlds)
+                       + 250 * ("webarena" in args.worlds), phrases(args.worlds, named)).save_pretrained(args.out)
     if ranks > 1:
         dist.barrier()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)

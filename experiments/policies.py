@@ -13,15 +13,15 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 import envs  # noqa: E402
 import schedule  # noqa: E402
 from eval import bootstrap  # noqa: E402
-from make_tiny import draw, random_policy  # noqa: E402
+from make_tiny import draw, random_policy, world  # noqa: E402
 
 
 def main(name, episodes=1):
-    env, horizon, items = envs.make_env(name), schedule.TINY[name].eval_rounds, envs.items(name, "test")
+    env, horizon, items = world(name), schedule.TINY[name].eval_rounds, envs.items(name, "test")
     category = envs.categories(name)
     policies = {"uniform": lambda rng, read: rng.choice(env.valid_actions()),
                 "imitated": lambda rng, read: draw(random_policy(env, name, read), rng)[1]}
-    if not hasattr(env, "valid_actions"):  # SearchQA: there is no list of all queries
+    if not hasattr(env, "valid_actions"):  # SearchQA and WebArena: there is no list of them
         del policies["uniform"]
     for label, policy in policies.items():
         rng, success, score = random.Random(0), {}, {}

@@ -1,5 +1,5 @@
 """Follow the README as a newcomer would: python experiments/readme.py [--quick]. Clones this repository, makes a virtual environment, and
-runs every line of every bash block in order; those that cannot run here are listed with the reason. --quick: two training steps and
+runs every line of every bash block, of the README and then of docs/*.md, in order; those that cannot run here are listed with the reason. --quick: two training steps and
 eight items, else as it stands (half an hour on two cores). Exit code 1 if a command failed."""
 
 import re
@@ -32,6 +32,11 @@ def commands(text):
                 yield line
 
 
+def pages(repo):
+    """The README and what it sends its reader to, as one text."""
+    return "\n".join(path.read_text() for path in (repo / "README.md", *sorted((repo / "docs").glob("*.md"))))
+
+
 def reason(command):
     """Why it cannot be run here; "" if it can."""
     return next((why for mark, why in NOT_HERE.items() if re.search(mark, command)), "")
@@ -43,7 +48,7 @@ def main(quick=False):
         repo = Path(folder) / "repo"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(repo)], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(Path(folder) / "venv")], check=True)
-        for command in commands((repo / "README.md").read_text()):
+        for command in commands(pages(repo)):
             if why := reason(command):
                 print(f"not run   {command}\n          ({why})", flush=True)
                 continue

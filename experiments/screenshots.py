@@ -25,9 +25,12 @@ def main(run, out="docs"):
             page.wait_for_selector("#rows tr")
             opened = time.perf_counter() - begin
             count = page.locator("#count").inner_text()
-            won = page.locator("#rows tr").filter(has_text="done").first
-            (won if won.count() else page.locator("#rows tr").first).click()
-            page.wait_for_selector("article .assistant")
+            rows = page.locator("#rows tr").filter(has_text="done")
+            for row in (rows if rows.count() else page.locator("#rows tr")).all()[:60]:
+                row.click()
+                page.wait_for_selector("article .assistant")
+                if page.locator("svg.room").count():  # not all have their rooms drawn
+                    break
             page.keyboard.press("ArrowDown")
             page.keyboard.press("b")
             page.wait_for_function("document.querySelectorAll('article').length == 2")

@@ -1,10 +1,12 @@
-"""The web world at work: `python experiments/web.py screenshots | solve [N] | load [EPISODES STEPS] | step` (cwd: the repository; needs Chromium).
+"""The web world at work: `python experiments/web.py screenshots | solve [N] | load [EPISODES STEPS] | step | navigate FOLDER` (cwd: the repository; needs Chromium).
 
 screenshots: docs/web_*.png. solve: N items of the held-out set (default 100) by their plans. load: EPISODES at once (default 32), a random
 valid action each, STEPS each (default 100): steps a second, memory, and whether an episode saw another's mark; the browser is killed by
 its process id in the middle with `kill` as the last word. step: how long a step and a reset take, one episode alone.
+navigate: item sets of the easiest tasks, those done by one click, for train.py's --data FOLDER.
 """
 
+import json
 import os
 import random
 import statistics
@@ -18,6 +20,18 @@ from envs import EnvError, items, make_env, split_item  # noqa: E402
 from worlds.websites import browser, tasks  # noqa: E402
 
 SHOTS = {"shop": "/category/kitchen", "forum": "/f/books?sort=top", "code": "{}/-/issues?state=open", "admin": "/"}
+
+
+def navigate(folder):
+    tasks.load()
+    easy = [n for n, t in enumerate(tasks.TEMPLATES) if t.kind == "navigate" and all(len(tasks.make(n + len(tasks.TEMPLATES) * s)[1]) == 1 for s in range(9))]
+    for path, seeds in (("AgentItemId/webarena_train.json", range(100)), ("AgentEval/webarena/webarena_test.json", range(1000, 1030)),
+                        *((f"AgentEval/webarena/{site}.json", range(1000, 1030)) for site in tasks.PLACE)):
+        file = Path(folder) / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        numbers = [n + len(tasks.TEMPLATES) * s for s in seeds for n in easy if file.stem in (tasks.TEMPLATES[n].site, "webarena_train", "webarena_test")]
+        file.write_text(json.dumps([{"item_id": f"webarena_{n}"} for n in numbers], indent=0) + "\n")
+    print("\n".join(f"{tasks.TEMPLATES[n].site:6} {tasks.TEMPLATES[n].sentence}" for n in easy))
 
 
 def memory():
@@ -145,4 +159,5 @@ def load(episodes=32, steps=100, kill=False):
 
 if __name__ == "__main__":
     what, *numbers = sys.argv[1:] or ["step"]
-    {"screenshots": screenshots, "solve": solve, "step": step, "load": load}[what](*(n == "kill" or int(n) for n in numbers))
+    {"screenshots": screenshots, "solve": solve, "step": step, "load": load, "navigate": navigate}[what](
+        *(n == "kill" or (int(n) if n.isdecimal() else n) for n in numbers))

@@ -66,7 +66,7 @@ def test_every_command_of_the_readme_is_one():
     import config
     import eval as evaluation
     seen = 0
-    for command in readme.commands((ROOT / "README.md").read_text()):
+    for command in readme.commands(readme.pages(ROOT)):
         for name, cfg in (("train.py", config.Config), ("eval.py", evaluation.Config)):
             if name in command:
                 words = shlex.split(command.split(name, 1)[1].split("&&")[0], comments=True)

@@ -1,9 +1,10 @@
 import doctest
+import json
 
 import pytest
 
 import schedule
-from schedule import TINY, UPSTREAM, horizon_at, parse_rounds
+from schedule import TINY, UPSTREAM, adaptive_horizon, adaptive_start, horizon_at, parse_rounds
 
 
 def test_the_documented_examples_hold():
@@ -55,6 +56,38 @@ def test_bad_schedules_are_refused_in_one_line(kw, says):
     with pytest.raises(ValueError, match=says) as e:
         horizon_at(**{"step": 0, **kw})
     assert "\n" not in str(e.value)
+
+
+def walk(success, truncated=0.5, rounds=(2, 4, 8), window=2):
+    horizons, state = [], adaptive_start(rounds, window)
+    for value in success:
+        horizon, state = adaptive_horizon(state, {"success": value, "truncated": truncated, "loss": 1.0})
+        horizons.append(horizon)
+    return horizons
+
+
+def test_the_adaptive_horizon_grows_when_success_levels_off_and_only_then():
+    assert walk([0.1 * n for n in range(10)]) == [2] * 10
+    assert walk([0.3] * 9) == [2, 2, 2, 4, 4, 4, 4, 8, 8]  # two means of two steps each at every stage
+    assert walk([0.3] * 9, truncated=0.05) == [2] * 9  # nothing is gained by more turns
+
+
+def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
+    assert walk([0.4] * 4 + [0.4, 0.1, 0.1] + [0.1] * 3, truncated=0.5) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
+    assert walk([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5  # there is nothing shorter
+    assert min(walk([0.4] * 4 + [0.05] * 30, rounds=(2, 4, 8, 16))[20:]) >= 4  # what it fell to is the measure from then on
+
+
+def test_the_adaptive_state_is_plain_and_is_not_changed():
+    state = adaptive_start((2, 4), 1)
+    before = json.dumps(state)
+    _, after = adaptive_horizon(state, {"success": 0.1 + 0.2, "truncated": 1 / 3})
+    assert json.dumps(state) == before and json.loads(json.dumps(after)) == after
+    for bad in ((), (0,), (2.0,)):
+        with pytest.raises(ValueError, match="one or more positive"):
+            adaptive_start(bad)
+    with pytest.raises(ValueError, match=">= 1"):
+        adaptive_start((2,), 0)
 
 
 def test_presets_are_usable():

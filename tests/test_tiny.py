@@ -11,6 +11,7 @@ from conftest import ROOT
 import envs
 import rl
 from rollout import EnvPool, rollout
+from worlds import webarena
 
 sys.path.insert(0, str(ROOT / "data"))
 import make_tiny  # noqa: E402
@@ -34,6 +35,18 @@ def random_policy(name, items, episodes):
             scores.append(step.score)
     env.close()
     return np.array(scores).reshape(len(items), episodes).mean(1)
+
+
+def test_the_web_policy_acts_on_what_the_window_shows():
+    page = ("OBSERVATION:\nTab 0 (current): Shop\n\n[1] RootWebArea 'Shop' focused: True\n\t[2] link 'My orders'\n\t[3] searchbox 'Find'\n"
+            "\t[4] StaticText 'Hello.'\nURL: http://shop.localhost/\nOBJECTIVE: Show my orders.\nPREVIOUS ACTION: None")
+    policy = make_tiny.on_page(page)
+    assert list(policy) == ["My orders", "Find", "Hello.", "nothing"]
+    assert abs(sum(p for p, _ in policy.values()) - 1) < 1e-9
+    assert all(abs(sum(actions.values()) - 1) < 1e-9 for _, actions in policy.values())
+    assert policy["My orders"][1] == {"```click [2]```": 0.95, "```stop [My orders]```": 0.05}
+    assert "```type [3] [Show my] [1]```" in policy["Find"][1] and policy["Hello."][1] == {"```stop [Hello.]```": 1.0}
+    assert all(webarena.parse(action) for _, actions in policy.values() for action in actions)
 
 
 def test_ordinary_files_of_a_few_megabytes():

@@ -17,6 +17,7 @@ from conftest import ROOT
 
 import agent
 import train
+from schedule import adaptive_horizon, adaptive_start
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3", "--horizon_steps", "2", "--steps", "3",
          "--max_tokens", "8"]
@@ -77,6 +78,20 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
         assert (out / name).read_bytes() == (reference / name).read_bytes()
     again = run(*args, "--resume")
     assert again.returncode == 0 and "finished" in again.stdout and len(again.stdout.splitlines()) == 1
+
+
+def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
+    args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8", "--save_every", "5"]
+    done = run("--out", str(tmp_path / "a"), *args)
+    assert done.returncode == 0, done.stderr
+    state, rows = adaptive_start((2, 3, 4), window=2), metrics(tmp_path / "a")
+    for row in rows:
+        assert row["horizon"] == (2, 3, 4)[state["stage"]]
+        _, state = adaptive_horizon(state, row)
+    assert rows[-1]["horizon"] > 2
+    shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("final", "step_000008"))
+    done = run("--out", str(tmp_path / "b"), *args, "--resume")
+    assert done.returncode == 0 and metrics(tmp_path / "b") == rows, done.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ import pytest
 import requests
 from conftest import ROOT
 
+import eval as evaluation
+from config import parse_config
 from envs import EnvError, categories, items, make_env, split_item
+from rl import TINY
 from rollout import EnvPool, rollout
 from worlds import webarena
 from worlds.websites import evaluate, tasks, tree
@@ -511,6 +515,19 @@ def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
 
 
 @browser
+def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path):
+    assert parse_config(["--env", "webarena"]).env_args == "webarena.height=240"
+    assert parse_config(["--env", "babyai,webarena"]).env_args == "webarena.height=240"
+    assert parse_config(["--env", "webarena", "--env_args", ""]).env_args == ""
+    assert parse_config(["--env", "babyai"]).env_args == ""
+    assert parse_config(["--env", "webarena", "--model", str(TINY)]).env_args == ""
+    assert evaluation.parse_config(["--env", "webarena"]).env_args == "webarena.height=240"
+    run = tmp_path / "run"  # an agent that was trained in another world
+    shutil.copytree(TINY, run / "final")
+    (run / "config.json").write_text(json.dumps({"env": "babyai", "algo": "grpo", "model": "tiny", "env_args": "", "horizon": "3,4"}))
+    assert evaluation.parse_config(["--env", "webarena", "--model", str(run / "final")]).env_args == "webarena.height=240"
+
+
 def test_a_person_is_told_where_the_sites_are():
     done = subprocess.Popen([sys.executable, "envs.py", "play", "--env", "webarena", "--item", "0"], cwd=ROOT, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, text=True)
