@@ -1,0 +1,214 @@
+"""Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon.
+
+A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
+reached on held-out items, its command, commit and model. What is there is not run again, what was cut short goes on where it was, so a
+study may take days. --dry lists what is missing and how long it will take; --draw makes docs/study_NAME.png and the table from the files alone, as
+every other call does in the end. Two runs at a time by default, one thread each.
+
+algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and TextCraft, three seeds.
+horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon, five seeds. All get the same number of environment turns
+(TURNS), are evaluated at the longest horizon, and are compared with ScalingInter seed by seed: a difference counts if the 95 % interval of the
+paired differences (Student's t) leaves out 0.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from schedule import TINY  # noqa: E402
+
+TURNS = {"babyai": 25_000, "textcraft": 40_000}  # of the environments, in all of a run of the study "horizon"
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
+KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
+
+
+class Run(NamedTuple):
+    world: str
+    label: str  # what is compared: an algorithm, a schedule; "base": the model before training
+    seed: int
+    flags: tuple = ()
+    turns: int = 0  # of the environments, after which training ends; 0: after the default number of steps
+
+    @property
+    def name(self):
+        return f"{self.world}_{self.label}_s{self.seed}"
+
+
+def runs(study):
+    found = []
+    for world in ("babyai", "textcraft"):
+        found.append(Run(world, "base", 0))
+        if study == "algorithms":
+            found += [Run(world, algo, seed, ("--algo", algo)) for seed in range(3) for algo in ("grpo", "ppo", "rloo", "reinforce_pp")]
+        else:
+            rounds = TINY[world].rounds
+            fixed = lambda n: ("--horizon_schedule", "fixed", "--horizon", str(n))  # noqa: E731
+            kinds = {"scaling": (), "short": fixed(rounds[0]), "long": fixed(rounds[-1]), "adaptive": ("--horizon_schedule", "adaptive")}
+            found += [Run(world, label, seed, flags, TURNS[world]) for seed in range(5) for label, flags in kinds.items()]
+    return found
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def call(*command):
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr[-2000:]}")
+
+
+def played(rows):
+    return sum(row["turns"] * row["trajectories"] for row in rows)
+
+
+def train(run, out):
+    """-> the rows of metrics. By a number of turns: in pieces, the next as long as the last one's turns a step let expect."""
+    command, rows, steps = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out, *run.flags], read(out / "metrics.jsonl"), 10
+    if not run.turns:
+        call(*command, *["--resume"] * out.exists())
+        return read(out / "metrics.jsonl")
+    while True:
+        if rows:
+            left = (run.turns - played(rows)) / (played(rows[-5:]) / len(rows[-5:]))
+            if left < 0.5:
+                return rows
+            steps = len(rows) + max(1, round(left))
+        call(*command, "--steps", steps, *["--resume"] * out.exists())
+        rows = read(out / "metrics.jsonl")
+
+
+def do(study, run):
+    """Train and evaluate; the run's file gets its name when it is complete."""
+    out, path = ROOT / "runs/study" / study / run.name, results(study, run)
+    rows = [] if run.label == "base" else train(run, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = path.with_suffix(".result")
+    horizon = TINY[run.world].eval_rounds
+    model = "tiny" if run.label == "base" else out / "final"
+    call("eval.py", "--env", run.world, "--model", model, "--samples", 2, "--horizon", horizon, "--out", result)
+    found = json.loads(result.read_text())
+    result.unlink()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    last = {"success": found["success"], "ci95": found["ci95"]["success"], "turns": found["turns"], "valid_actions": found["valid_actions"],
+            "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": horizon,
+            "command": f"python train.py --env {run.world} --seed {run.seed} {' '.join(run.flags)}".strip(), "commit": commit,
+            "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
+            "seconds": round(sum(r["seconds_rollout"] + r["seconds_update"] for r in rows)), "environment_turns": round(played(rows))}
+    lines = [{k: round(row[k], 5) for k in KEPT} | {"seconds": round(row["seconds_rollout"] + row["seconds_update"], 2)} for row in rows]
+    path.with_suffix(".partial").write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
+    path.with_suffix(".partial").rename(path)
+    shutil.rmtree(out / "trajectories", ignore_errors=True)
+
+
+def sha256(path):
+    import hashlib
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def results(study, run):
+    return ROOT / f"experiments/results/{study}/{run.name}.jsonl"
+
+
+def paired(a, b):
+    """Mean of a - b over the pairs, and half the width of its 95 % interval."""
+    differences = [x - y for x, y in zip(a, b)]
+    half = STUDENT[len(differences)] * statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
+    return statistics.mean(differences), half
+
+
+def table(study):
+    lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions |"
+             + (" difference to scaling, 95 % |" if study == "horizon" else ""), "|---" * (10 if study == "horizon" else 9) + "|"]
+    for world in TURNS:
+        ends = {}  # label -> seed -> (rows, the last line)
+        for run in runs(study):
+            if run.world == world and (rows := read(results(study, run))):
+                ends.setdefault(run.label, {})[run.seed] = rows[:-1], rows[-1]
+        for label, by_seed in ends.items():
+            last = [end for _, end in by_seed.values()]
+            success = [end["success"] for end in last]
+            mean = lambda key: statistics.mean(end[key] for end in last)  # noqa: E731
+            spread = f" ± {statistics.stdev(success):.3f}" if len(success) > 1 else f" [{last[0]['ci95'][0]:.3f}, {last[0]['ci95'][1]:.3f}]"
+            line = (f"| {world} | {label} | {len(last)} | {statistics.mean(len(rows) for rows, _ in by_seed.values()):.0f} | {mean('environment_turns'):.0f} | "
+                    f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} |")
+            if study == "horizon":
+                seeds = sorted(by_seed.keys() & ends.get("scaling", {}).keys())
+                line += " |"
+                if label not in ("base", "scaling") and len(seeds) > 1:
+                    d, half = paired([by_seed[s][1]["success"] for s in seeds], [ends["scaling"][s][1]["success"] for s in seeds])
+                    line = line[:-1] + f"{d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} |"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def draw(study):
+    """Success in training over environment turns and over minutes: mean and standard deviation over the seeds."""
+    figure, axes = plt.subplots(len(TURNS), 3 if study == "horizon" else 2, figsize=(15 if study == "horizon" else 10, 3.6 * len(TURNS)), layout="constrained")
+    for world, line in zip(TURNS, axes):
+        by_label = {}
+        for run in runs(study):
+            if run.world == world and len(rows := read(results(study, run))) > 1:
+                by_label.setdefault(run.label, []).append(rows[:-1])
+        views = [("environment turns", lambda r: r["turns"] * r["trajectories"], "success"), ("minutes", lambda r: r["seconds"] / 60, "success"),
+                 ("environment turns", lambda r: r["turns"] * r["trajectories"], "horizon")]
+        for (unit, cost, what), ax in zip(views, line):
+            for number, (label, seeds) in enumerate(by_label.items()):
+                costs = [np.cumsum([cost(r) for r in rows]) for rows in seeds]
+                grid = np.linspace(0, min(c[-1] for c in costs), 100)
+                smooth = [np.convolve(np.pad([r[what] for r in rows], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
+                values = np.array([np.interp(grid, c, s) for c, s in zip(costs, smooth)])
+                ax.plot(grid, values.mean(0), label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
+                ax.fill_between(grid, values.mean(0) - values.std(0), values.mean(0) + values.std(0), alpha=0.15, color=f"C{number}", lw=0)
+            ax.set_xlabel(unit)
+            ax.set_title(f"{world}: {what}{' in training' if what == 'success' else ''}")
+            if by_label:
+                ax.legend(fontsize=8)
+    path = ROOT / f"docs/study_{study}.png"
+    figure.savefig(path, dpi=110)
+    print(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["algorithms", "horizon"])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--only", default="", help="runs whose name holds this text: babyai, ppo, _s0")
+    parser.add_argument("--dry", action="store_true", help="say what is missing and how long it will take")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    missing = [run for run in runs(args.study) if args.only in run.name and not results(args.study, run).exists()]
+    known = {}  # world -> minutes of the runs that are there
+    for run in runs(args.study):
+        if run.label != "base" and (rows := read(results(args.study, run))):
+            known.setdefault(run.world, []).append(rows[-1]["seconds"] / 60)
+    minutes = sum(1 if run.label == "base" else 1 + statistics.mean(known.get(run.world, [4])) for run in missing) / args.jobs
+    print(f"{len(missing)} of {len(runs(args.study))} runs are missing: about {minutes:.0f} minutes, {args.jobs} at a time")
+    if args.dry:
+        print("\n".join(run.name for run in missing))
+        return
+    if not args.draw and missing:
+        with ThreadPoolExecutor(args.jobs) as threads:
+            list(tqdm(threads.map(lambda run: do(args.study, run), missing), total=len(missing), unit="run"))
+    draw(args.study)
+    print(table(args.study))
+
+
+if __name__ == "__main__":
+    main()
