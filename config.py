@@ -34,7 +34,7 @@ REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr
 WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0),  # few groups succeed: a penalty would be most of what they teach
               "sciworld": dict(steps=40), "searchqa": dict(action_format="tags", steps=300),
               # a browser's window a slot, and a low one: short pages
-              "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32, env_args="webarena.height=240")}
+              "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32, max_length=12288, env_args="webarena.height=240")}
 WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),
               "sciworld": dict(items_per_step=16, rollouts_per_item=8, max_tokens=200), "searchqa": dict(action_format="tags"),
               "webarena": dict(action_format="backticks", max_length=16384)}
@@ -64,7 +64,7 @@ class Config:
     minibatches: int | None = arg(None, "optimizer steps an epoch")
     epochs: int = arg(1, "passes over a step's trajectories")
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30'")
-    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: it looks at means over a sixth of it")
+    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: it compares means over a third of it")
     horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends when success levels off)")
     max_tokens: int | None = arg(None, "largest reply, tokens")
     max_length: int | None = arg(None, "largest trajectory, tokens")
@@ -148,6 +148,17 @@ def mixture(env: str) -> dict[str, float]:
     return found
 
 
+def merged(env_args: str | None, *defaults: str) -> str:
+    """--env_args, before it the defaults that it does not name.
+
+    >>> merged("searchqa.topk=5", "webarena.height=240"), merged("webarena.height=720", "webarena.height=240"), merged(None, "", "")
+    ('webarena.height=240 searchqa.topk=5', 'webarena.height=720', '')
+    """
+    given = (env_args or "").split()
+    named = {part.split("=")[0] for part in given}
+    return " ".join([part for default in defaults for part in default.split() if part.split("=")[0] not in named] + given)
+
+
 def presets(model: str, world: str) -> dict:
     """What flags left at None become for this model ('tiny' or any other) and this world."""
     horizons, table, own = (schedule.TINY, TINY, WORLD_TINY) if model == "tiny" else (schedule.UPSTREAM, REAL, WORLD_REAL)
@@ -177,8 +188,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
                                                for name in LIMITS} for world, weight in weights.items()}
     for name in LIMITS:  # of a mixture the largest, to be read; the worlds' own count
         setattr(cfg, name, max(own[name] for own in cfg.worlds.values()))
-    if cfg.env_args is None:
-        cfg.env_args = " ".join(d["env_args"] for w, d in default.items() if d["env_args"] and not servers(cfg.env_url, weights)[w])
+    cfg.env_args = merged(cfg.env_args, *(d["env_args"] for w, d in default.items() if not servers(cfg.env_url, weights)[w]))
     own_form = ("searchqa", "webarena")  # what a reply looks like there is the world's, whatever the flag says
     if cfg.action_format is None and len(weights) > 1:
         cfg.action_format = next((default[w]["action_format"] for w in weights if w not in own_form), None)
@@ -233,8 +243,7 @@ def check(cfg: Config) -> None:
         raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
     for world, count in items_of_a_step(cfg).items():
         rounds, every = schedule.parse_rounds(cfg.horizon, world), cfg.worlds[world]["horizon_steps"]
-        if cfg.horizon_schedule != "adaptive":
-            schedule.horizon_at(0, rounds, every, cfg.horizon_schedule)
+        schedule.horizon_at(0, rounds, every, "scaling_inter" if cfg.horizon_schedule == "adaptive" else cfg.horizon_schedule)
         items = worlds.items(world, "train", cfg.data or None)
         for item in items:
             if worlds.split_item(item)[0] != world:

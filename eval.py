@@ -22,7 +22,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from config import Parser, arg, presets, servers  # before torch: it says how idle threads wait
+from config import Parser, arg, merged, presets, servers  # before torch: it says how idle threads wait
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -96,9 +96,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
     tiny = "tiny" in (cfg.model, run.get("model"))
     default = presets("tiny" if tiny else cfg.model, cfg.env) | {"data": "", "plan": False, "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})  # in a mixture each world has its own limits
-    if cfg.env not in trained_on:
-        own.pop("env_args", None)
-        default["env_args"] = default["env_args"] if not cfg.env_url else ""
+    mine = "" if cfg.env_url else default["env_args"]  # of this world; a run's are those of the worlds it was trained in
+    if cfg.env_args is None and (cfg.env not in trained_on or own.get("env_args") == default["env_args"]):
+        own["env_args"] = mine
+    cfg.env_args = cfg.env_args and merged(cfg.env_args, mine)
     for name in ("data", "max_tokens", "max_length", "action_format", "plan", "reflect", "env_args", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))

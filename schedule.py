@@ -2,7 +2,8 @@
 
 ScalingInter-RL (arXiv 2509.08755) starts with few turns, where the policy learns to use what it knows, and raises
 the limit in stages, so that it learns to explore before long episodes can collapse. As nothing is remembered
-between calls, a resumed run has the same horizon at step t as one that was never interrupted.
+between calls, a resumed run has the same horizon at step t as one that was never interrupted. `adaptive_horizon` is pure,
+too: what it remembers is a state that is handed in and out, and kept in the checkpoints.
 
     >>> [horizon_at(step, rounds=(6, 13, 20), every=100) for step in (0, 99, 100, 200, 10_000)]
     [6, 6, 13, 20, 20]

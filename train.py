@@ -137,7 +137,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
     counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
     items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
     rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
-    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 6))
+    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 3))
                 for w in counts if cfg.horizon_schedule == "adaptive"}  # world -> its state
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
     most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank
@@ -205,7 +205,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
                "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds, "memory_gb": memory_gb(device)}
         for w in counts:
             own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
-            if adaptive:
+            if adaptive and own["env_error"] < 1:
                 _, adaptive[w] = schedule.adaptive_horizon(adaptive[w], own)
             row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
                                                           "env_error", "zero_gradient_groups") if len(counts) > 1}

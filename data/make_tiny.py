@@ -34,7 +34,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from agent import Chat, instructions  # noqa: E402
 from config import presets  # noqa: E402
-from envs import env_options, items, make_env, split_item  # noqa: E402
+from envs import EnvError, env_options, items, make_env, split_item  # noqa: E402
 from worlds import almanac  # noqa: E402
 from worlds.textcraft import crafting_tree  # noqa: E402
 
@@ -341,6 +341,7 @@ def science(actions, read):
 LOOK = {"babyai": 0.65, "textcraft": 0.03, "sciworld": 0.2, "webarena": 0.45}
 
 
+TEMPLATES = 76  # of WebArena's tasks
 SINGLE_ROOM = [0, 1, 2, 3, 4, 8, 9, 10, 13, 18, 19, 29]  # the levels whose mission stays in one room: four fifths of BabyAI's share
 
 
@@ -356,8 +357,8 @@ def task(observation):
 
 def conversations(count, seed, worlds=("babyai", "textcraft")):
     """`count` conversations as (first message, [(observation, reply, levels), ...]), a tenth of them exercises.
-    Items: BabyAI's and TextCraft's from seeds of 100,000 on, which no item set uses, and none whose `task` is held out;
-    SciWorld's are the package's training variations (those held out are of its test variations), SearchQA's of worlds 10 to 17."""
+    Items: BabyAI's and TextCraft's from seeds of 100,000 on, which no item set uses, and none whose `task` is held out; SciWorld's are
+    the package's training variations (those held out are of its test variations), SearchQA's of worlds 10 to 17, WebArena's of seeds 500 to 899."""
     rng, words = random.Random(seed), vocabulary()
     envs = {name: world(name) for name in worlds}
     held = {task(envs[name].reset(split_item(i)[1])) for name in worlds if name in ("babyai", "textcraft") for i in items(name, "test")}
@@ -370,7 +371,7 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
         if name == "searchqa":
             return rng.randrange(10 * almanac.QUESTIONS, 18 * almanac.QUESTIONS)
         if name == "webarena":
-            return 76 * 500 + rng.randrange(76 * 400)  # no item set's: theirs have seeds 0 to 23 and from 1000 on
+            return TEMPLATES * 500 + rng.randrange(TEMPLATES * 400)  # no item set's: theirs have seeds below 100 and from 1000 on
         return 544 * 100_000 + rng.randrange(544 * 10**6) if name == "textcraft" else rng.choice(science)
 
     for _ in tqdm(range(count), desc="playing", leave=False):
@@ -379,9 +380,13 @@ def conversations(count, seed, worlds=("babyai", "textcraft")):
             yield rng.choice(["Answer the questions.", "Let us practise.", "Some questions for you."]), questions
             continue
         name = rng.choices(list(worlds), [SHARES[w][0] for w in worlds])[0]
-        while task(envs[name].reset(item := draw_item(name))) in held:
-            pass
-        yield from [play(envs[name], name, item, rng, rng.choice(SHARES[name][1]))] * TIMES.get(name, 1)
+        item = draw_item(name)
+        while name in ("babyai", "textcraft") and task(envs[name].reset(item)) in held:
+            item = draw_item(name)
+        try:
+            yield from [play(envs[name], name, item, rng, rng.choice(SHARES[name][1]))] * TIMES.get(name, 1)
+        except EnvError as e:  # a browser or a JVM that died: the world makes itself anew
+            tqdm.write(f"{name} {item}: {e}")
     for env in envs.values():
         env.close()
 

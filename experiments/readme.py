@@ -20,6 +20,7 @@ NOT_HERE = {  # what a command mentions -> why it is not run
     r"envs.py serve": "serves until it is stopped",
     r"envs.py play": "waits for a person",
     r"bench.py rollout|bench.py update|kill.py|load.py|sciworld_tasks|experiments/gpu": "a measurement of minutes on a quiet machine: by hand",
+    r"study.py|test_time.py": "hours",
 }
 QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}
 

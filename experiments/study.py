@@ -2,8 +2,9 @@
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
 reached on held-out items, its command, commit and model. What is there is not run again, what was cut short goes on where it was, so a
-study may take days. --dry lists what is missing and how long it will take; --draw makes docs/study_NAME.png and the table from the files alone, as
-every other call does in the end. Two runs at a time by default, one thread each.
+study may take days. A run that train.py stops (a collapse: --min_entropy, --max_kl) is evaluated at its last checkpoint, and counted.
+--dry lists what is missing and how long it will take; --draw makes docs/study_NAME.png and the table from the files alone, as every other
+call does in the end. Two runs at a time by default, one thread each.
 
 algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and TextCraft, three seeds.
 horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon, five seeds. All get the same number of environment turns
@@ -12,6 +13,8 @@ paired differences (Student's t) leaves out 0.
 """
 
 import argparse
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -31,7 +34,7 @@ from tqdm import tqdm  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from schedule import TINY  # noqa: E402
+from schedule import TINY, horizon_at  # noqa: E402
 
 TURNS = {"babyai": 25_000, "textcraft": 40_000}  # of the environments, in all of a run of the study "horizon"
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
@@ -79,37 +82,51 @@ def played(rows):
 
 
 def train(run, out):
-    """-> the rows of metrics. By a number of turns: in pieces, the next as long as the last one's turns a step let expect."""
-    command, rows, steps = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out, *run.flags], read(out / "metrics.jsonl"), 10
+    """-> the rows of metrics. By a number of turns: in pieces, each so short that it cannot have too many (half a step's at most)."""
+    command = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out, "--save_every", 10, *run.flags]
     if not run.turns:
         call(*command, *["--resume"] * out.exists())
         return read(out / "metrics.jsonl")
     while True:
-        if rows:
-            left = (run.turns - played(rows)) / (played(rows[-5:]) / len(rows[-5:]))
-            if left < 0.5:
-                return rows
-            steps = len(rows) + max(1, round(left))
+        rows = read(out / "metrics.jsonl") if (out / "final").exists() else []  # else it was cut short, and goes on
+        steps, left, size = len(rows), run.turns - played(rows), rows[-1]["trajectories"] if rows else 128
+        if rows and left < played(rows[-1:]) / 2:
+            return rows
+        while (left := left - size * longest(run, steps)) >= 0 or steps == len(rows):  # one more step cannot have too many turns
+            steps += 1
         call(*command, "--steps", steps, *["--resume"] * out.exists())
-        rows = read(out / "metrics.jsonl")
+
+
+def longest(run, step):
+    """The largest number of turns that a trajectory can have at this step."""
+    preset = TINY[run.world]
+    if run.label in ("short", "long"):
+        return int(run.flags[-1])
+    return horizon_at(step, preset.rounds, preset.every) if run.label == "scaling" else preset.rounds[-1]
 
 
 def do(study, run):
     """Train and evaluate; the run's file gets its name when it is complete."""
     out, path = ROOT / "runs/study" / study / run.name, results(study, run)
-    rows = [] if run.label == "base" else train(run, out)
+    rows, stopped = [], ""
+    try:
+        rows = train(run, out) if run.label != "base" else []
+    except RuntimeError as e:
+        if "stopped at step" not in str(e):
+            raise
+        rows, stopped = read(out / "metrics.jsonl"), str(e).strip().splitlines()[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
     result = path.with_suffix(".result")
     horizon = TINY[run.world].eval_rounds
-    model = "tiny" if run.label == "base" else out / "final"
+    model = "tiny" if not rows else out / "final" if not stopped else max(out.glob("checkpoints/step_*"), default="tiny")
     call("eval.py", "--env", run.world, "--model", model, "--samples", 2, "--horizon", horizon, "--out", result)
     found = json.loads(result.read_text())
     result.unlink()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     last = {"success": found["success"], "ci95": found["ci95"]["success"], "turns": found["turns"], "valid_actions": found["valid_actions"],
             "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": horizon,
-            "command": f"python train.py --env {run.world} --seed {run.seed} {' '.join(run.flags)}".strip(), "commit": commit,
-            "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
+            "command": f"python train.py --env {run.world} --seed {run.seed} --steps {len(rows)} {' '.join(run.flags)}" if rows else "", "commit": commit,
+            "stopped": stopped, "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
             "seconds": round(sum(r["seconds_rollout"] + r["seconds_update"] for r in rows)), "environment_turns": round(played(rows))}
     lines = [{k: round(row[k], 5) for k in KEPT} | {"seconds": round(row["seconds_rollout"] + row["seconds_update"], 2)} for row in rows]
     path.with_suffix(".partial").write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
@@ -118,7 +135,6 @@ def do(study, run):
 
 
 def sha256(path):
-    import hashlib
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -154,12 +170,13 @@ def table(study):
                 if label not in ("base", "scaling") and len(seeds) > 1:
                     d, half = paired([by_seed[s][1]["success"] for s in seeds], [ends["scaling"][s][1]["success"] for s in seeds])
                     line = line[:-1] + f"{d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} |"
-            lines.append(line)
+            collapsed = sum(bool(end["stopped"]) for end in last)
+            lines.append(line + f" {collapsed} of them collapsed" * bool(collapsed))
     return "\n".join(lines)
 
 
 def draw(study):
-    """Success in training over environment turns and over minutes: mean and standard deviation over the seeds."""
+    """Success in training (at the horizon of the step) over environment turns and over minutes: mean and standard deviation over the seeds."""
     figure, axes = plt.subplots(len(TURNS), 3 if study == "horizon" else 2, figsize=(15 if study == "horizon" else 10, 3.6 * len(TURNS)), layout="constrained")
     for world, line in zip(TURNS, axes):
         by_label = {}
@@ -174,8 +191,9 @@ def draw(study):
                 grid = np.linspace(0, min(c[-1] for c in costs), 100)
                 smooth = [np.convolve(np.pad([r[what] for r in rows], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
                 values = np.array([np.interp(grid, c, s) for c, s in zip(costs, smooth)])
+                spread = values.std(0, ddof=1) if len(seeds) > 1 else 0 * grid
                 ax.plot(grid, values.mean(0), label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
-                ax.fill_between(grid, values.mean(0) - values.std(0), values.mean(0) + values.std(0), alpha=0.15, color=f"C{number}", lw=0)
+                ax.fill_between(grid, values.mean(0) - spread, values.mean(0) + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
             ax.set_title(f"{world}: {what}{' in training' if what == 'success' else ''}")
             if by_label:
@@ -203,11 +221,42 @@ def main():
     if args.dry:
         print("\n".join(run.name for run in missing))
         return
+    failed = []
     if not args.draw and missing:
+        lock = begin(args.study)  # noqa: F841 (held until the end)
+
+        def attempt(run):
+            try:
+                do(args.study, run)
+            except (RuntimeError, OSError, ValueError) as e:
+                failed.append(f"{run.name}: {e}")
+                tqdm.write(failed[-1])
         with ThreadPoolExecutor(args.jobs) as threads:
-            list(tqdm(threads.map(lambda run: do(args.study, run), missing), total=len(missing), unit="run"))
+            list(tqdm(threads.map(attempt, missing), total=len(missing), unit="run"))
     draw(args.study)
     print(table(args.study))
+    if failed:
+        sys.exit(f"study.py: {len(failed)} runs failed")
+
+
+def begin(study):
+    """One study at a time, and of one built-in model. -> an open file"""
+    folder = ROOT / "runs/study" / study
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, base = (folder / "base_sha256").open("a+"), sha256(ROOT / "data/tiny/model.safetensors")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        sys.exit(f"study.py: another one is at work in {folder}")
+    lock.seek(0)
+    others = {lock.read().strip() or base} | {rows[-1]["base_sha256"] for run in runs(study) if (rows := read(results(study, run)))}
+    if others != {base}:
+        sys.exit(f"study.py: {folder} or experiments/results/{study} is of another built-in model: move both away")
+    lock.seek(0)
+    lock.truncate()
+    lock.write(base)
+    lock.flush()
+    return lock
 
 
 if __name__ == "__main__":

@@ -518,7 +518,9 @@ def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
 def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path):
     assert parse_config(["--env", "webarena"]).env_args == "webarena.height=240"
     assert parse_config(["--env", "babyai,webarena"]).env_args == "webarena.height=240"
-    assert parse_config(["--env", "webarena", "--env_args", ""]).env_args == ""
+    assert parse_config(["--env", "webarena", "--env_args", "webarena.height=720"]).env_args == "webarena.height=720"
+    assert parse_config(["--env", "babyai,webarena", "--env_args", "webarena.width=900"]).env_args == "webarena.height=240 webarena.width=900"
+    assert evaluation.parse_config(["--env", "webarena", "--env_args", "webarena.width=900"]).env_args == "webarena.height=240 webarena.width=900"
     assert parse_config(["--env", "babyai"]).env_args == ""
     assert parse_config(["--env", "webarena", "--model", str(TINY)]).env_args == ""
     assert evaluation.parse_config(["--env", "webarena"]).env_args == "webarena.height=240"
