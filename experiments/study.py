@@ -1,4 +1,4 @@
-"""Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon.
+"""Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon, recipe.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
 reached on held-out items, its command, commit and model. What is there is not run again, what was cut short goes on where it was, so a
@@ -10,6 +10,7 @@ algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and Te
 horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon, five seeds. All get the same number of environment turns
 (TURNS), are evaluated at the longest horizon, and are compared with ScalingInter seed by seed: a difference counts if the 95 % interval of the
 paired differences (Student's t) leaves out 0.
+recipe: the default run in BabyAI with one thing changed, two seeds.
 """
 
 import argparse
@@ -41,6 +42,13 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
 
 
+RECIPES = {"default": "", "lr_2e-4": "--lr 2e-4", "lr_8e-4": "--lr 8e-4", "8x16": "--items_per_step 8 --rollouts_per_item 16",
+           "32x4": "--items_per_step 32 --rollouts_per_item 4", "minibatches_1": "--minibatches 1", "minibatches_4": "--minibatches 4",
+           "kl_0.01": "--kl_coef 0.01", "clip_high_0.28": "--clip_high 0.28", "entropy_0.01": "--entropy_coef 0.01", "penalty_0": "--invalid_penalty 0",
+           "penalty_0.2": "--invalid_penalty 0.2", "no_std": "--normalize_std false", "sequence": "--aggregation sequence",
+           "horizon_4": "--horizon_schedule fixed --horizon 4"}
+
+
 class Run(NamedTuple):
     world: str
     label: str  # what is compared: an algorithm, a schedule; "base": the model before training
@@ -55,6 +63,8 @@ class Run(NamedTuple):
 
 def runs(study):
     found = []
+    if study == "recipe":
+        return [Run("babyai", "base", 0)] + [Run("babyai", label, seed, tuple(flags.split())) for seed in range(2) for label, flags in RECIPES.items()]
     for world in ("babyai", "textcraft"):
         found.append(Run(world, "base", 0))
         if study == "algorithms":
@@ -152,7 +162,7 @@ def paired(a, b):
 def table(study):
     lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions |"
              + (" difference to scaling, 95 % |" if study == "horizon" else ""), "|---" * (10 if study == "horizon" else 9) + "|"]
-    for world in TURNS:
+    for world in sorted({run.world for run in runs(study)}):
         ends = {}  # label -> seed -> (rows, the last line)
         for run in runs(study):
             if run.world == world and (rows := read(results(study, run))):
@@ -177,8 +187,9 @@ def table(study):
 
 def draw(study):
     """Success in training (at the horizon of the step) over environment turns and over minutes: mean and standard deviation over the seeds."""
-    figure, axes = plt.subplots(len(TURNS), 3 if study == "horizon" else 2, figsize=(15 if study == "horizon" else 10, 3.6 * len(TURNS)), layout="constrained")
-    for world, line in zip(TURNS, axes):
+    worlds, columns = sorted({run.world for run in runs(study)}), 3 if study == "horizon" else 2
+    figure, axes = plt.subplots(len(worlds), columns, figsize=(5 * columns, 3.6 * len(worlds)), layout="constrained", squeeze=False)
+    for world, line in zip(worlds, axes):
         by_label = {}
         for run in runs(study):
             if run.world == world and len(rows := read(results(study, run))) > 1:
@@ -205,7 +216,7 @@ def draw(study):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "horizon"])
+    parser.add_argument("study", choices=["algorithms", "horizon", "recipe"])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--only", default="", help="runs whose name holds this text: babyai, ppo, _s0")
     parser.add_argument("--dry", action="store_true", help="say what is missing and how long it will take")

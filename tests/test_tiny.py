@@ -1,5 +1,6 @@
 """The built-in model is an honest base: it speaks the interface, and it knows nothing of the tasks."""
 
+import hashlib
 import json
 import random
 import sys
@@ -56,6 +57,11 @@ def test_ordinary_files_of_a_few_megabytes():
     assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in files)
     config = json.loads((rl.TINY / "config.json").read_text())
     assert config["model_type"] == "qwen2" and config["max_position_embeddings"] == 8192
+
+
+def test_it_is_the_one_that_the_results_refer_to():
+    digest = hashlib.sha256((rl.TINY / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in (ROOT / "data/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["babyai", "textcraft", pytest.param("sciworld", marks=[
