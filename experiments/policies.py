@@ -1,4 +1,5 @@
-"""What policies that know nothing reach on held-out items: `python experiments/policies.py WORLD [episodes an item]`.
+"""What policies that know nothing reach on held-out items: `python experiments/policies.py WORLD [episodes an item [horizon [FOLDER]]]`.
+FOLDER: item sets other than those in data/.
 
 uniform: any of the valid actions, where there is a list of them. imitated: the random policy that the built-in model learned its manners from."""
 
@@ -16,9 +17,9 @@ from eval import bootstrap  # noqa: E402
 from make_tiny import draw, random_policy, world  # noqa: E402
 
 
-def main(name, episodes=1):
-    env, horizon, items = world(name), schedule.TINY[name].eval_rounds, envs.items(name, "test")
-    category = envs.categories(name)
+def main(name, episodes=1, horizon=None, data=None):
+    env, horizon, items = world(name), int(horizon or schedule.TINY[name].eval_rounds), envs.items(name, "test", data)
+    category = envs.categories(name, data)
     policies = {"uniform": lambda rng, read: rng.choice(env.valid_actions()),
                 "imitated": lambda rng, read: draw(random_policy(env, name, read), rng)[1]}
     if not hasattr(env, "valid_actions"):  # SearchQA and WebArena: there is no list of them
@@ -43,6 +44,6 @@ def main(name, episodes=1):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3) or sys.argv[1] not in schedule.TINY:
-        sys.exit(f"usage: policies.py {'|'.join(schedule.TINY)} [episodes an item]")
+    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in schedule.TINY:
+        sys.exit(f"usage: policies.py {'|'.join(schedule.TINY)} [episodes an item [horizon [FOLDER]]]")
     main(*sys.argv[1:])
