@@ -48,6 +48,7 @@ class Env:
     prompt = ""  # the instructions, shown once at the start of every conversation
     whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
     stop = ()  # strings that end a reply, and belong to it
+    instant = False  # `step` is a moment of Python and cannot hang: on a CPU it is taken in the rollout's own thread
 
     def reset(self, item: int) -> str:
         raise NotImplementedError

@@ -21,21 +21,30 @@ class Worker:
 
     def _run(self, make):
         while (job := self.inbox.get()) is not None:
-            future, function, args = job
-            try:
-                if self.env is None:
+            if self.env is None:
+                try:
                     self.env = make()
-                future.set_result(function(self.env, *args))
-            except Exception as e:  # handed to whoever waits on the future
-                future.set_exception(e)
-            except BaseException as e:  # a world's sys.exit must not end the run
-                future.set_exception(RuntimeError(repr(e)))
+                except BaseException as e:
+                    job[0].set_exception(e if isinstance(e, Exception) else RuntimeError(repr(e)))
+                    continue
+            self._do(*job)
         if self.env is not None:
             self.env.close()
 
-    def call(self, function: Callable[..., Any], *args: object) -> Future:
-        """function(environment, *args), in the environment's thread."""
+    def _do(self, future, function, args):
+        try:
+            future.set_result(function(self.env, *args))
+        except Exception as e:  # handed to whoever waits on the future
+            future.set_exception(e)
+        except BaseException as e:  # a world's sys.exit must not end the run
+            future.set_exception(RuntimeError(repr(e)))
+
+    def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
+        """function(environment, *args), in the environment's thread; `here`: at once in the caller's, while the other has nothing to do."""
         future = Future()
+        if here:
+            self._do(future, function, args)
+            return future
         self.inbox.put((future, function, args))
         if not self.thread.ident:
             self.thread.start()

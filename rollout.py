@@ -27,7 +27,7 @@ import agent
 from engine import Padded, Ragged, common, sample
 from envs import split_item
 from packing import columns_count
-from parallel import gathered
+from parallel import device_of, gathered
 from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
 
 
@@ -96,8 +96,8 @@ class Episode:
         self.worker = pool.take(t.env)
         self._ask(self._reset)
 
-    def _ask(self, function, *args):
-        self.future, self.until = self.worker.call(function, *args), time.monotonic() + self.how.deadline
+    def _ask(self, function, *args, here=False):
+        self.future, self.until = self.worker.call(function, *args, here=here), time.monotonic() + self.how.deadline
 
     def _reset(self, env):  # these two run in the environment's thread, with all that is text
         first, observation = self.talk.begin(env)
@@ -122,7 +122,8 @@ class Episode:
         closed = token == self.how.chat.end_id
         t.append(self.reply, self.logprobs)
         t.cut_replies += not closed and len(self.reply) >= self.max_tokens
-        self._ask(self._step, self.reply, closed)
+        # Python in another thread would take turns with ours for the interpreter, and each turn costs more than such a step; a GPU works meanwhile
+        self._ask(self._step, self.reply, closed, here=self.how.on_cpu and self.worker.env.instant)
         self.reply, self.logprobs = [], []
         return True
 
@@ -212,7 +213,8 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
     """
     how = SimpleNamespace(chat=agent.Chat(tokenizer), horizon=horizon, max_tokens=max_tokens, max_length=max_length, seed=seed,
-                          invalid_penalty=invalid_penalty, action_format=action_format, plan=plan, reflect=reflect, deadline=deadline)
+                          invalid_penalty=invalid_penalty, action_format=action_format, plan=plan, reflect=reflect, deadline=deadline,
+                          on_cpu=device_of(policy).type == "cpu")
     policy.eval()
     order = [(group, k) for group in range(len(items)) for k in range(samples)]
     fresh = lambda group, k: Trajectory(items[group], split_item(items[group])[0], step, group, k)  # noqa: E731

@@ -63,7 +63,7 @@ class Told(Env):
     prompt = "You are in a room. Say what you do. " + " ".join(WORDS * 3)
 
     def __init__(self, workload):
-        self.workload = workload
+        self.workload, self.instant = workload, workload != "slow"
 
     def reset(self, item):
         self.latencies, self.turn, self.item = law(self.workload, item)[1], 0, item
@@ -188,8 +188,12 @@ def lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
                                  **({"past_key_values": cache} if cached else {}))
             mask = torch.cat([mask, (torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]).long()], 1)
             replies = [row[width:width + n].tolist() for row, n in zip(ids, lengths)]
-            steps = [threads.submit(w.step, tokenizer.decode(r)) for w, r in zip(worlds, replies)]
-            new = [chat.turn(s.result().observation, closed=False) for s in steps]
+            texts = [tokenizer.decode(r) for r in replies]
+            if workload == "slow":
+                steps = [s.result() for s in [threads.submit(w.step, text) for w, text in zip(worlds, texts)]]
+            else:
+                steps = [w.step(text) for w, text in zip(worlds, texts)]
+            new = [chat.turn(s.observation, closed=False) for s in steps]
             for history, reply, observation in zip(histories, replies, new):
                 history += reply + observation * (turn < turns - 1)
         return time.perf_counter() - begin, histories

@@ -185,14 +185,14 @@ class Slow(Env):
 def test_latencies_change_no_bit(tiny, slots):
     """Answers are taken at a fixed point of the decode order, however late they come."""
     played = [rollout(*tiny, EnvPool(make=lambda name: Slow(scale)), [f"slow_{i}" for i in range(6)], 4, samples=2, seed=1,
-                      max_tokens=6, slots=slots) for scale in (0.0, 1.0, 3.0)]
+                      max_tokens=6, slots=slots, action_format="plain") for scale in (0.0, 1.0, 3.0)]
     assert [t.to_json() for t in played[0]] == [t.to_json() for t in played[1]] == [t.to_json() for t in played[2]]
 
 
 def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
     ended, start = {}, time.monotonic()
     played = rollout(*tiny, EnvPool(make=lambda name: Slow(0.0, hang=30)), [f"slow_{i}" for i in range(12)], 3, max_tokens=4, slots=4,
-                     deadline=5, retries=0, arrival=True, progress=lambda t: ended.update({t.item: time.monotonic() - start}))
+                     action_format="plain", deadline=5, retries=0, arrival=True, progress=lambda t: ended.update({t.item: time.monotonic() - start}))
     assert [t.status for t in played] == ["env_error" if i == 7 else "horizon" for i in range(12)]
     assert max(took for item, took in ended.items() if item != "slow_7") < 5 <= ended["slow_7"] < 10
 

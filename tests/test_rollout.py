@@ -1,5 +1,6 @@
 """Tokens are canonical: what is recorded in a rollout is what a fresh forward pass over the same ids says."""
 
+import threading
 import time
 
 import pytest
@@ -210,6 +211,34 @@ def test_hung_environments_share_one_deadline(tiny):
 
 
 # ---- plans, reflections, and replies without an action ----
+
+
+def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_nothing_else_changes(tiny):
+    class Where(Env):
+        prompt = "Say something."
+
+        def __init__(self, instant):
+            self.instant = instant
+
+        def reset(self, item):
+            self.item, self.turns = item, 0
+            return f"Item {item}."
+
+        def step(self, action):
+            self.turns += 1
+            stepped.append(threading.current_thread() is threading.main_thread())
+            if self.item == 3:
+                raise SystemExit("a world must not end the run")
+            return Step(f"You said {action}.", 1.0, 1.0, self.turns == 2, True)
+
+    both = []
+    for instant in (False, True):
+        stepped = []
+        both.append(rollout(*tiny, EnvPool(make=lambda name, instant=instant: Where(instant)), [f"where_{n}" for n in range(5)], 3, samples=2,
+                            max_tokens=5, action_format="plain", retries=0))
+        assert stepped and all(here == instant for here in stepped)
+    assert [t.to_json() for t in both[0]] == [t.to_json() for t in both[1]]
+    assert [t.status for t in both[1]] == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
 
 
 class Doors(Env):

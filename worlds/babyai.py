@@ -54,6 +54,7 @@ DOOR_STATES = ("open", "closed", "locked")
 
 
 class BabyAI(Env):
+    instant = True
     prompt = (
         "You are an agent in a grid of rooms, and you have a goal. Every turn you see what is in front of you and a list "
         "of available actions. You can turn, move forward, go to an object, pick it up, drop it, and open or pass "

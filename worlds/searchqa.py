@@ -129,6 +129,7 @@ class SearchQA(Env):
         if questions:
             self.own = [row for path in questions.split(",") for row in _lines(path, question=str, golden_answers=(str, list))]
         self.remote = Retriever(retriever) if retriever else None
+        self.instant = not retriever
         if corpus:
             self._index(corpus)
         elif not retriever:

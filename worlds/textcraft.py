@@ -202,6 +202,7 @@ def _command(recipe, needs):
 class TextCraft(Env):
     """One game at a time; any number of these, in any threads, share one read-only tree."""
 
+    instant = True
     prompt = (
         "You play a crafting game. You see a list of crafting commands and a goal. Make the goal item.\n"
         "There are three actions:\n"
