@@ -64,8 +64,7 @@ def test_it_is_the_one_that_the_results_refer_to():
     assert digest in (ROOT / "data/README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["babyai", "textcraft", pytest.param("sciworld", marks=[
-    pytest.mark.slow, pytest.mark.xfail(reason="0.83 of its actions are valid on this task since SciWorld got a smaller share: LOG.md, 2026-11-22")])])
+@pytest.mark.parametrize("name", ["babyai", "textcraft", pytest.param("sciworld", marks=pytest.mark.slow)])
 def test_it_acts_validly_and_scores_as_much_as_the_random_policy(tiny, name):
     items = envs.items(name, "test")[::2]
     if name == "sciworld":  # the one task in which it scores, whose items are few
