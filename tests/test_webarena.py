@@ -508,10 +508,13 @@ def test_a_page_that_hangs_is_ended_by_the_watchdog(monkeypatch):
 
 @browser
 def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
-    play = lambda: rollout(*tiny, EnvPool(), ["webarena_76000", "webarena_76017"], 2, samples=2, max_tokens=6, seed=3)  # noqa: E731
+    def play():
+        with EnvPool(options={"webarena": {"height": 240}}) as pool:
+            return rollout(*tiny, pool, [f"webarena_{n}" for n in range(76_000, 76_060, 10)], 2, samples=2, max_tokens=32, seed=3)
     one, two = play(), play()
-    assert [t.status for t in one] == ["horizon"] * 4 and [t.tokens for t in one] == [t.tokens for t in two] and [t.logprobs
-        for t in one] == [t.logprobs for t in two]
+    assert all(t.status in ("done", "horizon") for t in one)
+    assert sum(t.valid_actions for t in one) > 0.75 * sum(t.turns for t in one)
+    assert [t.tokens for t in one] == [t.tokens for t in two] and [t.logprobs for t in one] == [t.logprobs for t in two]
 
 
 @browser
@@ -530,6 +533,7 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path):
     assert evaluation.parse_config(["--env", "webarena", "--model", str(run / "final")]).env_args == "webarena.height=240"
 
 
+@browser
 def test_a_person_is_told_where_the_sites_are():
     done = subprocess.Popen([sys.executable, "envs.py", "play", "--env", "webarena", "--item", "0"], cwd=ROOT, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, text=True)
