@@ -171,7 +171,8 @@ def test_a_jvm_that_hangs_is_given_up_after_its_deadline(monkeypatch):
     os.kill(jvm.process.pid, signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(EnvError, match="JVM is lost"):
-        jvm.call((place.step, "look around"))
+        while time.monotonic() - begin < 15:  # a signal takes a moment to stop all threads: the first call may still be answered
+            jvm.call((place.step, "look around"))
     assert time.monotonic() - begin < 15 and not jvm.alive()
 
 
