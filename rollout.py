@@ -108,6 +108,10 @@ class Episode:
         step = self.talk.reply(env, text)
         return text, step, self.how.chat.turn(step.observation, closed)
 
+    def at_once(self) -> bool:
+        """Whether the answer is taken before the next forward pass; else after it: there is something to do meanwhile."""
+        return self.how.on_cpu and self.worker.env.instant
+
     def ready(self) -> bool:
         return self.future.done() or time.monotonic() >= self.until
 
@@ -123,7 +127,7 @@ class Episode:
         t.append(self.reply, self.logprobs)
         t.cut_replies += not closed and len(self.reply) >= self.max_tokens
         # Python in another thread would take turns with ours for the interpreter, and each turn costs more than such a step; a GPU works meanwhile
-        self._ask(self._step, self.reply, closed, here=self.how.on_cpu and self.worker.env.instant)
+        self._ask(self._step, self.reply, closed, here=self.at_once() and not self.worker.env.remote)
         self.reply, self.logprobs = [], []
         return True
 
@@ -265,9 +269,10 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     return [done[key] for key in order]
 
 
-def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16, most=8192):
-    """The engine's loop; -> number of token positions computed. An answer is taken `delay` steps after it was asked for, and
-    waited for if need be (with `arrival`: when it is there), so that what is forwarded together never hangs on the clock.
+def _play(engine, todo, begin, ended, draw, arrival, gain=16, most=8192):
+    """The engine's loop; -> number of token positions computed. An answer is taken a step after the next (an instant
+    world's: in the next), and waited for if need be (with `arrival`: when it is there), so that what is forwarded together never
+    hangs on the clock.
     No more trajectories start in a step than bring `most` new ids; one waits for another that shares `gain` ids with it."""
     free, ahead, playing = list(range(engine.slots)), [], {}  # ahead: episodes that start next, their resets under way
     thinking = {}  # slot -> the step at which its environment's answer is taken
@@ -313,7 +318,7 @@ def _play(engine, todo, begin, ended, draw, arrival, delay=1, gain=16, most=8192
                 logits = engine.forward(feed)
                 for slot, (token, logprob) in zip(feed, draw(logits, [playing[slot] for slot in feed])):
                     if playing[slot].sampled(token, logprob):
-                        thinking[slot] = now + 1 + delay
+                        thinking[slot] = now + 1 + (not playing[slot].at_once())
 
 
 def _play_in_step(policy, todo, begin, ended, draw, slots):

@@ -213,12 +213,13 @@ def test_hung_environments_share_one_deadline(tiny):
 # ---- plans, reflections, and replies without an action ----
 
 
-def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_nothing_else_changes(tiny):
+def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one_is_played_the_same(tiny):
     class Where(Env):
         prompt = "Say something."
+        instant = True
 
-        def __init__(self, instant):
-            self.instant = instant
+        def __init__(self, remote):
+            self.remote = remote
 
         def reset(self, item):
             self.item, self.turns = item, 0
@@ -232,11 +233,12 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_nothing_else
             return Step(f"You said {action}.", 1.0, 1.0, self.turns == 2, True)
 
     both = []
-    for instant in (False, True):
-        stepped = []
-        both.append(rollout(*tiny, EnvPool(make=lambda name, instant=instant: Where(instant)), [f"where_{n}" for n in range(5)], 3, samples=2,
-                            max_tokens=5, action_format="plain", retries=0))
-        assert stepped and all(here == instant for here in stepped)
+    for remote in (True, False):
+        stepped, stats = [], {}
+        both.append(rollout(*tiny, EnvPool(make=lambda name, remote=remote: Where(remote)), [f"where_{n}" for n in range(5)], 3, samples=2,
+                            max_tokens=5, action_format="plain", retries=0, stats=stats))
+        assert stepped and all(here != remote for here in stepped)
+        assert stats["room"] - stats["busy"] == 9  # ten slots, and the first pass is of one: the others wait for its beginning; none waits later
     assert [t.to_json() for t in both[0]] == [t.to_json() for t in both[1]]
     assert [t.status for t in both[1]] == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
 

@@ -186,7 +186,7 @@ def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
         url = "http://127.0.0.1:9" if fault == "gone" else url
         env = make_env("searchqa", retriever=url)
         env.reset(0)
-        env.remote.timeout = 1.0
+        env.retriever.timeout = 1.0
         with pytest.raises(EnvError):
             env.step("<search>a</search>")
         from worlds import searchqa
@@ -197,7 +197,7 @@ def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
 
         def make(name):
             world = Searching(retriever=url)
-            world.remote.timeout = 1.0
+            world.retriever.timeout = 1.0
             return world
         with EnvPool(make=make) as pool:
             (t,) = rollout(*tiny, pool, ["searchqa_0"], 2, max_tokens=4, retries=0)

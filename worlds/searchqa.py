@@ -120,6 +120,8 @@ class SearchQA(Env):
     hint = ("That was neither a search nor an answer. Write one <search> words </search> to look something up, or one "
             "<answer> a few words </answer> to answer.")
 
+    instant = True
+
     def __init__(self, corpus: str = "", questions: str = "", retriever: str = "", topk: int = 3):
         if not isinstance(topk, int) or topk < 1:
             raise ValueError(f"searchqa: topk must be a number from 1 on, not {topk!r}")
@@ -128,7 +130,7 @@ class SearchQA(Env):
         self.topk, self.corpus, self.own, self.last = topk, corpus, None, None
         if questions:
             self.own = [row for path in questions.split(",") for row in _lines(path, question=str, golden_answers=(str, list))]
-        self.remote = Retriever(retriever) if retriever else None
+        self.retriever = Retriever(retriever) if retriever else None
         self.instant = not retriever
         if corpus:
             self._index(corpus)
@@ -145,12 +147,12 @@ class SearchQA(Env):
             raise ValueError(f"searchqa has items 0 to {'...' if self.own is None else len(self.own) - 1}, not {item!r}")
         if self.own is not None:
             question, answers = self.own[item]
-            self.articles = self.remote or self._index(self.corpus)
+            self.articles = self.retriever or self._index(self.corpus)
         else:
             world, number = divmod(item, almanac.QUESTIONS)
             self.question = almanac.almanac(world).questions[number]
             question, answers = self.question.text, self.question.answers
-            self.articles = self.remote or self._index(self.corpus or world)
+            self.articles = self.retriever or self._index(self.corpus or world)
         self.answers, self.last = {normalise(a) for a in ([answers] if isinstance(answers, str) else answers)}, Step("")
         return f"Question: {question}"
 
