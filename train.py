@@ -137,7 +137,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
     counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
     items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
     rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
-    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 3))
+    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 2))
                 for w in counts if cfg.horizon_schedule == "adaptive"}  # world -> its state
     limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
     most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank

@@ -1,15 +1,18 @@
 """Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon, recipe.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
-reached on held-out items, its command, commit and model. What is there is not run again, what was cut short goes on where it was, so a
-study may take days. A run that train.py stops (a collapse: --min_entropy, --max_kl) is evaluated at its last checkpoint, and counted.
+reached on held-out items, its commands, commit and model. What is there is not run again, what was cut short goes on where it was, so a
+study may take days; it wants a checkout that nobody edits meanwhile (git worktree add). A run that train.py stops (--max_kl, nan) is
+evaluated at its last checkpoint. Two samples of each held-out item (horizon: four).
 --dry lists what is missing and how long it will take; --draw makes docs/study_NAME.png and the table from the files alone, as every other
 call does in the end. Two runs at a time by default, one thread each.
 
 algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and TextCraft, three seeds.
-horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon, five seeds. All get the same number of environment turns
-(TURNS), are evaluated at the longest horizon, and are compared with ScalingInter seed by seed: a difference counts if the 95 % interval of the
-paired differences (Student's t) leaves out 0.
+horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon; TextCraft with eight seeds, BabyAI, whose items can all be
+done within the first stage, as a control with three. All get the same number of environment turns (TURNS), so a short horizon more optimizer
+steps; all are evaluated at the longest horizon, also at a quarter, half and three quarters of the turns (one sample an item), and are compared with
+ScalingInter seed by seed: a difference counts if the 95 % interval of the paired differences (Student's t) leaves out 0. The one that was
+named beforehand: TextCraft, scaling against long. Collapsed is a run that ends with less than half of the best that it had on held-out items.
 recipe: the default run in BabyAI with one thing changed, two seeds.
 """
 
@@ -38,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 from schedule import TINY, horizon_at  # noqa: E402
 
 TURNS = {"babyai": 25_000, "textcraft": 40_000}  # of the environments, in all of a run of the study "horizon"
+SEEDS = {"babyai": 3, "textcraft": 8}  # in that study
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
 KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
 
@@ -71,9 +75,10 @@ def runs(study):
             found += [Run(world, algo, seed, ("--algo", algo)) for seed in range(3) for algo in ("grpo", "ppo", "rloo", "reinforce_pp")]
         else:
             rounds = TINY[world].rounds
+            keep = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")  # nothing but nan and --max_kl stops it; a checkpoint near every turn
             fixed = lambda n: ("--horizon_schedule", "fixed", "--horizon", str(n))  # noqa: E731
-            kinds = {"scaling": (), "short": fixed(rounds[0]), "long": fixed(rounds[-1]), "adaptive": ("--horizon_schedule", "adaptive")}
-            found += [Run(world, label, seed, flags, TURNS[world]) for seed in range(5) for label, flags in kinds.items()]
+            kinds = {"scaling": (), "long": fixed(rounds[-1]), "short": fixed(rounds[0]), "adaptive": ("--horizon_schedule", "adaptive")}
+            found += [Run(world, label, seed, flags + keep, TURNS[world]) for seed in range(SEEDS[world]) for label, flags in kinds.items()]
     return found
 
 
@@ -93,7 +98,7 @@ def played(rows):
 
 def train(run, out):
     """-> the rows of metrics. By a number of turns: in pieces, each so short that it cannot have too many (half a step's at most)."""
-    command = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out, "--save_every", 10, *run.flags]
+    command = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out, *([] if run.turns else ["--save_every", 10]), *run.flags]
     if not run.turns:
         call(*command, *["--resume"] * out.exists())
         return read(out / "metrics.jsonl")
@@ -111,11 +116,11 @@ def longest(run, step):
     """The largest number of turns that a trajectory can have at this step."""
     preset = TINY[run.world]
     if run.label in ("short", "long"):
-        return int(run.flags[-1])
+        return int(run.flags[3])
     return horizon_at(step, preset.rounds, preset.every) if run.label == "scaling" else preset.rounds[-1]
 
 
-def do(study, run):
+def do(study, run, commit):
     """Train and evaluate; the run's file gets its name when it is complete."""
     out, path = ROOT / "runs/study" / study / run.name, results(study, run)
     rows, stopped = [], ""
@@ -126,22 +131,51 @@ def do(study, run):
             raise
         rows, stopped = read(out / "metrics.jsonl"), str(e).strip().splitlines()[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = path.with_suffix(".result")
-    horizon = TINY[run.world].eval_rounds
+    horizon, samples = TINY[run.world].eval_rounds, 4 if study == "horizon" else 2
     model = "tiny" if not rows else out / "final" if not stopped else max(out.glob("checkpoints/step_*"), default="tiny")
-    call("eval.py", "--env", run.world, "--model", model, "--samples", 2, "--horizon", horizon, "--out", result)
-    found = json.loads(result.read_text())
-    result.unlink()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    found, held_out = evaluated(run, model, samples, path), []
+    for part in (0.25, 0.5, 0.75) if run.turns else ():
+        near = {abs(played(rows[:int(p.name[5:])]) - part * run.turns): p for p in out.glob("checkpoints/step_*")}
+        if near:
+            step = int(near[min(near)].name[5:])
+            held_out.append({"turns": round(played(rows[:step])), "seconds": round(seconds(rows[:step])),
+                             "success": evaluated(run, near[min(near)], 1, path)["success"]})
+    train_command = f"OMP_NUM_THREADS=1 python train.py --env {run.world} --seed {run.seed} --steps {len(rows)} {' '.join(run.flags)}"
     last = {"success": found["success"], "ci95": found["ci95"]["success"], "turns": found["turns"], "valid_actions": found["valid_actions"],
             "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": horizon,
-            "command": f"python train.py --env {run.world} --seed {run.seed} --steps {len(rows)} {' '.join(run.flags)}" if rows else "", "commit": commit,
+            "command": train_command if rows else "", "commit": commit,
+            "evaluation": f"OMP_NUM_THREADS=1 python eval.py --env {run.world} --model {Path(model).name} --samples {samples} --horizon {horizon}",
             "stopped": stopped, "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
-            "seconds": round(sum(r["seconds_rollout"] + r["seconds_update"] for r in rows)), "environment_turns": round(played(rows))}
+            "seconds": round(seconds(rows)), "environment_turns": round(played(rows))}
+    if revision() != commit:
+        raise RuntimeError("another commit is checked out than at the beginning")
+    if run.turns:
+        last["held_out"] = [*held_out, {"turns": round(played(rows)), "seconds": round(seconds(rows)), "success": found["success"]}]
     lines = [{k: round(row[k], 5) for k in KEPT} | {"seconds": round(row["seconds_rollout"] + row["seconds_update"], 2)} for row in rows]
     path.with_suffix(".partial").write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
     path.with_suffix(".partial").rename(path)
-    shutil.rmtree(out / "trajectories", ignore_errors=True)
+    for part in ("trajectories", "checkpoints"):
+        shutil.rmtree(out / part, ignore_errors=True)
+
+
+def evaluated(run, model, samples, path):
+    result = path.with_suffix(".result")
+    call("eval.py", "--env", run.world, "--model", model, "--samples", samples, "--horizon", TINY[run.world].eval_rounds, "--out", result)
+    found = json.loads(result.read_text())
+    result.unlink()
+    return found
+
+
+def revision():
+    """The commit that is checked out. Exits where code or items differ from it."""
+    git = lambda *args: subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
+    if changed := git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "data"):
+        sys.exit(f"study.py: this checkout is edited, and results name a commit: commit first, or use a clone\n{changed}")
+    return git("rev-parse", "--short", "HEAD")
+
+
+def seconds(rows):
+    return sum(row["seconds_rollout"] + row["seconds_update"] for row in rows)
 
 
 def sha256(path):
@@ -160,8 +194,8 @@ def paired(a, b):
 
 
 def table(study):
-    lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions |"
-             + (" difference to scaling, 95 % |" if study == "horizon" else ""), "|---" * (10 if study == "horizon" else 9) + "|"]
+    lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions | success in training, mean of all steps |"
+             + (" collapsed | difference to scaling, 95 % |" if study == "horizon" else ""), "|---" * (12 if study == "horizon" else 10) + "|"]
     for world in sorted({run.world for run in runs(study)}):
         ends = {}  # label -> seed -> (rows, the last line)
         for run in runs(study):
@@ -173,40 +207,54 @@ def table(study):
             mean = lambda key: statistics.mean(end[key] for end in last)  # noqa: E731
             spread = f" ± {statistics.stdev(success):.3f}" if len(success) > 1 else f" [{last[0]['ci95'][0]:.3f}, {last[0]['ci95'][1]:.3f}]"
             line = (f"| {world} | {label} | {len(last)} | {statistics.mean(len(rows) for rows, _ in by_seed.values()):.0f} | {mean('environment_turns'):.0f} | "
-                    f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} |")
+                    f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} | ")
+            trained = [rows for rows, _ in by_seed.values() if rows]
+            line += f"{statistics.mean(statistics.mean(r['success'] for r in rows) for rows in trained):.3f} |" if trained else "|"
             if study == "horizon":
                 seeds = sorted(by_seed.keys() & ends.get("scaling", {}).keys())
-                line += " |"
+                line += f" {sum(map(collapsed, last))} |" if trained else " |"
                 if label not in ("base", "scaling") and len(seeds) > 1:
                     d, half = paired([by_seed[s][1]["success"] for s in seeds], [ends["scaling"][s][1]["success"] for s in seeds])
-                    line = line[:-1] + f"{d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} |"
-            collapsed = sum(bool(end["stopped"]) for end in last)
-            lines.append(line + f" {collapsed} of them collapsed" * bool(collapsed))
+                    line += f" {d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} ({len(seeds)} pairs) |"
+                else:
+                    line += " |"
+            lines.append(line)
     return "\n".join(lines)
 
 
+def collapsed(end):
+    return bool(end["stopped"]) or end["success"] < max(point["success"] for point in end.get("held_out", [end])) / 2
+
+
 def draw(study):
-    """Success in training (at the horizon of the step) over environment turns and over minutes: mean and standard deviation over the seeds."""
-    worlds, columns = sorted({run.world for run in runs(study)}), 3 if study == "horizon" else 2
-    figure, axes = plt.subplots(len(worlds), columns, figsize=(5 * columns, 3.6 * len(worlds)), layout="constrained", squeeze=False)
+    """Mean and standard deviation over the seeds: success in training, at the step's horizon, and what was measured on held-out items on the way."""
+    worlds, columns = sorted({run.world for run in runs(study)}), 4 if study == "horizon" else 2
+    figure, axes = plt.subplots(len(worlds), columns, figsize=(4.6 * columns, 3.6 * len(worlds)), layout="constrained", squeeze=False)
     for world, line in zip(worlds, axes):
         by_label = {}
         for run in runs(study):
             if run.world == world and len(rows := read(results(study, run))) > 1:
-                by_label.setdefault(run.label, []).append(rows[:-1])
-        views = [("environment turns", lambda r: r["turns"] * r["trajectories"], "success"), ("minutes", lambda r: r["seconds"] / 60, "success"),
-                 ("environment turns", lambda r: r["turns"] * r["trajectories"], "horizon")]
+                by_label.setdefault(run.label, []).append(rows)
+        turns, minutes = (lambda r: r["turns"] * r["trajectories"]), (lambda r: r["seconds"] / 60)
+        views = [("environment turns", turns, "success"), ("minutes", minutes, "success"), ("environment turns", turns, "horizon")]
         for (unit, cost, what), ax in zip(views, line):
             for number, (label, seeds) in enumerate(by_label.items()):
-                costs = [np.cumsum([cost(r) for r in rows]) for rows in seeds]
-                grid = np.linspace(0, min(c[-1] for c in costs), 100)
-                smooth = [np.convolve(np.pad([r[what] for r in rows], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
-                values = np.array([np.interp(grid, c, s) for c, s in zip(costs, smooth)])
-                spread = values.std(0, ddof=1) if len(seeds) > 1 else 0 * grid
-                ax.plot(grid, values.mean(0), label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
-                ax.fill_between(grid, values.mean(0) - spread, values.mean(0) + spread, alpha=0.15, color=f"C{number}", lw=0)
+                costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
+                grid = np.linspace(0, max(c[-1] for c in costs), 100)
+                smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
+                values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])  # of the seeds that are still running
+                mean, spread = np.nanmean(values, 0), np.nanstd(values, 0)
+                ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
+                ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
             ax.set_title(f"{world}: {what}{' in training' if what == 'success' else ''}")
+        if study == "horizon":
+            for number, (label, seeds) in enumerate(by_label.items()):
+                points = [[(p["turns"], p["success"]) for p in rows[-1]["held_out"]] for rows in seeds]
+                points = np.array([p for p in points if len(p) == 4])  # one that was stopped early has fewer
+                line[3].errorbar(points[..., 0].mean(0), points[..., 1].mean(0), points[..., 1].std(0), fmt="o-", capsize=3, color=f"C{number}", label=label)
+            line[3].set(xlabel="environment turns", title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
+        for ax in line[:columns]:
             if by_label:
                 ax.legend(fontsize=8)
     path = ROOT / f"docs/study_{study}.png"
@@ -227,18 +275,18 @@ def main():
     for run in runs(args.study):
         if run.label != "base" and (rows := read(results(args.study, run))):
             known.setdefault(run.world, []).append(rows[-1]["seconds"] / 60)
-    minutes = sum(1 if run.label == "base" else 1 + statistics.mean(known.get(run.world, [4])) for run in missing) / args.jobs
+    minutes = sum(1 if run.label == "base" else 2 + statistics.mean(known.get(run.world, [4])) for run in missing) / args.jobs
     print(f"{len(missing)} of {len(runs(args.study))} runs are missing: about {minutes:.0f} minutes, {args.jobs} at a time")
     if args.dry:
         print("\n".join(run.name for run in missing))
         return
     failed = []
     if not args.draw and missing:
-        lock = begin(args.study)  # noqa: F841 (held until the end)
+        commit, lock = revision(), begin(args.study)  # noqa: F841 (held until the end)
 
         def attempt(run):
             try:
-                do(args.study, run)
+                do(args.study, run, commit)
             except (RuntimeError, OSError, ValueError) as e:
                 failed.append(f"{run.name}: {e}")
                 tqdm.write(failed[-1])
