@@ -155,7 +155,9 @@ def blind_baselines():
     print("sequence", best, success(env, test, plays(best)))
 
 
-if __name__ == "__main__" and "--check" in sys.argv:
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__)
+elif __name__ == "__main__" and "--check" in sys.argv:
     blind_baselines()
 elif __name__ == "__main__" and "--searchqa" in sys.argv:
     searchqa(report=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NOT_HERE = {  # what a command mentions -> why it is not run
+    r"hf download": "a hub",
     r"Qwen/|nproc_per_node|nnodes": "needs GPUs and a model from a hub",
     r"make_tiny": "an hour",
     r"--env_url": "needs AgentGym servers",
@@ -19,7 +20,7 @@ NOT_HERE = {  # what a command mentions -> why it is not run
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
     r"envs.py play": "waits for a person",
-    r"bench.py rollout|bench.py update|kill.py|load.py|sciworld_tasks|experiments/gpu": "a measurement of minutes on a quiet machine: by hand",
+    r"bench.py rollout|bench.py update|kill.py|load.py|experiments/gpu": "a measurement of minutes on a quiet machine: by hand",
     r"study.py|test_time.py": "hours",
 }
 QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}

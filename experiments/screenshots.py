@@ -1,7 +1,8 @@
 """The page of a run as people see it: python experiments/screenshots.py runs/NAME [FOLDER]. Writes FOLDER/view.png (a desk), view_dark.png
-and view_phone.png (default: docs/) in headless Chromium, and prints how heavy the page is and how long it takes to open. Needs
-playwright (pip install playwright) and Debian's chromium."""
+and view_phone.png (default: docs/) in headless Chromium, and prints how heavy the page is and how long it takes to open: a failure
+and a success of one group, coloured by advantage (BabyAI). Needs playwright (pip install playwright) and Debian's chromium."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -25,14 +26,15 @@ def main(run, out="docs"):
             page.wait_for_selector("#rows tr")
             opened = time.perf_counter() - begin
             count = page.locator("#count").inner_text()
-            rows = page.locator("#rows tr").filter(has_text="done")
-            for row in (rows if rows.count() else page.locator("#rows tr")).all()[:60]:
+            page.get_by_label("success").select_option("false")
+            page.get_by_label("colour of tokens").select_option("advantage")
+            for row in page.locator("#rows tr").all()[:60]:  # a failure whose rooms are drawn, with few turns, and beside it a success of its group
                 row.click()
                 page.wait_for_selector("article .assistant")
-                if page.locator("svg.room").count():  # not all have their rooms drawn
+                better = page.locator("article button").filter(has_text=re.compile(": 1$"))
+                if page.locator("svg.room").count() and page.locator("article .assistant").count() <= 2 and better.count():
+                    better.first.click()
                     break
-            page.keyboard.press("ArrowDown")
-            page.keyboard.press("b")
             page.wait_for_function("document.querySelectorAll('article').length == 2")
             page.locator("#pair").scroll_into_view_if_needed()
             page.screenshot(path=f"{out}/{name}.png", full_page=name == "view")

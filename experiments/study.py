@@ -242,8 +242,9 @@ def draw(study):
                 costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
                 grid = np.linspace(0, max(c[-1] for c in costs), 100)
                 smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
-                values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])  # of the seeds that are still running
-                mean, spread = np.nanmean(values, 0), np.nanstd(values, 0)
+                values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])
+                seen = 2 * np.isfinite(values).sum(0) >= len(values)  # as long as half of the seeds go on
+                grid, mean, spread = grid[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0)
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)

@@ -159,5 +159,8 @@ def load(episodes=32, steps=100, kill=False):
 
 if __name__ == "__main__":
     what, *numbers = sys.argv[1:] or ["step"]
-    {"screenshots": screenshots, "solve": solve, "step": step, "load": load, "navigate": navigate}[what](
+    does = {"screenshots": screenshots, "solve": solve, "step": step, "load": load, "navigate": navigate}
+    if what not in does:
+        sys.exit(__doc__)
+    does[what](
         *(n == "kill" or (int(n) if n.isdecimal() else n) for n in numbers))
