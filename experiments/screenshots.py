@@ -26,18 +26,18 @@ def main(run, out="docs"):
             page.wait_for_selector("#rows tr")
             opened = time.perf_counter() - begin
             count = page.locator("#count").inner_text()
-            page.get_by_label("success").select_option("false")
-            page.get_by_label("colour of tokens").select_option("advantage")
-            for row in page.locator("#rows tr").all()[:60]:  # a failure whose rooms are drawn, with few turns, and beside it a success of its group
+            page.locator("#filters select").nth(3).select_option("false")
+            page.locator("#colour").select_option("advantage")
+            for row in page.locator("#rows tr").all()[:200]:  # a failure whose rooms are drawn, and beside it a success of its group
                 row.click()
                 page.wait_for_selector("article .assistant")
                 better = page.locator("article button").filter(has_text=re.compile(": 1$"))
-                if page.locator("svg.room").count() and page.locator("article .assistant").count() <= 2 and better.count():
+                if page.locator("svg.room").count() and better.count():
                     better.first.click()
                     break
             page.wait_for_function("document.querySelectorAll('article').length == 2")
             page.locator("#pair").scroll_into_view_if_needed()
-            page.screenshot(path=f"{out}/{name}.png", full_page=name == "view")
+            page.screenshot(path=f"{out}/{name}.png", full_page=name == "view", **({"clip": {"x": 0, "y": 0, "width": width, "height": 2650}} if name == "view" else {}))
             print(f"{out}/{name}.png  {width} x {height}, {scheme}: opened in {opened:.2f} s, {count}; page {path.stat().st_size / 1e6:.2f} MB")
         browser.close()
 
