@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs import EnvError, items, make_env, split_item  # noqa: E402
 from worlds.websites import browser, tasks  # noqa: E402
 
+EPISODE = 50  # steps; WebArena's have 30 at most
 SHOTS = {"shop": "/category/kitchen", "forum": "/f/books?sort=top", "code": "{}/-/issues?state=open", "admin": "/"}
 
 
@@ -100,19 +101,20 @@ def step():
     env.close()
 
 
-def any_action(rng, text):
-    """An action on one of an observation's elements, or a scroll."""
+def any_action(rng, text, mark="mark"):
+    """An action on one of an observation's elements, or a scroll; `mark` is what it writes."""
     found = [line.split("] ")[0].split("[")[-1] + " " + line.split("] ")[1] for line in text.splitlines() if "] " in line
              and line.lstrip().startswith("[")]
     fields = [f.split()[0] for f in found if f.split()[1] in ("textbox", "searchbox")]
     links = [f.split()[0] for f in found if f.split()[1] in ("link", "button")]
     if fields and rng.random() < 0.2:
-        return f"type [{rng.choice(fields)}] [mark] [1]"
+        return f"type [{rng.choice(fields)}] [{mark}] [1]"
     return f"click [{rng.choice(links)}]" if links and rng.random() < 0.9 else rng.choice(["scroll [down]", "scroll [up]", "go_back"])
 
 
 def load(episodes=32, steps=100, kill=False):
-    """Each episode writes a mark of its own into its shop address and finds that one there whenever it looks."""
+    """Each episode writes a mark of its own into its shop address (and wherever it writes) and finds that one there whenever it looks. It begins
+    anew every EPISODE steps: until then playwright keeps 30 kB of every page that was opened."""
     done, errors, foreign, lock = [0], [], [], threading.Lock()
 
     def play(k):
@@ -124,13 +126,13 @@ def load(episodes=32, steps=100, kill=False):
                 env.step("```goto [http://shop.localhost/account/edit]```")
                 number = tasks.find(env._observe(), "textbox", "Street")
                 env.step(f"```type [{number}] [{mark}] [1]```")
-                for n in range(steps - count):
+                for n in range(min(EPISODE, steps - count)):
                     if n % 20 == 19:
                         seen = env.step("```goto [http://shop.localhost/account]```").observation
-                        if mark not in seen and f"Mark{k:03}" not in seen and "Telephone" in seen or any(f"Mark{j:03}" in seen
-                            for j in range(episodes) if j != k):
-                            foreign.append((k, seen))
-                    result = env.step(f"```{any_action(rng, text)}```")
+                        if "Telephone" in seen and f"Mark{k:03}" not in seen or any(f"Mark{j:03}" in seen for j in range(episodes) if j != k):
+                            foreign.append(k)
+                            print(f"episode {k} sees\n{seen}", flush=True)
+                    result = env.step(f"```{any_action(rng, text, mark)}```")
                     text = result.observation if result.valid else text
                     count += 1
                     with lock:
