@@ -236,7 +236,7 @@ def draw(study):
             if run.world == world and len(rows := read(results(study, run))) > 1:
                 by_label.setdefault(run.label, []).append(rows)
         turns, minutes = (lambda r: r["turns"] * r["trajectories"]), (lambda r: r["seconds"] / 60)
-        views = [("environment turns", turns, "success"), ("minutes", minutes, "success"), ("environment turns", turns, "horizon")]
+        views = [("environment turns", turns, "success"), ("environment turns", turns, "horizon") if study == "horizon" else ("minutes", minutes, "success")]
         for (unit, cost, what), ax in zip(views, line):
             for number, (label, seeds) in enumerate(by_label.items()):
                 costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
@@ -251,10 +251,14 @@ def draw(study):
             ax.set_title(f"{world}: {what}{' in training' if what == 'success' else ''}")
         if study == "horizon":
             for number, (label, seeds) in enumerate(by_label.items()):
-                points = [[(p["turns"], p["success"]) for p in rows[-1]["held_out"]] for rows in seeds]
-                points = np.array([p for p in points if len(p) == 4])  # one that was stopped early has fewer
-                line[3].errorbar(points[..., 0].mean(0), points[..., 1].mean(0), points[..., 1].std(0), fmt="o-", capsize=3, color=f"C{number}", label=label)
-            line[3].set(xlabel="environment turns", title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
+                points = [[(p["turns"], p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
+                mean, spread = np.mean(points, 0), np.std(points, 0)
+                for column, ax in enumerate(line[2:]):
+                    ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], fmt="o-", capsize=3, color=f"C{number}", label=f"{label} ({len(seeds)} seeds)")
+            for unit, ax in zip(("environment turns", "minutes"), line[2:]):
+                ax.set(xlabel=unit, title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
+                if base := read(results(study, Run(world, "base", 0))):
+                    ax.axhline(base[-1]["success"], color="grey", ls=":", label="before")
         for ax in line[:columns]:
             if by_label:
                 ax.legend(fontsize=8)
