@@ -77,7 +77,11 @@ def play(model, pool, items, horizon, samples=1, seed=0, slots=16, max_length=ma
     def one(group, sample):
         for _ in range(retries + 1):
             t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
-            _episode(t, model, pool, horizon, max_length, deadline, seed, how)
+            try:
+                _episode(t, model, pool, horizon, max_length, deadline, seed, how)
+            except ModelError:
+                model.stop.set()  # at once: whoever waits for the episodes does so in their order
+                raise
             if t.status != "env_error" or model.stop.is_set():
                 break
         if progress is not None:

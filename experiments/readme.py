@@ -60,11 +60,11 @@ def main(quick=False):
                     run = re.sub(rf"({mark}[^&|]*)", lambda m, more=more: m[1].rstrip() + more, run)
                 run = run.replace("python -m pytest", "python -m pytest tests/test_algos.py")
             begin = time.monotonic()
-            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo, capture_output=True, text=True)
+            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             print(f"{'ok' if done.returncode == 0 else 'FAILED':9} {command}   {time.monotonic() - begin:.0f} s", flush=True)
             if done.returncode:
                 failed.append(command)
-                print("          " + "\n          ".join((done.stdout + done.stderr).strip().splitlines()[-15:]), flush=True)
+                print("          " + "\n          ".join(done.stdout.strip().splitlines()[-15:]), flush=True)
     return 1 if failed else 0
 
 

@@ -518,7 +518,8 @@ def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
 
 
 @browser
-def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path):
+def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no runs/
     assert parse_config(["--env", "webarena"]).env_args == "webarena.height=240"
     assert parse_config(["--env", "babyai,webarena"]).env_args == "webarena.height=240"
     assert parse_config(["--env", "webarena", "--env_args", "webarena.height=720"]).env_args == "webarena.height=720"
