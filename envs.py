@@ -49,7 +49,7 @@ class Env:
     whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
     stop = ()  # strings that end a reply, and belong to it
     instant = False  # `step` is a moment of Python and cannot hang: on a CPU the rollout takes it in its own thread, and goes on at once
-    remote = False  # played elsewhere
+    remote = False  # played on a server
 
     def reset(self, item: int) -> str:
         raise NotImplementedError

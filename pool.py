@@ -15,24 +15,20 @@ class Worker:
     """An environment in a daemon thread. `call` returns a Future; a worker that misses its deadline is abandoned."""
 
     def __init__(self, make: Callable[[], Env]):
-        self.inbox = queue.SimpleQueue()
+        self.make, self.inbox = make, queue.SimpleQueue()
         self.env: Env | None = None
-        self.thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def _run(self, make):
+    def _run(self):
         while (job := self.inbox.get()) is not None:
-            if self.env is None:
-                try:
-                    self.env = make()
-                except BaseException as e:
-                    job[0].set_exception(e if isinstance(e, Exception) else RuntimeError(repr(e)))
-                    continue
             self._do(*job)
         if self.env is not None:
             self.env.close()
 
     def _do(self, future, function, args):
         try:
+            if self.env is None:
+                self.env = self.make()
             future.set_result(function(self.env, *args))
         except Exception as e:  # handed to whoever waits on the future
             future.set_exception(e)

@@ -99,7 +99,7 @@ class Episode:
     def _ask(self, function, *args, here=False):
         self.future, self.until = self.worker.call(function, *args, here=here), time.monotonic() + self.how.deadline
 
-    def _reset(self, env):  # these two run in the environment's thread, with all that is text
+    def _reset(self, env):  # these two have all that is text, and run in the environment's thread (but for an instant world's step)
         first, observation = self.talk.begin(env)
         return first, observation, self.how.chat.start(first, observation)
 

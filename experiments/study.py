@@ -116,7 +116,7 @@ def longest(run, step):
     """The largest number of turns that a trajectory can have at this step."""
     preset = TINY[run.world]
     if run.label in ("short", "long"):
-        return int(run.flags[3])
+        return int(run.flags[run.flags.index("--horizon") + 1])
     return horizon_at(step, preset.rounds, preset.every) if run.label == "scaling" else preset.rounds[-1]
 
 

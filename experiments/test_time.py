@@ -61,8 +61,8 @@ def draw():
     figure, axes = plt.subplots(len(files), 2, figsize=(10, 3.6 * len(files)), layout="constrained", squeeze=False)
     print("| world | model | turns allowed: success (avg@16) | pass@1, 4, 16 |\n|---|---|---|---|")
     for path, (left, right) in zip(files, axes):
-        for name, found in json.loads(path.read_text()).items():
-            line = dict(color="C0" if name == "before" else "C1", label="before RL" if name == "before" else "after RL" if name.endswith("s0") else None)
+        for number, (name, found) in enumerate(json.loads(path.read_text()).items()):
+            line = dict(color=f"C{min(number, 1)}", label=("before RL", "after RL, each seed", None)[min(number, 2)])
             by_horizon = {int(h): r for h, r in found["horizons"].items()}
             shown = by_horizon[SHOWN[path.stem]]
             left.plot(KS, [shown[f"pass@{k}"] for k in KS], "o-", **line)
