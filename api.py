@@ -10,8 +10,11 @@ read from the environment and goes nowhere but into the request's header.
 import math
 import os
 import random
+import re
 import threading
 import time
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import requests
@@ -19,35 +22,53 @@ import requests
 import agent
 from envs import split_item
 from pool import outcome
-from rollout import Trajectory
+from rollout import EnvPool, Trajectory
+
+
+ENDED, REFUSED = "the evaluation has ended", "the model's server refused: "  # errors of trajectories
 
 
 class ModelError(RuntimeError):
-    """The model's server failed: nothing is known about the model, so the evaluation ends."""
+    """The model's server failed: nothing is known about the model, so the evaluation ends. `played`: the trajectories that were complete."""
+
+    played: list[Trajectory] = []
 
 
-class TooLong(RuntimeError):
+class Refused(RuntimeError):
+    """The server does not go on with this conversation (a content filter, say)."""
+
+
+class TooLong(Refused):
     """The server takes no conversation of this length."""
 
 
 class Model:
-    """model(messages) -> (reply, whether it was cut at max_tokens, tokens of the conversation or 0 where the server does not say).
-    Raises ModelError after `tries` failures; a server that is busy (429) or fails (5xx) is asked again after a while. `stop`, an
-    Event, ends that at once. Raises TooLong where the server refuses a conversation of several turns (400, 413)."""
+    """A model's name on a server, and how to sample from it. `base_url`: http://host:port/v1; `timeout` in seconds.
 
-    def __init__(self, name, base_url, temperature=1.0, top_p=1.0, max_tokens=512, timeout=300.0, tries=6):
+    model(messages) -> (reply, whether it was cut at max_tokens, tokens of the conversation or 0 where the server does not say).
+    A server that is busy (429) or fails (5xx) is asked again after a while, as long as it asks for in Retry-After; ModelError after
+    `tries` failures (5 without any answer), or once the Event `stop` is set. Refused or TooLong where it turns down a conversation of several turns."""
+
+    def __init__(self, name: str, base_url: str, temperature: float = 1.0, top_p: float = 1.0, max_tokens: int = 512, timeout: float = 300.0,
+                 tries: int = 8):
         self.url, self.timeout, self.tries = base_url.rstrip("/") + "/chat/completions", timeout, tries
         self.body = {"model": name, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-        key = os.environ.get("OPENAI_API_KEY")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.stop = threading.Event()
+        self.key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):
+            raise ValueError("OPENAI_API_KEY holds a character that no key has")
+        self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.unknown = set()  # parameters that this server has turned down
 
-    def __call__(self, messages, seed=0):
-        for attempt in range(1, self.tries + 1):
-            status = 0
+    def __call__(self, messages: list[dict[str, str]], seed: int = 0, stop: threading.Event | None = None) -> tuple[str, bool, int]:
+        attempt, stop = 0, stop or threading.Event()
+        while not stop.is_set():
+            attempt, status, wait = attempt + 1, 0, 0.0
+            body = self.body | {"messages": messages, "seed": seed}
+            for name in sorted(self.unknown):
+                value = body.pop(name)
+                body |= {"max_completion_tokens": value} if name == "max_tokens" else {}
             try:
-                response = requests.post(self.url, json=self.body | {"messages": messages, "seed": seed}, headers=self.headers,
-                                         timeout=(10, self.timeout))
+                response = requests.post(self.url, json=body, headers=self.headers, timeout=(10, self.timeout))
                 status = response.status_code
                 if status == 200:
                     reply = response.json()
@@ -57,33 +78,44 @@ class Model:
                         raise TypeError(f"the content is no text: {text!r:.80}")
                     return (text, choice.get("finish_reason") == "length",
                             int((reply.get("usage") or {}).get("total_tokens") or 0))
-                why = f"status {status} {response.text[:200]}"
+                said, wait = response.text[:1000], response.headers.get("Retry-After", "")
+                why, wait = f"status {status} {said[:200]}", float(wait) if wait.isdecimal() else 0.0
             except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as e:
                 why = f"{type(e).__name__}: {str(e)[:200]}"
-            if status in (400, 413) and len(messages) > 3:
-                raise TooLong(why)
-            if 400 <= status < 500 and status not in (408, 429) or attempt == self.tries:
+            why = why.replace(self.key, "***") if self.key else why  # servers and libraries say what they were sent
+            if status in (400, 413, 422):
+                # newer models of OpenAI's call max_tokens max_completion_tokens, others know no seed
+                refuses = {k for k in ("max_tokens", "seed") if k in body and k in said} if re.search("support|permit|forbid|extra|unknown", said, re.I) else set()
+                if refuses:
+                    self.unknown, attempt = self.unknown | refuses, attempt - 1
+                    continue
+                if len(messages) > 3:
+                    raise (TooLong if status == 413 or re.search("context|length|long|tokens", said, re.I) else Refused)(why)
+            if 400 <= status < 500 and status not in (408, 429) or attempt >= (self.tries if status else min(self.tries, 5)):
                 raise ModelError(f"{self.url}: {why}")
-            if self.stop.wait(min(30.0, 0.5 * 2 ** attempt * random.uniform(0.5, 1.5))):
-                raise ModelError("the evaluation has ended")
+            stop.wait(max(min(wait, 300.0), min(60.0, 0.5 * 2 ** attempt) * random.uniform(0.5, 1.5)))
+        raise ModelError(ENDED)
 
 
-def play(model, pool, items, horizon, samples=1, seed=0, slots=16, max_length=math.inf, action_format="react", plan=False, reflect=False,
-         deadline=60.0, retries=2, progress=None) -> list[Trajectory]:
+def play(model: Model, pool: EnvPool, items: list[str], horizon: int, samples: int = 1, seed: int = 0, slots: int = 16, max_length: float = math.inf,
+         action_format: str = "react", plan: bool = False, reflect: bool = False, deadline: float = 60.0, retries: int = 2,
+         progress: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
     """As `rollout.rollout`, with a `Model`: every item `samples` times, `slots` at once, in the order of items. Trajectories have
     messages, but no tokens. Raises ModelError if the model's server fails, ValueError for an item that does not exist."""
-    how = dict(action_format=action_format, plan=plan, reflect=reflect)
+    how, stop, failed, played = dict(action_format=action_format, plan=plan, reflect=reflect), threading.Event(), [], []
 
     def one(group, sample):
-        for _ in range(retries + 1):
-            t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
-            try:
-                _episode(t, model, pool, horizon, max_length, deadline, seed, how)
-            except ModelError:
-                model.stop.set()  # at once: whoever waits for the episodes does so in their order
-                raise
-            if t.status != "env_error" or model.stop.is_set():
-                break
+        try:
+            for _ in range(retries + 1):
+                t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
+                _episode(t, model, pool, horizon, max_length, deadline, seed, how, stop)
+                if t.status != "env_error" or t.error.startswith(REFUSED) or stop.is_set():
+                    break
+        except BaseException as e:  # told at once: whoever waits for the episodes does so in their order
+            failed.append(e)
+            stop.set()
+            raise
+        played.append(t)
         if progress is not None:
             progress(t)
         return t
@@ -92,14 +124,17 @@ def play(model, pool, items, horizon, samples=1, seed=0, slots=16, max_length=ma
     try:
         futures = [executor.submit(one, group, sample) for group in range(len(items)) for sample in range(samples)]
         return [future.result() for future in futures]
-    except BaseException:
-        model.stop.set()  # episodes under way end with their next turn: nobody waits for them, and the server may cost money
-        raise
+    except BaseException as e:
+        stop.set()  # episodes under way end with their next turn: nobody waits for them, and the server may cost money
+        first = failed[0] if failed else e
+        if isinstance(first, ModelError):
+            first.played = [t for t in played if t.error != ENDED]
+        raise first from None
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-def _episode(t, model, pool, horizon, max_length, deadline, seed, how):
+def _episode(t, model, pool, horizon, max_length, deadline, seed, how, stop):
     worker, talk = pool.take(t.env), agent.Dialogue(split_item(t.item)[1], horizon, **how)
 
     def ask(function, *args):
@@ -115,13 +150,16 @@ def _episode(t, model, pool, horizon, max_length, deadline, seed, how):
         t.messages = [{"role": "user", "content": first[0].strip()}, {"role": "assistant", "content": "OK"},
                       {"role": "user", "content": first[1].strip()}]
     while not (t.status or t.error):
-        if model.stop.is_set():
-            t.error = "the evaluation has ended"
+        if stop.is_set():
+            t.error = ENDED
             break
-        try:
-            text, cut, tokens = model(t.messages, seed + t.sample)
+        try:  # a seed of its own for each turn: servers draw the same random numbers for the same seed
+            text, cut, tokens = model(t.messages, zlib.crc32(f"{seed} {t.item} {t.sample} {t.turns}".encode()) >> 1, stop)
         except TooLong:
             t.status = "length"
+            break
+        except Refused as e:  # nothing about the model: left out of the statistics, its share is in the result
+            t.error = f"{REFUSED}{e}"
             break
         for end in worker.env.stop:  # a server's own stop strings would be missing from the reply
             text = text.partition(end)[0] + end if end in text else text

@@ -135,8 +135,9 @@ def check(cfg: Config) -> None:
     if len(pick_items(cfg)) < (cfg.items or 1):
         raise ValueError(f"--items {cfg.items or 1}: the split '{cfg.split}' has only {len(pick_items(cfg))}")
     if remote(cfg):
-        if not cfg.base_url.startswith(("http://", "https://")):
-            raise ValueError("--model openai:NAME needs --base_url http://host:port/v1")
+        cfg.slots = min(cfg.slots, 32)  # threads
+        if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:  # it stands in the result
+            raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a password: a key is taken from OPENAI_API_KEY")
         if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
             raise ValueError("--top_k, --min_p and --engine are for models that run here")
     elif cfg.base_url:
@@ -290,6 +291,11 @@ def write(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def lines(trajectories: list[Trajectory]) -> str:
+    """One JSON object a line."""
+    return "".join(json.dumps(t.to_json()) + "\n" for t in trajectories)
+
+
 def pins(cfg: Config, names: list[str]) -> dict:
     """What it takes to repeat the evaluation of the items `names`: `config` in the result, but for the horizon."""
     weights = hashlib.sha256()
@@ -315,7 +321,6 @@ def main(argv: list[str] | None = None) -> int:
         how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_length", "action_format", "plan", "reflect")}
         if remote(cfg):
             policy, tokenizer = api.Model(cfg.model.removeprefix("openai:"), cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
-            how["slots"] = min(cfg.slots, 32)
         else:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
@@ -331,7 +336,11 @@ def main(argv: list[str] | None = None) -> int:
                 if not any(t.turns for t in played[horizon]):
                     raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
     except (ValueError, api.ModelError) as e:
-        print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
+        says, done = str(e), getattr(e, "played", [])
+        if done and cfg.trajectories:  # they may have cost money
+            write(Path(cfg.trajectories), lines(done))
+            says += f" ({len(done)} trajectories were complete: {cfg.trajectories})"
+        print(f"eval.py: {' '.join(says.split())}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     results = [summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
                | {"config": config | {"horizon": horizon}} for horizon, trajectories in played.items()]
@@ -341,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     for horizon, trajectories in played.items() if cfg.trajectories else ():
         path = Path(cfg.trajectories)
         path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}") if len(played) > 1 else path
-        write(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+        write(path, lines(trajectories))
     print(tables(results))
     return 0
 

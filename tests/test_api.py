@@ -27,6 +27,7 @@ def server(answer):
                 reply = {"choices": [{"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}], "usage": {"total_tokens": 9}}
             data = json.dumps(reply).encode()
             self.send_response(status)
+            self.send_header("Retry-After", "1" if status == 429 else "soon")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -93,6 +94,9 @@ def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
 
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_ends_it(monkeypatch):
     monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)  # at once
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    with server(lambda body, headers: (401, {"error": headers["Authorization"]})) as url, pytest.raises(api.ModelError, match=r"Bearer \*\*\*"):
+        api.Model("m", url)([])
     replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
     with server(lambda *_: next(replies)) as url:
         assert api.Model("m", url)([]) == ("yes", False, 9)
@@ -147,3 +151,70 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
     with server(answer) as url, EnvPool() as pool, pytest.raises(api.ModelError, match="401"):
         api.play(api.Model("m", url), pool, [f"textcraft_{n}" for n in range(40)], 50, slots=4)
     assert len(asked) < 16
+
+
+def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)
+    with EnvPool() as pool:
+        model = api.Model("m", "http://127.0.0.1:9/v1")
+        with pytest.raises(api.ModelError, match="127.0.0.1:9.*Connection"):
+            api.play(model, pool, items("textcraft", "test")[:16], 3)
+        with pytest.raises(ValueError, match="textcraft"):
+            api.play(model, pool, ["textcraft_-1"], 3)
+        with server(lambda *_: (200, "Action: inventory")) as url:
+            model.url = f"{url}/chat/completions"
+            (t,) = api.play(model, pool, ["textcraft_0"], 2)
+    assert t.status == "horizon"
+
+
+def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_newer_name():
+    heard = []
+
+    def answer(body, _):
+        heard.append(body)
+        if "max_tokens" in body:
+            return 400, {"error": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."}
+        return (422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}) if "seed" in body else (200, "yes")
+    with server(answer) as url:
+        model = api.Model("m", url, max_tokens=7)
+        assert model([])[0] == model([])[0] == "yes"
+    assert len(heard) == 4 and heard[-1] == {"model": "m", "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 7, "messages": []}
+
+
+def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again():
+    asked = []
+
+    def answer(body, _):
+        asked.append(body["seed"])
+        return (200, "Action: inventory") if len(body["messages"]) < 5 else (400, {"error": "content management policy"})
+    with server(answer) as url, EnvPool() as pool:
+        (t,) = api.play(api.Model("m", url), pool, ["textcraft_0"], 5)
+    assert t.status == "env_error" and "content management" in t.error and len(asked) == 2 == len(set(asked))
+
+
+def test_a_busy_server_says_when_to_come_back(monkeypatch):
+    waited, replies = [], iter([(429, {}), (200, "yes")])
+
+    class Stop:
+        def is_set(self):
+            return False
+
+        def wait(self, seconds):
+            waited.append(seconds)
+    monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)
+    with server(lambda *_: next(replies)) as url:
+        assert api.Model("m", url)([], stop=Stop())[0] == "yes"
+    assert waited == [1.0]
+
+
+def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
+    asked = []
+
+    def answer(body, _):
+        asked.append(1)
+        return (200, "Action: inventory") if len(asked) < 8 else (401, {})
+    with server(answer) as url:
+        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "9", "--horizon", "2", "--slots", "1",
+                   "--out", str(tmp_path / "r.json"), "--trajectories", str(tmp_path / "t.jsonl"))
+    assert done.returncode == 1 and "3 trajectories were complete" in done.stderr and not (tmp_path / "r.json").exists()
+    assert [json.loads(line)["turns"] for line in (tmp_path / "t.jsonl").read_text().splitlines()] == [2, 2, 2]
