@@ -13,17 +13,26 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
+BYTES = {chr(b): b for b in (*range(33, 127), *range(161, 173), *range(174, 256))}  # how byte-level BPE writes bytes
+BYTES |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if chr(b) not in BYTES)}
 CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; about how many have their rooms drawn
 TOKENS = 10_000_000  # a page holds no more
 
 
-def draw_curves(run):
+def stages(rows: list[dict]) -> list[int]:
+    """Which rows of metrics begin with another horizon than the row before (in a mixture: of any world)."""
+    horizons = [[v for k, v in row.items() if k.split("/")[0] == "horizon"] for row in rows]
+    return [i for i in range(1, len(rows)) if horizons[i] != horizons[i - 1]]
+
+
+def draw_curves(run: str | Path) -> None:
     """runs/NAME -> runs/NAME/curves.png from its metrics.jsonl, written whole or not at all. A mixture's worlds have a colour each."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     steps = [r["step"] for r in rows]
@@ -43,8 +52,8 @@ def draw_curves(run):
                 if smooth:
                     ax.plot(steps, np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid"), color=colour,
                             label=worlds[i] if own else None)
-        for at in [s for s, a, b in zip(steps[1:], rows, rows[1:]) if a["horizon"] != b["horizon"]]:
-            ax.axvline(at, color="0.8", lw=1, zorder=0)
+        for i in stages(rows):
+            ax.axvline(steps[i], color="0.8", lw=1, zorder=0)
         if worlds and ax is axes[0, 0]:
             ax.legend()
         ax.set_title(" and ".join(n.replace("_", " ") for n in names))
@@ -54,7 +63,7 @@ def draw_curves(run):
     os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
 
 
-def rooms(trajectory, world, action_format):
+def rooms(trajectory: dict, world: Any, action_format: str) -> list[tuple[int, str, tuple[int, int, int]]]:
     """BabyAI from above, before each reply and after the last -> [(width, two characters a cell, (x, y, direction)), ...]"""
     from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
     letters = {2: "#", 5: "k", 6: "o", 7: "b"}
@@ -76,12 +85,24 @@ def rooms(trajectory, world, action_format):
     return seen
 
 
-def packed(trajectories):
+def piece(tokenizer: Any, token: int) -> str | list[int]:
+    """What a token adds to a text; as bytes where it is a part of a character (the page puts them together)."""
+    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    if "\ufffd" in text:
+        if len(written) == 6 and written.startswith("<0x"):  # SentencePiece's
+            return [int(written[3:5], 16)]
+        if all(c in BYTES for c in written):
+            return [BYTES[c] for c in written]
+    return " " + text if written.startswith("\u2581") and not text.startswith(" ") else text
+
+
+def packed(trajectories: list[dict]) -> str:
+    """JSON, compressed, in base64."""
     return base64.b64encode(gzip.compress(json.dumps(trajectories, separators=(",", ":")).encode())).decode()
 
 
-def write_page(run, most=10_000):
-    """runs/NAME -> runs/NAME/view.html, of at most `most` trajectories (whole groups, evenly spread over the steps).
+def write_page(run: str | Path, most: int = 10_000) -> Path:
+    """runs/NAME -> runs/NAME/view.html, of about `most` trajectories at most (whole groups, evenly spread over the steps).
     Raises ValueError if the folder holds no run."""
     from transformers import AutoTokenizer
 
@@ -93,6 +114,8 @@ def write_page(run, most=10_000):
         raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
     config = json.loads((run / "config.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if not rows:
+        raise ValueError(f"{run} has not ended its first step")
     files = files[:len(rows)]  # a step's row is written last
     folder = next((p for p in (run / "final", *reversed(checkpoints(run))) if (p / "tokenizer.json").exists()), None)
     tokenizer = AutoTokenizer.from_pretrained(folder or model_path(config["model"]))
@@ -109,7 +132,7 @@ def write_page(run, most=10_000):
                 continue
             for token in t["tokens"]:
                 if token not in vocabulary:
-                    vocabulary[token] = tokenizer.decode([token])
+                    vocabulary[token] = piece(tokenizer, token)
             advantage = t["advantage"] if isinstance(t["advantage"], list) else [t["advantage"] * m for m in t["mask"]]
             known = world and t["item"].removeprefix("babyai_").isdecimal() and t["messages"] and (t["group"] + t["step"]) // every % draw == 0
             drawn = rooms(t, world, config["action_format"]) if known else None
@@ -125,7 +148,7 @@ def write_page(run, most=10_000):
     about = f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps"
     data = {"name": run.name, "about": about,
             "curves": names, "metrics": {name: [row[name] if math.isfinite(row[name]) else None for row in rows] for name in names},
-            "stages": [i + 1 for i, (a, b) in enumerate(zip(rows, rows[1:])) if a["horizon"] != b["horizon"]],
+            "stages": stages(rows),
             "table": table, "chunk": CHUNK, "chunks": chunks, "vocabulary": vocabulary,
             "note": f" (of {total} played: one group in {every})" if every > 1 else ""}
     # "</script>" in a string would end the element; < is as good as "<" in JSON

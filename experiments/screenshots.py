@@ -26,7 +26,7 @@ def main(run, out="docs"):
             page.wait_for_selector("#rows tr")
             opened = time.perf_counter() - begin
             count = page.locator("#count").inner_text()
-            page.locator("#filters select").nth(3).select_option("false")
+            page.select_option("select[aria-label=success]", "false")
             page.locator("#colour").select_option("advantage")
             for row in page.locator("#rows tr").all()[:200]:  # a failure whose rooms are drawn, and beside it a success of its group
                 row.click()
