@@ -10,8 +10,12 @@ import json
 import re
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from envs import Env, Step
+
+if TYPE_CHECKING:  # playing by hand needs no transformers
+    from transformers import PreTrainedTokenizerBase
 
 LOCK = threading.Lock()
 FORMATS = {  # action format -> what the agent is told about it
@@ -155,7 +159,7 @@ class Chat:
 
     `end_id` is the end-of-turn token: what the policy samples to finish a reply."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
         marks = ["@first@", "@reply@", "@next@"]
         roles = ["user", "assistant", "user"]

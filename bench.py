@@ -20,7 +20,8 @@ import torch  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
+    """The command -> its exit code: 1 if a stated ratio was missed, 2 for bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="what", required=True, metavar="rollout | update | memory")
     for name in ("rollout", "update", "memory"):

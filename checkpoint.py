@@ -106,6 +106,7 @@ def clean(run: str | Path) -> None:
 
 
 def drop_old(run: str | Path, keep: int) -> None:
+    """Deletes all checkpoints of the run but the last `keep`."""
     for folder in checkpoints(run)[:-keep]:
         (folder / "state.json").unlink()  # from here on it is no checkpoint, though it still has its name
         shutil.rmtree(folder)

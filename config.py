@@ -43,6 +43,7 @@ ALGOS = ("ppo", "grpo", "rloo", "reinforce_pp")
 
 
 def arg(default: object, help: str) -> Any:
+    """A flag: a field of a dataclass with its line of --help."""
     return field(default=default, metadata={"help": help})
 
 
@@ -114,6 +115,8 @@ class Config:
 
 
 class Parser(HfArgumentParser):
+    """Says what is wrong by a ValueError."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 

@@ -52,13 +52,15 @@ class Env:
     remote = False  # played on a server
 
     def reset(self, item: int) -> str:
+        """Begin the episode `item` (the same item is the same episode everywhere) -> the first observation."""
         raise NotImplementedError
 
     def step(self, action: str) -> Step:
+        """Take the agent's action, any text: what is no action is a `Step` with valid=False, not an exception."""
         raise NotImplementedError
 
     def close(self) -> None:
-        pass
+        """Give back what the episode holds: processes, connections."""
 
 
 def check_name(name: str, url: str | Sequence[str] | None = None) -> None:

@@ -152,6 +152,7 @@ def check(cfg: Config) -> None:
 
 
 def remote(cfg: Config) -> bool:
+    """Whether the model is behind a server (openai:NAME)."""
     return cfg.model.startswith("openai:")
 
 
@@ -162,6 +163,7 @@ def options(cfg: Config) -> dict[str, int | str]:
 
 
 def pick_items(cfg: Config) -> list[str]:
+    """The items of the split; with --items the first of them in an order drawn from --seed."""
     names = worlds.items(cfg.env, cfg.split, cfg.data or None)
     order = np.random.default_rng(cfg.seed).permutation(len(names))[:cfg.items]
     return names if cfg.items is None else [names[i] for i in order]

@@ -47,6 +47,7 @@ def gather(part: list) -> list:
 
 
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
+    """Each tensor becomes its sum over all processes, in place. One dtype and device; any shapes."""
     if dist.is_initialized():
         flat = torch.cat([t.flatten() for t in tensors])  # one message instead of one a tensor
         dist.all_reduce(flat)
@@ -79,6 +80,7 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offloa
 
 
 def sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 holds its parameters."""
     return isinstance(model, FSDPModule)
 
 

@@ -59,6 +59,7 @@ class EnvPool:
         self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
 
     def take(self, name: str) -> Worker:
+        """A free one, else a new one: it is made in its thread, with its first call."""
         try:
             return self.free[name].pop()
         except (KeyError, IndexError):  # none is free, or another thread was faster
@@ -88,6 +89,7 @@ class EnvPool:
         raise error
 
     def give_back(self, name: str, worker: Worker) -> None:
+        """It is free for the next episode of this world."""
         self.free.setdefault(name, []).append(worker)
 
     def close(self) -> None:

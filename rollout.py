@@ -62,6 +62,7 @@ class Trajectory:
         self.rewards += [0.0] * len(ids)
 
     def to_json(self) -> dict:
+        """All fields; log-probs to five digits."""
         return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs]}
 
 

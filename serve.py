@@ -28,6 +28,8 @@ RESET_FIELDS = {  # of /reset's reply, as recorded from AgentGym's servers; any 
 
 
 class Episode:
+    """A world that is being played, the last reply, and when it was used."""
+
     def __init__(self, env: Env | None):
         self.env, self.lock, self.used, self.last, self.sound = env, threading.Lock(), time.monotonic(), {}, True
 
@@ -234,6 +236,8 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 36001, idle_seconds: f
 
 
 class Parser(argparse.ArgumentParser):
+    """Says what is wrong by a ValueError."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 

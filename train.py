@@ -85,6 +85,7 @@ class Sigterm:
 
 
 def train(cfg: Config) -> None:
+    """A run from its first or next step to its last, in this process or as one of torchrun's. Raises RuntimeError where it must stop."""
     with EnvPool(servers(cfg.env_url, cfg.worlds), options=worlds.env_options(cfg.env_args, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
         sigterm = Sigterm()
         try:
@@ -94,6 +95,7 @@ def train(cfg: Config) -> None:
 
 
 def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
+    """The loop itself."""
     rank, world, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -246,6 +248,7 @@ def trainable(model: nn.Module, lr: float, cfg: Config, device: torch.device) ->
 
 
 def usage_error(e: Exception) -> NoReturn:
+    """One line on stderr, exit code 2."""
     print("train.py: " + " ".join(str(e).split()), file=sys.stderr)
     sys.exit(2)
 

@@ -54,6 +54,8 @@ DOOR_STATES = ("open", "closed", "locked")
 
 
 class BabyAI(Env):
+    """BabyAI's 40 levels (item % 40), a text and a list of actions a turn, as AgentGym's server has them."""
+
     instant = True
     prompt = (
         "You are an agent in a grid of rooms, and you have a goal. Every turn you see what is in front of you and a list "

@@ -37,7 +37,7 @@ def normalise(answer: str) -> str:
 class BM25:
     """An index of articles in this process: (title, text) pairs -> the best for a query. Any threads may ask."""
 
-    def __init__(self, articles):
+    def __init__(self, articles: list[tuple[str, str]]):
         import bm25s  # an extra
         self.articles, self.index = articles, bm25s.BM25(backend="numpy")
         # a title counts as if it stood in the text three times: an article is found by it
@@ -47,7 +47,8 @@ class BM25:
     def _words(self, text):
         return re.findall(r"\w+", text.lower())
 
-    def search(self, query, k):
+    def search(self, query: str, k: int) -> list[tuple[str, str]]:
+        """The k best articles or fewer, the best first; none without a word in common."""
         words = [w for w in self._words(query) if w in self.known]
         if not words:
             return []
@@ -58,10 +59,11 @@ class BM25:
 class Retriever:
     """Search-R1's retrieval server at `url`. What is wrong with it or its reply raises EnvError."""
 
-    def __init__(self, url, timeout=30.0):
+    def __init__(self, url: str, timeout: float = 30.0):
         self.url, self.timeout, self.session = url.rstrip("/") + "/retrieve", timeout, requests.Session()
 
-    def search(self, query, k):
+    def search(self, query: str, k: int) -> list[tuple[str, str]]:
+        """As `BM25.search`."""
         try:
             response = self.session.post(self.url, json={"queries": [query], "topk": k, "return_scores": True}, timeout=self.timeout)
             response.raise_for_status()
@@ -71,7 +73,7 @@ class Retriever:
             raise EnvError(f"{self.url}: {type(e).__name__}: {str(e)[:200]}") from e
 
 
-def split_contents(contents):
+def split_contents(contents: str) -> tuple[str, str]:
     """(title, text) of a document in Search-R1's form: the title in quotation marks, a line break, the text."""
     title, _, text = contents.partition("\n")
     return title.strip().strip('"'), text.strip()
