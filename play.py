@@ -1,4 +1,4 @@
-"""A person plays a world in the terminal, told what the model is told: `python envs.py play --env textcraft [--item 3]`."""
+"""A person plays a world in the terminal, with the prompt that the model gets: `python envs.py play --env textcraft [--item 3]`."""
 
 import argparse
 import sys
