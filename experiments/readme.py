@@ -19,7 +19,6 @@ NOT_HERE = {  # what a command mentions -> why it is not run
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
-    r"envs.py play": "waits for a person",
     r"bench.py rollout|bench.py update|kill.py|load.py|experiments/gpu": "a measurement of minutes on a quiet machine: by hand",
     r"study.py|test_time.py": "hours",
 }
@@ -60,7 +59,7 @@ def main(quick=False):
                     run = re.sub(rf"({mark}[^&|]*)", lambda m, more=more: m[1].rstrip() + more, run)
                 run = run.replace("python -m pytest", "python -m pytest tests/test_algos.py")
             begin = time.monotonic()
-            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             print(f"{'ok' if done.returncode == 0 else 'FAILED':9} {command}   {time.monotonic() - begin:.0f} s", flush=True)
             if done.returncode:
                 failed.append(command)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 import envs
@@ -85,6 +86,14 @@ def test_every_command_of_the_readme_is_one():
         script = re.search(r"(?:python|torchrun)(?: --\S+)* ([\w/]+\.py)", command)
         assert not script or (ROOT / script[1]).exists(), command
     assert seen >= 8
+
+
+@pytest.mark.slow
+def test_a_newcomer_can_follow_the_readme():
+    """Every command of the README and of docs/ that can run here, in a fresh clone and environment; trainings and evaluations cut short."""
+    done = subprocess.run([sys.executable, "experiments/readme.py", "--quick"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\nok ") > 10
 
 
 def test_every_file_of_the_top_level_is_installed():
