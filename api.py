@@ -25,13 +25,11 @@ from pool import outcome
 from rollout import EnvPool, Trajectory
 
 
-ENDED, REFUSED = "the evaluation has ended", "the model's server refused: "  # errors of trajectories
+REFUSED = "the model's server refused: "  # such a trajectory's error
 
 
 class ModelError(RuntimeError):
     """The model's server failed: nothing is known about the model, so the evaluation ends. `played`: the trajectories that were complete."""
-
-    played: list[Trajectory] = []
 
 
 class Refused(RuntimeError):
@@ -46,8 +44,8 @@ class Model:
     """A model's name on a server, and how to sample from it. `base_url`: http://host:port/v1; `timeout` in seconds.
 
     model(messages) -> (reply, whether it was cut at max_tokens, tokens of the conversation or 0 where the server does not say).
-    A server that is busy (429) or fails (5xx) is asked again after a while, as long as it asks for in Retry-After; ModelError after
-    `tries` failures (5 without any answer), or once the Event `stop` is set. Refused or TooLong where it turns down a conversation of several turns."""
+    A server that is busy (429) or fails (5xx) is asked again after a while, not before the time in Retry-After; ModelError after
+    `tries` failures (two minutes), or once the Event `stop` is set. Refused or TooLong where it turns down a conversation of several turns."""
 
     def __init__(self, name: str, base_url: str, temperature: float = 1.0, top_p: float = 1.0, max_tokens: int = 512, timeout: float = 300.0,
                  tries: int = 8):
@@ -64,44 +62,44 @@ class Model:
         while not stop.is_set():
             attempt, status, wait = attempt + 1, 0, 0.0
             body = self.body | {"messages": messages, "seed": seed}
-            for name in sorted(self.unknown):
+            for name in self.unknown:
                 value = body.pop(name)
                 body |= {"max_completion_tokens": value} if name == "max_tokens" else {}
             try:
                 response = requests.post(self.url, json=body, headers=self.headers, timeout=(10, self.timeout))
-                status = response.status_code
+                status, after, said = response.status_code, response.headers.get("Retry-After", ""), self._without_key(response.text)
                 if status == 200:
                     reply = response.json()
                     choice = reply["choices"][0]
-                    text = choice["message"]["content"] or ""
+                    text = choice["message"].get("content") or ""
                     if not isinstance(text, str):
-                        raise TypeError(f"the content is no text: {text!r:.80}")
+                        raise TypeError("the content is no text")
                     return (text, choice.get("finish_reason") == "length",
                             int((reply.get("usage") or {}).get("total_tokens") or 0))
-                said, wait = response.text[:1000], response.headers.get("Retry-After", "")
-                why, wait = f"status {status} {said[:200]}", float(wait) if wait.isdecimal() else 0.0
+                why, wait = f"status {status} {said[:200]}", float(after) if after.isdecimal() else 0.0
             except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as e:
-                why = f"{type(e).__name__}: {str(e)[:200]}"
-            why = why.replace(self.key, "***") if self.key else why  # servers and libraries say what they were sent
-            if status in (400, 413, 422):
-                # newer models of OpenAI's call max_tokens max_completion_tokens, others know no seed
-                refuses = {k for k in ("max_tokens", "seed") if k in body and k in said} if re.search("support|permit|forbid|extra|unknown", said, re.I) else set()
-                if refuses:
-                    self.unknown, attempt = self.unknown | refuses, attempt - 1
-                    continue
-                if len(messages) > 3:
-                    raise (TooLong if status == 413 or re.search("context|length|long|tokens", said, re.I) else Refused)(why)
-            if 400 <= status < 500 and status not in (408, 429) or attempt >= (self.tries if status else min(self.tries, 5)):
+                why = f"{type(e).__name__}: {self._without_key(str(e))[:200]}"
+            if status in (400, 413, 422) and len(messages) > 3:
+                raise (TooLong if status == 413 or re.search("context.(length|window|size)|too long|tokens", said, re.I) else Refused)(why)
+            # a first request: newer models of OpenAI's call max_tokens max_completion_tokens, other servers know no seed
+            refused = {k for k in ("max_tokens", "seed") if k in body and k in said} if status in (400, 422) else set()
+            if refused and re.search("support|permit|forbid|extra|un(known|recogni)", said, re.I):
+                self.unknown, attempt = self.unknown | refused, attempt - 1
+                continue
+            if 400 <= status < 500 and status not in (408, 429) or attempt == self.tries:
                 raise ModelError(f"{self.url}: {why}")
-            stop.wait(max(min(wait, 300.0), min(60.0, 0.5 * 2 ** attempt) * random.uniform(0.5, 1.5)))
-        raise ModelError(ENDED)
+            stop.wait(min(wait, 300.0) + min(60.0, 0.5 * 2 ** attempt) * random.uniform(0.5, 1.5))
+        raise ModelError("the evaluation has ended")
+
+    def _without_key(self, text):  # servers and libraries say what they were sent
+        return text.replace(self.key, "***") if self.key else text
 
 
 def play(model: Model, pool: EnvPool, items: list[str], horizon: int, samples: int = 1, seed: int = 0, slots: int = 16, max_length: float = math.inf,
          action_format: str = "react", plan: bool = False, reflect: bool = False, deadline: float = 60.0, retries: int = 2,
          progress: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
     """As `rollout.rollout`, with a `Model`: every item `samples` times, `slots` at once, in the order of items. Trajectories have
-    messages, but no tokens. Raises ModelError if the model's server fails, ValueError for an item that does not exist."""
+    messages, but no tokens; status env_error, too, for a conversation that the server refuses. Raises ModelError if the model's server fails, ValueError for an item that does not exist."""
     how, stop, failed, played = dict(action_format=action_format, plan=plan, reflect=reflect), threading.Event(), [], []
 
     def one(group, sample):
@@ -109,7 +107,7 @@ def play(model: Model, pool: EnvPool, items: list[str], horizon: int, samples: i
             for _ in range(retries + 1):
                 t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
                 _episode(t, model, pool, horizon, max_length, deadline, seed, how, stop)
-                if t.status != "env_error" or t.error.startswith(REFUSED) or stop.is_set():
+                if t.status != "env_error" or t.error.startswith(REFUSED):
                     break
         except BaseException as e:  # told at once: whoever waits for the episodes does so in their order
             failed.append(e)
@@ -125,13 +123,13 @@ def play(model: Model, pool: EnvPool, items: list[str], horizon: int, samples: i
         futures = [executor.submit(one, group, sample) for group in range(len(items)) for sample in range(samples)]
         return [future.result() for future in futures]
     except BaseException as e:
-        stop.set()  # episodes under way end with their next turn: nobody waits for them, and the server may cost money
         first = failed[0] if failed else e
-        if isinstance(first, ModelError):
-            first.played = [t for t in played if t.error != ENDED]
+        stop.set()  # episodes under way end with their next request: the server may cost money
+        executor.shutdown(cancel_futures=True)
+        first.played = played
         raise first from None
     finally:
-        executor.shutdown(cancel_futures=True)
+        executor.shutdown()
 
 
 def _episode(t, model, pool, horizon, max_length, deadline, seed, how, stop):
@@ -150,9 +148,6 @@ def _episode(t, model, pool, horizon, max_length, deadline, seed, how, stop):
         t.messages = [{"role": "user", "content": first[0].strip()}, {"role": "assistant", "content": "OK"},
                       {"role": "user", "content": first[1].strip()}]
     while not (t.status or t.error):
-        if stop.is_set():
-            t.error = ENDED
-            break
         try:  # a seed of its own for each turn: servers draw the same random numbers for the same seed
             text, cut, tokens = model(t.messages, zlib.crc32(f"{seed} {t.item} {t.sample} {t.turns}".encode()) >> 1, stop)
         except TooLong:

@@ -5,8 +5,8 @@
     python eval.py --env textcraft --model openai:NAME --base_url http://localhost:8000/v1     # api.py
 
 The settings are those of the run whose folder holds the model, else what train.py takes by default for this world and
-model; a flag wins over both. All items of the split are played, at temperature 1. Failed environments are left out of
-the statistics; their share is `env_error`.
+model; a flag wins over both. All items of the split are played, at temperature 1. Failed environments, and conversations
+that a model's server refuses, are left out of the statistics; their share is `env_error`.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class Config:
     reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed episodes; default: the run's")
     env_args: str | None = arg(None, "keyword arguments of the world in this process: searchqa.topk=5; default: the run's")
     dtype: str | None = arg(None, "float32 | bfloat16")
-    slots: int = arg(128, "trajectories played at a time")
+    slots: int = arg(128, "trajectories played at a time; 32 at most on a server's model")
     engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
@@ -103,6 +103,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     for name in ("data", "max_tokens", "max_length", "action_format", "plan", "reflect", "env_args", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))
+    cfg.slots = min(cfg.slots, 32) if remote(cfg) else cfg.slots  # threads
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
     if not cfg.horizon:  # the run's says something about the worlds it was made for only
@@ -135,7 +136,6 @@ def check(cfg: Config) -> None:
     if len(pick_items(cfg)) < (cfg.items or 1):
         raise ValueError(f"--items {cfg.items or 1}: the split '{cfg.split}' has only {len(pick_items(cfg))}")
     if remote(cfg):
-        cfg.slots = min(cfg.slots, 32)  # threads
         if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:  # it stands in the result
             raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a password: a key is taken from OPENAI_API_KEY")
         if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
@@ -293,9 +293,12 @@ def write(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def lines(trajectories: list[Trajectory]) -> str:
-    """One JSON object a line."""
-    return "".join(json.dumps(t.to_json()) + "\n" for t in trajectories)
+def save(cfg: Config, played: dict[int, list[Trajectory]]) -> None:
+    """Trajectories by horizon -> --trajectories, if it is given; in a sweep a file each."""
+    for horizon, trajectories in played.items() if cfg.trajectories else ():
+        path = Path(cfg.trajectories)
+        path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}") if "," in cfg.horizon else path
+        write(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
 
 
 def pins(cfg: Config, names: list[str]) -> dict:
@@ -311,7 +314,7 @@ def pins(cfg: Config, names: list[str]) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command -> its exit code: 2 for bad usage, 1 if every environment failed; one line on stderr says why."""
+    """The command -> its exit code: 2 for bad usage, 1 if every environment failed or the model's server; one line on stderr says why."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("huggingface_hub").setLevel(ERROR)  # it tells of every attempt to reach a hub that is not there
@@ -338,21 +341,16 @@ def main(argv: list[str] | None = None) -> int:
                 if not any(t.turns for t in played[horizon]):
                     raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
     except (ValueError, api.ModelError) as e:
-        says, done = str(e), getattr(e, "played", [])
-        if done and cfg.trajectories:  # they may have cost money
-            write(Path(cfg.trajectories), lines(done))
-            says += f" ({len(done)} trajectories were complete: {cfg.trajectories})"
-        print(f"eval.py: {' '.join(says.split())}", file=sys.stderr)
+        print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
+        if done := getattr(e, "played", []):  # they may have cost money
+            save(cfg, played | {horizon: done})
         return 2 if isinstance(e, ValueError) else 1
     results = [summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
                | {"config": config | {"horizon": horizon}} for horizon, trajectories in played.items()]
     sweep = {"sweep": results, "config": config | {"horizon": list(played)}}
     if cfg.out:
         write(Path(cfg.out), json.dumps(sweep if len(played) > 1 else results[0], indent=1) + "\n")
-    for horizon, trajectories in played.items() if cfg.trajectories else ():
-        path = Path(cfg.trajectories)
-        path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}") if len(played) > 1 else path
-        write(path, lines(trajectories))
+    save(cfg, played)
     print(tables(results))
     return 0
 

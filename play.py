@@ -14,13 +14,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--env", default="babyai", help=", ".join(WORLDS))
     parser.add_argument("--item", type=int, help="default: the first of the held-out set")
     parser.add_argument("--horizon", type=int, default=100, help="largest number of turns")
-    parser.add_argument("--action_format", default="plain", choices=agent.FORMATS, help="what a reply looks like; plain: an action alone")
     args = parser.parse_args(argv)
     env = None
     try:
         env = make_env(args.env)
         item = split_item(items(args.env, "test")[0])[1] if args.item is None else args.item
-        print(agent.instructions(env.prompt, "plain" if env.whole_reply else args.action_format), "", env.reset(item), sep="\n")
+        print(agent.instructions(env.prompt), "", env.reset(item), sep="\n")
         if hasattr(env, "homepage"):  # a world that can be looked at
             print(f"\nIn your own browser, the same sites in the same state: {env.homepage()}")
         total = 0.0
@@ -28,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             reply = input(f"\n[turn {turn}; an empty line ends] > ")
             if not reply.strip():
                 return 0
-            step = env.step(reply if env.whole_reply else agent.parse(reply, args.action_format))
+            step = env.step(reply if env.whole_reply else agent.parse(reply))
             total += step.reward
             print(step.observation)
             print(f"[reward {step.reward:g}, {total:g} so far; score {step.score:g}{'' if step.valid else '; that was no action'}]")

@@ -85,7 +85,7 @@ class Sigterm:
 
 
 def train(cfg: Config) -> None:
-    """A run from its first or next step to its last, in this process or as one of torchrun's. Raises RuntimeError where it must stop."""
+    """A run from its first or next step to its last, in this process or as one of torchrun's. Leaves by SystemExit where it must stop."""
     with EnvPool(servers(cfg.env_url, cfg.worlds), options=worlds.env_options(cfg.env_args, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
         sigterm = Sigterm()
         try:

@@ -20,8 +20,6 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
-BYTES = {chr(b): b for b in (*range(33, 127), *range(161, 173), *range(174, 256))}  # how byte-level BPE writes bytes
-BYTES |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if chr(b) not in BYTES)}
 CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; about how many have their rooms drawn
 TOKENS = 10_000_000  # a page holds no more
 
@@ -87,12 +85,14 @@ def rooms(trajectory: dict, world: Any, action_format: str) -> list[tuple[int, s
 
 def piece(tokenizer: Any, token: int) -> str | list[int]:
     """What a token adds to a text; as bytes where it is a part of a character (the page puts them together)."""
-    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token) or ""
     if "\ufffd" in text:
+        known = {c: b for b, c in bytes_to_unicode().items()}  # byte-level BPE's
         if len(written) == 6 and written.startswith("<0x"):  # SentencePiece's
             return [int(written[3:5], 16)]
-        if all(c in BYTES for c in written):
-            return [BYTES[c] for c in written]
+        if all(c in known for c in written):
+            return [known[c] for c in written]
     return " " + text if written.startswith("\u2581") and not text.startswith(" ") else text
 
 
@@ -102,7 +102,7 @@ def packed(trajectories: list[dict]) -> str:
 
 
 def write_page(run: str | Path, most: int = 10_000) -> Path:
-    """runs/NAME -> runs/NAME/view.html, of about `most` trajectories at most (whole groups, evenly spread over the steps).
+    """runs/NAME -> runs/NAME/view.html, of about `most` trajectories (whole groups, evenly spread over the steps).
     Raises ValueError if the folder holds no run."""
     from transformers import AutoTokenizer
 

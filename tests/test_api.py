@@ -95,7 +95,7 @@ def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_ends_it(monkeypatch):
     monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)  # at once
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
-    with server(lambda body, headers: (401, {"error": headers["Authorization"]})) as url, pytest.raises(api.ModelError, match=r"Bearer \*\*\*"):
+    with server(lambda body, headers: (401, {"error": "x" * 170 + headers["Authorization"]})) as url, pytest.raises(api.ModelError, match=r"Bearer \*\*\*"):
         api.Model("m", url)([])
     replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
     with server(lambda *_: next(replies)) as url:
@@ -107,13 +107,16 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_ends_it(monke
         assert api.Model("m", url)([]) == ("", True, 0)
 
 
-def test_what_is_wrong_is_one_line(capsys):
+def test_what_is_wrong_is_one_line(capsys, monkeypatch):
     import eval as evaluation
     with server(lambda *_: (401, {"error": "no key"})) as url:
         assert evaluation.main(["--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "3"]) == 1
     assert "status 401" in capsys.readouterr().err.splitlines()[-1]
-    for args, says in ((("--model", "openai:m"), "needs --base_url"), (("--base_url", "http://x"), "is for --model openai:NAME"),
-                       (("--model", "openai:m", "--base_url", "http://x", "--top_k", "3"), "run here")):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u00e9")
+    for args, says in ((("--model", "openai:m"), "needs --base_url"), (("--model", "openai:m", "--base_url", "http://me:word@x/v1"), "without a password"),
+                       (("--base_url", "http://x"), "is for --model openai:NAME"),
+                       (("--model", "openai:m", "--base_url", "http://x", "--top_k", "3"), "run here"),
+                       (("--model", "openai:m", "--base_url", "http://x"), "OPENAI_API_KEY holds")):
         assert evaluation.main(["--env", "textcraft", *args]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and says in said
@@ -216,5 +219,5 @@ def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
     with server(answer) as url:
         done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "9", "--horizon", "2", "--slots", "1",
                    "--out", str(tmp_path / "r.json"), "--trajectories", str(tmp_path / "t.jsonl"))
-    assert done.returncode == 1 and "3 trajectories were complete" in done.stderr and not (tmp_path / "r.json").exists()
+    assert done.returncode == 1 and "status 401" in done.stderr and not (tmp_path / "r.json").exists()
     assert [json.loads(line)["turns"] for line in (tmp_path / "t.jsonl").read_text().splitlines()] == [2, 2, 2]
