@@ -228,15 +228,16 @@ def collapsed(end):
 
 def draw(study):
     """Mean and standard deviation over the seeds: success in training, at the step's horizon, and what was measured on held-out items on the way."""
-    worlds, columns = sorted({run.world for run in runs(study)}), 4 if study == "horizon" else 2
-    figure, axes = plt.subplots(len(worlds), columns, figsize=(4.6 * columns, 3.6 * len(worlds)), layout="constrained", squeeze=False)
-    for world, line in zip(worlds, axes):
+    worlds, columns = sorted({run.world for run in runs(study) if results(study, run).exists()}), 4 if study == "horizon" else 2
+    figure, axes = plt.subplots(len(worlds) * columns // 2, 2, figsize=(9.2, 1.8 * columns * len(worlds)), layout="constrained", squeeze=False)
+    for world, line in zip(worlds, axes.reshape(len(worlds), columns)):
         by_label = {}
         for run in runs(study):
             if run.world == world and len(rows := read(results(study, run))) > 1:
                 by_label.setdefault(run.label, []).append(rows)
-        turns, minutes = (lambda r: r["turns"] * r["trajectories"]), (lambda r: r["seconds"] / 60)
-        views = [("environment turns", turns, "success"), ("environment turns", turns, "horizon") if study == "horizon" else ("minutes", minutes, "success")]
+        turns, minutes = (lambda r: r["turns"] * r["trajectories"] / 1000), (lambda r: r["seconds"] / 60)
+        unit = "thousands of environment turns"
+        views = [(unit, turns, "success"), (unit, turns, "horizon") if study == "horizon" else ("minutes", minutes, "success")]
         for (unit, cost, what), ax in zip(views, line):
             for number, (label, seeds) in enumerate(by_label.items()):
                 costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
@@ -248,14 +249,14 @@ def draw(study):
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
-            ax.set_title(f"{world}: {what}{' in training' if what == 'success' else ''}")
+            ax.set_title(f"{world}: {what}{' in training, at its own horizon' if what == 'success' else ''}")
         if study == "horizon":
             for number, (label, seeds) in enumerate(by_label.items()):
-                points = [[(p["turns"], p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
+                points = [[(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
                 mean, spread = np.mean(points, 0), np.std(points, 0)
                 for column, ax in enumerate(line[2:]):
                     ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], fmt="o-", capsize=3, color=f"C{number}", label=f"{label} ({len(seeds)} seeds)")
-            for unit, ax in zip(("environment turns", "minutes"), line[2:]):
+            for unit, ax in zip((unit, "minutes"), line[2:]):
                 ax.set(xlabel=unit, title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
                 if base := read(results(study, Run(world, "base", 0))):
                     ax.axhline(base[-1]["success"], color="grey", ls=":", label="before")
