@@ -1,5 +1,5 @@
 """The page of a run as people see it: python experiments/screenshots.py runs/NAME [FOLDER]. Writes FOLDER/view.png (a desk), view_dark.png
-and view_phone.png (default: docs/) in headless Chromium, and prints how heavy the page is and how long it takes to open: a failure
+and view_phone.png (default: docs/) in headless Chromium, and prints how heavy a page of 1,000 trajectories and one of 10,000 are and how long they take to open. Shown: a failure
 and a success of one group, coloured by advantage (BabyAI). Needs playwright (pip install playwright) and Debian's chromium."""
 
 import re
@@ -16,16 +16,17 @@ SIZES = {"view": (1280, 900, "light"), "view_dark": (1280, 900, "dark"), "view_p
 
 
 def main(run, out="docs"):
-    path = write_page(run).resolve()
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
-        for name, (width, height, scheme) in SIZES.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        for most in (1000, 10_000):
+            path, page = write_page(run, most).resolve(), browser.new_page()
             begin = time.perf_counter()
             page.goto(f"file://{path}")
             page.wait_for_selector("#rows tr")
-            opened = time.perf_counter() - begin
-            count = page.locator("#count").inner_text()
+            print(f"{page.locator('#count').inner_text()}: {path.stat().st_size / 1e6:.2f} MB, opened in {time.perf_counter() - begin:.2f} s")
+        for name, (width, height, scheme) in SIZES.items():
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(f"file://{path}")
             page.select_option("select[aria-label=success]", "false")
             page.locator("#colour").select_option("advantage")
             for row in page.locator("#rows tr").all()[:200]:  # a failure whose rooms are drawn, and beside it a success of its group
@@ -38,7 +39,7 @@ def main(run, out="docs"):
             page.wait_for_function("document.querySelectorAll('article').length == 2")
             page.locator("#pair").scroll_into_view_if_needed()
             page.screenshot(path=f"{out}/{name}.png", full_page=name == "view", **({"clip": {"x": 0, "y": 0, "width": width, "height": 2650}} if name == "view" else {}))
-            print(f"{out}/{name}.png  {width} x {height}, {scheme}: opened in {opened:.2f} s, {count}; page {path.stat().st_size / 1e6:.2f} MB")
+            print(f"{out}/{name}.png")
         browser.close()
 
 

@@ -11,7 +11,7 @@ algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and Te
 horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon; TextCraft with eight seeds, BabyAI, whose items can all be
 done within the first stage, as a control with three. All get the same number of environment turns (TURNS), so a short horizon more optimizer
 steps; all are evaluated at the longest horizon, also at a quarter, half and three quarters of the turns (one sample an item), and are compared with
-ScalingInter seed by seed: a difference counts if the 95 % interval of the paired differences (Student's t) leaves out 0. The one that was
+ScalingInter seed by seed, at the end and at half of the turns: a difference counts if the 95 % interval of the paired differences (Student's t) leaves out 0. The one that was
 named beforehand: TextCraft, scaling against long. Collapsed is a run that ends with less than half of the best that it had on held-out items.
 recipe: the default run in BabyAI with one thing changed, two seeds.
 """
@@ -193,9 +193,17 @@ def paired(a, b):
     return statistics.mean(differences), half
 
 
+def difference(a, b):
+    """As text: paired, with its interval."""
+    if len(a) < 2:
+        return ""
+    d, half = paired(a, b)
+    return f"{d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} ({len(a)} pairs)"
+
+
 def table(study):
     lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions | success in training, mean of all steps |"
-             + (" collapsed | difference to scaling, 95 % |" if study == "horizon" else ""), "|---" * (12 if study == "horizon" else 10) + "|"]
+             + (" collapsed | difference to scaling, 95 % | at half of the turns | difference |" if study == "horizon" else ""), "|---" * (14 if study == "horizon" else 10) + "|"]
     for world in sorted({run.world for run in runs(study)}):
         ends = {}  # label -> seed -> (rows, the last line)
         for run in runs(study):
@@ -213,11 +221,11 @@ def table(study):
             if study == "horizon":
                 seeds = sorted(by_seed.keys() & ends.get("scaling", {}).keys())
                 line += f" {sum(map(collapsed, last))} |" if trained else " |"
-                if label not in ("base", "scaling") and len(seeds) > 1:
-                    d, half = paired([by_seed[s][1]["success"] for s in seeds], [ends["scaling"][s][1]["success"] for s in seeds])
-                    line += f" {d:+.3f} ± {half:.3f}{'' if abs(d) > half else ', not shown'} ({len(seeds)} pairs) |"
-                else:
-                    line += " |"
+                line += f" {difference([by_seed[s][1]['success'] for s in seeds], [ends['scaling'][s][1]['success'] for s in seeds]) if label != 'scaling' else ''} |"
+                halves = {name: {s: end["held_out"][1]["success"] for s, (_, end) in ends.get(name, {}).items() if len(end.get("held_out", ())) == 4} for name in (label, "scaling")}
+                seeds, of = sorted(halves[label].keys() & halves["scaling"].keys()), [halves[label][s] for s in sorted(halves[label])]
+                line += f" {statistics.mean(of):.3f} ± {statistics.stdev(of):.3f} |" if len(of) > 1 else " |"
+                line += f" {difference([halves[label][s] for s in seeds], [halves['scaling'][s] for s in seeds]) if label != 'scaling' else ''} |"
             lines.append(line)
     return "\n".join(lines)
 
@@ -256,8 +264,8 @@ def draw(study):
                 mean, spread = np.mean(points, 0), np.std(points, 0)
                 for column, ax in enumerate(line[2:]):
                     ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], fmt="o-", capsize=3, color=f"C{number}", label=f"{label} ({len(seeds)} seeds)")
-            for unit, ax in zip((unit, "minutes"), line[2:]):
-                ax.set(xlabel=unit, title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
+            for name, ax in zip((unit, "minutes"), line[2:]):
+                ax.set(xlabel=name, title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
                 if base := read(results(study, Run(world, "base", 0))):
                     ax.axhline(base[-1]["success"], color="grey", ls=":", label="before")
         for ax in line[:columns]:
