@@ -34,6 +34,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +146,7 @@ def do(study, run, commit):
             "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": horizon,
             "command": train_command if rows else "", "commit": commit,
             "evaluation": f"OMP_NUM_THREADS=1 python eval.py --env {run.world} --model {Path(model).name} --samples {samples} --horizon {horizon}",
+            "machine": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
             "stopped": stopped, "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
             "seconds": round(seconds(rows)), "environment_turns": round(played(rows))}
     if revision() != commit:
