@@ -1,4 +1,5 @@
-"""Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon, recipe.
+"""Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon,
+collapse, recipe.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
 reached on held-out items, its commands, commit and model. What is there is not run again, what was cut short goes on where it was, so a
@@ -13,6 +14,7 @@ done within the first stage, as a control with three. All get the same number of
 steps; all are evaluated at the longest horizon, also at a quarter, half and three quarters of the turns (one sample an item), and are compared with
 ScalingInter seed by seed, at the end and at half of the turns: a difference counts if the 95 % interval of the paired differences (Student's t) leaves out 0. The one that was
 named beforehand: TextCraft, scaling against long. Collapsed is a run that ends with less than half of the best that it had on held-out items.
+collapse: TextCraft, 150 steps with the long horizon and with the growing one, two seeds: the paper's fixed 10 rounds collapse after about 125.
 recipe: the default run in BabyAI with one thing changed, two seeds.
 """
 
@@ -70,6 +72,11 @@ def runs(study):
     found = []
     if study == "recipe":
         return [Run("babyai", "base", 0)] + [Run("babyai", label, seed, tuple(flags.split())) for seed in range(2) for label, flags in RECIPES.items()]
+    fixed = lambda n: ("--horizon_schedule", "fixed", "--horizon", str(n))  # noqa: E731
+    if study == "collapse":
+        kinds = {"long": fixed(TINY["textcraft"].rounds[-1]), "scaling": ()}
+        more = ("--min_entropy", "0", "--steps", "150")
+        return [Run("textcraft", "base", 0)] + [Run("textcraft", label, seed, flags + more) for seed in range(2) for label, flags in kinds.items()]
     for world in ("babyai", "textcraft"):
         found.append(Run(world, "base", 0))
         if study == "algorithms":
@@ -77,7 +84,6 @@ def runs(study):
         else:
             rounds = TINY[world].rounds
             keep = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")  # nothing but nan and --max_kl stops it; a checkpoint near every turn
-            fixed = lambda n: ("--horizon_schedule", "fixed", "--horizon", str(n))  # noqa: E731
             kinds = {"scaling": (), "long": fixed(rounds[-1]), "short": fixed(rounds[0]), "adaptive": ("--horizon_schedule", "adaptive")}
             found += [Run(world, label, seed, flags + keep, TURNS[world]) for seed in range(SEEDS[world]) for label, flags in kinds.items()]
     return found
@@ -280,7 +286,7 @@ def draw(study):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "horizon", "recipe"])
+    parser.add_argument("study", choices=["algorithms", "horizon", "collapse", "recipe"])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--only", default="", help="runs whose name holds this text: babyai, ppo, _s0")
     parser.add_argument("--dry", action="store_true", help="say what is missing and how long it will take")
