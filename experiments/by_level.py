@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs import split_item  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
 
+if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+    sys.exit(__doc__)
 run, block = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
 rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 files = sorted(run.glob("trajectories/*.jsonl"))

@@ -57,4 +57,4 @@ def main(kills=20, seed=0):
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, sys.argv[1:])) if all(arg.isdecimal() for arg in sys.argv[1:]) else __doc__)

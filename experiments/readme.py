@@ -68,4 +68,4 @@ def main(quick=False):
 
 
 if __name__ == "__main__":
-    sys.exit(main("--quick" in sys.argv))
+    sys.exit(main("--quick" in sys.argv) if sys.argv[1:] in ([], ["--quick"]) else __doc__)

@@ -44,4 +44,6 @@ def main(run, out="docs"):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(__doc__)
     main(*sys.argv[1:])
