@@ -65,7 +65,7 @@ class Config:
     minibatches: int | None = arg(None, "optimizer steps an epoch")
     epochs: int = arg(1, "passes over a step's trajectories")
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30'")
-    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: at least, as it compares the means of its halves")
+    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: at least two halves (rounded down), whose means it compares")
     horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends when success levels off)")
     max_tokens: int | None = arg(None, "largest reply, tokens")
     max_length: int | None = arg(None, "largest trajectory, tokens")

@@ -261,7 +261,7 @@ def draw(study):
                 smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
                 values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])
                 seen = 2 * np.isfinite(values).sum(0) >= len(values)  # as long as half of the seeds go on
-                grid, mean, spread = grid[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0)
+                grid, mean, spread = grid[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0, ddof=min(1, len(values) - 1))
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
@@ -269,7 +269,7 @@ def draw(study):
         if study == "horizon":
             for number, (label, seeds) in enumerate(by_label.items()):
                 points = [[(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
-                mean, spread = np.mean(points, 0), np.std(points, 0)
+                mean, spread = np.mean(points, 0), np.std(points, 0, ddof=min(1, len(points) - 1))
                 for column, ax in enumerate(line[2:]):
                     ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], fmt="o-", capsize=3, color=f"C{number}", label=f"{label} ({len(seeds)} seeds)")
             for name, ax in zip((unit, "minutes"), line[2:]):
