@@ -254,13 +254,18 @@ def draw(study):
         turns, minutes = (lambda r: r["turns"] * r["trajectories"] / 1000), (lambda r: r["seconds"] / 60)
         unit = "thousands of environment turns"
         views = [(unit, turns, "success"), (unit, turns, "horizon") if study == "horizon" else ("minutes", minutes, "success")]
+        machines = {rows[-1].get("machine", "not said") for seeds in by_label.values() for rows in seeds}
         for (unit, cost, what), ax in zip(views, line):
+            if unit == "minutes" and len(machines) > 1:
+                ax.text(0.5, 0.5, "rows of different machines:\nno minutes to compare", ha="center", transform=ax.transAxes)
+                ax.set_axis_off()
+                continue
             for number, (label, seeds) in enumerate(by_label.items()):
                 costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
                 grid = np.linspace(0, max(c[-1] for c in costs), 100)
                 smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
                 values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])
-                seen = 2 * np.isfinite(values).sum(0) >= len(values)  # as long as half of the seeds go on
+                seen = 2 * np.isfinite(values).sum(0) > len(values)  # as long as more than half of the seeds go on
                 grid, mean, spread = grid[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0, ddof=min(1, len(values) - 1))
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
@@ -277,7 +282,7 @@ def draw(study):
                 if base := read(results(study, Run(world, "base", 0))):
                     ax.axhline(base[-1]["success"], color="grey", ls=":", label="before")
         for ax in line[:columns]:
-            if by_label:
+            if ax.has_data():
                 ax.legend(fontsize=8)
     path = ROOT / f"docs/study_{study}.png"
     figure.savefig(path, dpi=110)
