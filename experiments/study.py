@@ -5,7 +5,7 @@ A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.j
 reached on held-out items, its commands, commit and model. What is there is not run again, what was cut short goes on where it was, so a
 study may take days; it wants a checkout that nobody edits meanwhile (git worktree add). A run that train.py stops (--max_kl, nan) is
 evaluated at its last checkpoint. Two samples of each held-out item (horizon: four).
---dry lists what is missing and how long it will take; --draw makes docs/study_NAME.png and the table from the files alone, as every other
+--dry lists what is missing and how long it will take; --draw makes docs/study_NAME*.png and the table from the files alone, as every other
 call does in the end. Two runs at a time by default, one thread each.
 
 algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and TextCraft, three seeds.
@@ -243,8 +243,15 @@ def collapsed(end):
 
 
 def draw(study):
+    """A picture of all worlds, of the horizons one a world."""
+    worlds = sorted({run.world for run in runs(study) if results(study, run).exists()})
+    for name, shown in ((f"{study}_{world}", [world]) for world in worlds) if study == "horizon" else [(study, worlds)]:
+        picture(study, shown, ROOT / f"docs/study_{name}.png")
+
+
+def picture(study, worlds, path):
     """Mean and standard deviation over the seeds: success in training, at the step's horizon, and what was measured on held-out items on the way."""
-    worlds, columns = sorted({run.world for run in runs(study) if results(study, run).exists()}), 4 if study == "horizon" else 2
+    columns = 4 if study == "horizon" else 2
     figure, axes = plt.subplots(len(worlds) * columns // 2, 2, figsize=(9.2, 1.8 * columns * len(worlds)), layout="constrained", squeeze=False)
     for world, line in zip(worlds, axes.reshape(len(worlds), columns)):
         by_label = {}
@@ -284,7 +291,6 @@ def draw(study):
         for ax in line[:columns]:
             if ax.has_data():
                 ax.legend(fontsize=8)
-    path = ROOT / f"docs/study_{study}.png"
     figure.savefig(path, dpi=110)
     print(path)
 
