@@ -1,5 +1,5 @@
 """Studies of many short runs: `python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]`, NAME one of: algorithms, horizon,
-collapse, recipe.
+collapse, recipe, worlds.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a line a training step, and a last one with what it
 reached on held-out items, its commands, commit and model. What is there is not run again, what was cut short goes on where it was, so a
@@ -16,6 +16,8 @@ ScalingInter seed by seed, at the end and at half of the turns: a difference cou
 named beforehand: TextCraft, scaling against long. Collapsed is a run that ends with less than half of the best that it had on held-out items.
 collapse: TextCraft, 150 steps with the long horizon and with the growing one, two seeds: the paper's fixed 10 rounds collapse after about 125.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds (three learning rates ended alike after 100).
+worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one click, and one model for BabyAI and TextCraft; three seeds. Wants
+the extras searchqa, sciworld and webarena, and Chromium; the item sets are made in runs/items.
 """
 
 import argparse
@@ -46,6 +48,7 @@ from schedule import TINY, horizon_at  # noqa: E402
 TURNS = {"babyai": 25_000, "textcraft": 40_000}  # of the environments, in all of a run of the study "horizon"
 SEEDS = {"babyai": 3, "textcraft": 8}  # in that study
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
+FNL, NAV = "runs/items/FNL", "runs/items/NAV"  # item sets of the study "worlds"
 KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
 
 
@@ -62,10 +65,11 @@ class Run(NamedTuple):
     seed: int
     flags: tuple = ()
     turns: int = 0  # of the environments, after which training ends; 0: after the default number of steps
+    horizon: int = 0  # in evaluation; 0: the world's
 
     @property
     def name(self):
-        return f"{self.world}_{self.label}_s{self.seed}"
+        return f"{self.world.replace(',', '+')}_{self.label}_s{self.seed}"
 
 
 def runs(study):
@@ -73,6 +77,14 @@ def runs(study):
     if study == "recipe":
         return [Run("babyai", "base", 0)] + [Run("babyai", label, seed, ("--steps", "40", *flags.split())) for seed in range(2) for label, flags in RECIPES.items()]
     fixed = lambda n: ("--horizon_schedule", "fixed", "--horizon", str(n))  # noqa: E731
+    if study == "worlds":
+        for seed in range(3):
+            for world, steps, *flags in (("searchqa", "300"), ("sciworld", "40", "--data", FNL), ("babyai,textcraft", "100"),
+                                         ("webarena", "50", "--data", NAV, "--horizon", "3,4")):
+                horizon = 4 if world == "webarena" else 0
+                found += [Run(world, "base", 0, tuple(flags[:2]), 0, horizon)] if seed == 0 and "," not in world else []
+                found += [Run(world, "grpo", seed, ("--steps", steps, *flags), 0, horizon)]
+        return found
     if study == "collapse":
         kinds = {"long": fixed(TINY["textcraft"].rounds[-1]), "scaling": ()}
         more = ("--min_entropy", "0", "--steps", "150")
@@ -128,7 +140,7 @@ def longest(run, step):
 
 
 def do(study, run, commit):
-    """Train and evaluate; the run's file gets its name when it is complete."""
+    """Train and evaluate; the run's file gets its name when it is complete. A mixture is evaluated in each of its worlds."""
     out, path = ROOT / "runs/study" / study / run.name, results(study, run)
     rows, stopped = [], ""
     try:
@@ -138,20 +150,18 @@ def do(study, run, commit):
             raise
         rows, stopped = read(out / "metrics.jsonl"), str(e).strip().splitlines()[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    horizon, samples = TINY[run.world].eval_rounds, 4 if study == "horizon" else 2
+    samples = 4 if study == "horizon" else 2
     model = "tiny" if not rows else out / "final" if not stopped else max(out.glob("checkpoints/step_*"), default="tiny")
-    found, held_out = evaluated(run, model, samples, path), []
+    (found, *others), held_out = [evaluated(world, run, model, samples, path) for world in run.world.split(",")], []
     for part in (0.25, 0.5, 0.75) if run.turns else ():
         near = {abs(played(rows[:int(p.name[5:])]) - part * run.turns): p for p in out.glob("checkpoints/step_*")}
         if near:
             step = int(near[min(near)].name[5:])
             held_out.append({"turns": round(played(rows[:step])), "seconds": round(seconds(rows[:step])),
-                             "success": evaluated(run, near[min(near)], 1, path)["success"]})
-    train_command = f"OMP_NUM_THREADS=1 python train.py --env {run.world} --seed {run.seed} --steps {len(rows)} {' '.join(run.flags)}"
-    last = {"success": found["success"], "ci95": found["ci95"]["success"], "turns": found["turns"], "valid_actions": found["valid_actions"],
-            "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": horizon,
+                             "success": evaluated(run.world, run, near[min(near)], 1, path)["success"]})
+    train_command = f"OMP_NUM_THREADS=1 python train.py --env {run.world} --seed {run.seed} {f'--steps {len(rows)} ' * ('--steps' not in run.flags)}{' '.join(run.flags)}"
+    last = held_out_figures(found) | ({"worlds": {f["config"]["env"]: held_out_figures(f) for f in (found, *others)}} if others else {}) | {
             "command": train_command if rows else "", "commit": commit,
-            "evaluation": f"OMP_NUM_THREADS=1 python eval.py --env {run.world} --model {Path(model).name} --samples {samples} --horizon {horizon}",
             "machine": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
             "stopped": stopped, "model_sha256": found["config"]["model_sha256"], "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
             "seconds": round(seconds(rows)), "environment_turns": round(played(rows))}
@@ -166,9 +176,17 @@ def do(study, run, commit):
         shutil.rmtree(out / part, ignore_errors=True)
 
 
-def evaluated(run, model, samples, path):
-    result = path.with_suffix(".result")
-    call("eval.py", "--env", run.world, "--model", model, "--samples", samples, "--horizon", TINY[run.world].eval_rounds, "--out", result)
+def held_out_figures(found):
+    c = found["config"]
+    command = f"OMP_NUM_THREADS=1 python eval.py --env {c['env']} --model {Path(c['model']).name} --samples {c['samples']} --horizon {c['horizon']}"
+    return {"success": found["success"], "ci95": found["ci95"]["success"], "score": found["score"], "score_ci95": found["ci95"]["score"], "turns": found["turns"],
+            "valid_actions": found["valid_actions"], "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": c["horizon"],
+            "evaluation": command + f" --data {c['data']}" * bool(c["data"])}
+
+
+def evaluated(world, run, model, samples, path):
+    result, data = path.with_suffix(".result"), run.flags[run.flags.index("--data"):][:2] if "--data" in run.flags else ()
+    call("eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", run.horizon or TINY[world].eval_rounds, "--out", result, *data)
     found = json.loads(result.read_text())
     result.unlink()
     return found
@@ -210,20 +228,22 @@ def difference(a, b):
 
 
 def table(study):
-    lines = ["| world | run | seeds | steps | environment turns | min | held-out success | turns | valid actions | success in training, mean of all steps |"
-             + (" collapsed | difference to scaling, 95 % | at half of the turns | difference |" if study == "horizon" else ""), "|---" * (14 if study == "horizon" else 10) + "|"]
+    lines = ["| world | run | seeds | steps | environment turns | min | held-out success | score | turns | valid actions | success in training, mean of all steps |"
+             + (" collapsed | difference to scaling, 95 % | at half of the turns | difference |" if study == "horizon" else ""), "|---" * (15 if study == "horizon" else 11) + "|"]
     for world in sorted({run.world for run in runs(study)}):
         ends = {}  # label -> seed -> (rows, the last line)
         for run in runs(study):
             if run.world == world and (rows := read(results(study, run))):
-                ends.setdefault(run.label, {})[run.seed] = rows[:-1], rows[-1]
+                for part, figures in rows[-1].get("worlds", {"": {}}).items():  # of a mixture a line a world
+                    ends.setdefault(f"{run.label} {part}".strip(), {})[run.seed] = rows[:-1], rows[-1] | figures
         for label, by_seed in ends.items():
             last = [end for _, end in by_seed.values()]
             success = [end["success"] for end in last]
             mean = lambda key: statistics.mean(end[key] for end in last)  # noqa: E731
             spread = f" ± {statistics.stdev(success):.3f}" if len(success) > 1 else f" [{last[0]['ci95'][0]:.3f}, {last[0]['ci95'][1]:.3f}]"
+            score = mean("score") if all("score" in end for end in last) else mean("success")  # rows without one are of worlds where they are the same
             line = (f"| {world} | {label} | {len(last)} | {statistics.mean(len(rows) for rows, _ in by_seed.values()):.0f} | {mean('environment_turns'):.0f} | "
-                    f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} | ")
+                    f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {score:.3f} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} | ")
             trained = [rows for rows, _ in by_seed.values() if rows]
             line += f"{statistics.mean(statistics.mean(r['success'] for r in rows) for rows in trained):.3f} |" if trained else "|"
             if study == "horizon":
@@ -260,7 +280,8 @@ def picture(study, worlds, path):
                 by_label.setdefault(run.label, []).append(rows)
         turns, minutes = (lambda r: r["turns"] * r["trajectories"] / 1000), (lambda r: r["seconds"] / 60)
         unit = "thousands of environment turns"
-        views = [(unit, turns, "success"), (unit, turns, "horizon") if study == "horizon" else ("minutes", minutes, "success")]
+        what = "score" if study == "worlds" else "success"  # in SciWorld success is 0 throughout
+        views = [(unit, turns, what), (unit, turns, "horizon") if study == "horizon" else ("minutes", minutes, what)]
         machines = {rows[-1].get("machine", "not said") for seeds in by_label.values() for rows in seeds}
         for (unit, cost, what), ax in zip(views, line):
             if unit == "minutes" and len(machines) > 1:
@@ -277,7 +298,7 @@ def picture(study, worlds, path):
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
-            ax.set_title(f"{world}: {what}{' in training, at its own horizon' if what == 'success' else ''}")
+            ax.set_title(f"{world}: {what}{' in training, at its own horizon' if what != 'horizon' else ''}")
         if study == "horizon":
             for number, (label, seeds) in enumerate(by_label.items()):
                 points = [[(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
@@ -297,7 +318,7 @@ def picture(study, worlds, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "horizon", "collapse", "recipe"])
+    parser.add_argument("study", choices=["algorithms", "horizon", "collapse", "recipe", "worlds"])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--only", default="", help="runs whose name holds this text: babyai, ppo, _s0")
     parser.add_argument("--dry", action="store_true", help="say what is missing and how long it will take")
@@ -316,6 +337,9 @@ def main():
     failed = []
     if not args.draw and missing:
         commit, lock = revision(), begin(args.study)  # noqa: F841 (held until the end)
+        for command in (("experiments/sciworld_tasks.py", FNL, "find-non-living-thing"), ("experiments/web.py", "navigate", NAV)) * (args.study == "worlds"):
+            if not any((ROOT / word).is_dir() for word in command):
+                call(*command)
 
         def attempt(run):
             try:
