@@ -14,7 +14,8 @@ done within the first stage, as a control with three. All get the same number of
 steps; all are evaluated at the longest horizon, also at a quarter, half and three quarters of the turns (one sample an item), and are compared with
 ScalingInter seed by seed, at the end and at half of the turns: a difference counts if the 95 % interval of the paired differences (Student's t) leaves out 0. The one that was
 named beforehand: TextCraft, scaling against long. Collapsed is a run that ends with less than half of the best that it had on held-out items.
-collapse: TextCraft, 150 steps with the long horizon and with the growing one, two seeds: the paper's fixed 10 rounds collapse after about 125.
+collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds: the paper's fixed 10 rounds collapse after about 125.
+Evaluated on the way as well.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds (three learning rates ended alike after 100).
 worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one click, and one model for BabyAI and TextCraft; three seeds. Wants
 the extras searchqa, sciworld and webarena, and Chromium; the item sets are made in runs/items.
@@ -49,6 +50,7 @@ TURNS = {"babyai": 25_000, "textcraft": 40_000}  # of the environments, in all o
 SEEDS = {"babyai": 3, "textcraft": 8}  # in that study
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
 FNL, NAV = "runs/items/FNL", "runs/items/NAV"  # item sets of the study "worlds"
+ON_THE_WAY = ("horizon", "collapse")  # studies whose runs are evaluated on the way, too
 KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
 
 
@@ -87,7 +89,7 @@ def runs(study):
         return found
     if study == "collapse":
         kinds = {"long": fixed(TINY["textcraft"].rounds[-1]), "scaling": ()}
-        more = ("--min_entropy", "0", "--steps", "150")
+        more = ("--min_entropy", "0", "--steps", "250", "--keep", "1000")
         return [Run("textcraft", "base", 0)] + [Run("textcraft", label, seed, flags + more) for seed in range(2) for label, flags in kinds.items()]
     for world in ("babyai", "textcraft"):
         found.append(Run(world, "base", 0))
@@ -153,8 +155,8 @@ def do(study, run, commit):
     samples = 4 if study == "horizon" else 2
     model = "tiny" if not rows else out / "final" if not stopped else max(out.glob("checkpoints/step_*"), default="tiny")
     (found, *others), held_out = [evaluated(world, run, model, samples, path) for world in run.world.split(",")], []
-    for part in (0.25, 0.5, 0.75) if run.turns else ():
-        near = {abs(played(rows[:int(p.name[5:])]) - part * run.turns): p for p in out.glob("checkpoints/step_*")}
+    for part in (0.25, 0.5, 0.75) if rows and study in ON_THE_WAY else ():
+        near = {abs(played(rows[:int(p.name[5:])]) - part * (run.turns or played(rows))): p for p in out.glob("checkpoints/step_*")}
         if near:
             step = int(near[min(near)].name[5:])
             held_out.append({"turns": round(played(rows[:step])), "seconds": round(seconds(rows[:step])),
@@ -167,7 +169,7 @@ def do(study, run, commit):
             "seconds": round(seconds(rows)), "environment_turns": round(played(rows))}
     if revision() != commit:
         raise RuntimeError("another commit is checked out than at the beginning")
-    if run.turns:
+    if rows and study in ON_THE_WAY:
         last["held_out"] = [*held_out, {"turns": round(played(rows)), "seconds": round(seconds(rows)), "success": found["success"]}]
     lines = [{k: round(row[k], 5) for k in KEPT} | {"seconds": round(row["seconds_rollout"] + row["seconds_update"], 2)} for row in rows]
     path.with_suffix(".partial").write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
@@ -229,7 +231,7 @@ def difference(a, b):
 
 def table(study):
     lines = ["| world | run | seeds | steps | environment turns | min | held-out success | score | turns | valid actions | success in training, mean of all steps |"
-             + (" collapsed | difference to scaling, 95 % | at half of the turns | difference |" if study == "horizon" else ""), "|---" * (15 if study == "horizon" else 11) + "|"]
+             + (" collapsed | difference to scaling, 95 % | at half of the turns | difference |" if study in ON_THE_WAY else ""), "|---" * (15 if study in ON_THE_WAY else 11) + "|"]
     for world in sorted({run.world for run in runs(study)}):
         ends = {}  # label -> seed -> (rows, the last line)
         for run in runs(study):
@@ -246,7 +248,7 @@ def table(study):
                     f"{mean('seconds') / 60:.1f} | {statistics.mean(success):.3f}{spread} | {score:.3f} | {mean('turns'):.2f} | {mean('valid_actions'):.3f} | ")
             trained = [rows for rows, _ in by_seed.values() if rows]
             line += f"{statistics.mean(statistics.mean(r['success'] for r in rows) for rows in trained):.3f} |" if trained else "|"
-            if study == "horizon":
+            if study in ON_THE_WAY:
                 seeds = sorted(by_seed.keys() & ends.get("scaling", {}).keys())
                 line += f" {sum(map(collapsed, last))} |" if trained else " |"
                 line += f" {difference([by_seed[s][1]['success'] for s in seeds], [ends['scaling'][s][1]['success'] for s in seeds]) if label != 'scaling' else ''} |"
@@ -271,7 +273,7 @@ def draw(study):
 
 def picture(study, worlds, path):
     """Mean and standard deviation over the seeds: success in training, at the step's horizon, and what was measured on held-out items on the way."""
-    columns = 4 if study == "horizon" else 2
+    columns = 4 if study in ON_THE_WAY else 2
     figure, axes = plt.subplots(len(worlds) * columns // 2, 2, figsize=(9.2, 1.8 * columns * len(worlds)), layout="constrained", squeeze=False)
     for world, line in zip(worlds, axes.reshape(len(worlds), columns)):
         by_label = {}
@@ -281,7 +283,7 @@ def picture(study, worlds, path):
         turns, minutes = (lambda r: r["turns"] * r["trajectories"] / 1000), (lambda r: r["seconds"] / 60)
         unit = "thousands of environment turns"
         what = "score" if study == "worlds" else "success"  # in SciWorld success is 0 throughout
-        views = [(unit, turns, what), (unit, turns, "horizon") if study == "horizon" else ("minutes", minutes, what)]
+        views = [(unit, turns, what), (unit, turns, "horizon") if study in ON_THE_WAY else ("minutes", minutes, what)]
         machines = {rows[-1].get("machine", "not said") for seeds in by_label.values() for rows in seeds}
         for (unit, cost, what), ax in zip(views, line):
             if unit == "minutes" and len(machines) > 1:
@@ -299,7 +301,7 @@ def picture(study, worlds, path):
                 ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
             ax.set_title(f"{world}: {what}{' in training, at its own horizon' if what != 'horizon' else ''}")
-        if study == "horizon":
+        if study in ON_THE_WAY:
             for number, (label, seeds) in enumerate(by_label.items()):
                 points = [[(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in rows[-1]["held_out"]] for rows in seeds if len(rows[-1]["held_out"]) == 4]
                 mean, spread = np.mean(points, 0), np.std(points, 0, ddof=min(1, len(points) - 1))
