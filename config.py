@@ -269,6 +269,8 @@ def check(cfg: Config) -> None:
         for name in [f.name for f in fields(cfg) if f.name not in may_change]:
             if was.get(name, getattr(cfg, name)) != getattr(cfg, name):
                 raise ValueError(f"{out} was started with --{name} {was[name]}, not {getattr(cfg, name)}")
+        for world, name in [(w, n) for w, own in was.get("worlds", {}).items() for n in own if own[n] != cfg.worlds[w].get(n)]:
+            raise ValueError(f"{out} was started with --{name} {was['worlds'][world][name]} for {world}, not {cfg.worlds[world].get(name)}")
     if not cfg.resume and rl.checkpoints(out):
         raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
     for world, urls in servers(cfg.env_url, cfg.worlds).items():

@@ -31,6 +31,10 @@ class EnvError(RuntimeError):
     """The environment itself failed (crash, time-out, lost server). Never a reward of 0."""
 
 
+class ItemError(ValueError):
+    """There is no such item: the caller's mistake."""
+
+
 @dataclass
 class Step:
     observation: str

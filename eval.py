@@ -61,7 +61,7 @@ class Config:
     reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed episodes; default: the run's")
     env_args: str | None = arg(None, "keyword arguments of the world in this process: searchqa.topk=5; default: the run's")
     dtype: str | None = arg(None, "float32 | bfloat16")
-    slots: int = arg(128, "trajectories played at a time; 32 at most on a server's model")
+    slots: int | None = arg(None, "trajectories played at a time; 32 at most on a server's model")
     engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
@@ -100,7 +100,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     if cfg.env_args is None and (cfg.env not in trained_on or own.get("env_args") == default["env_args"]):
         own["env_args"] = mine
     cfg.env_args = cfg.env_args and merged(cfg.env_args, mine)
-    for name in ("data", "max_tokens", "max_length", "action_format", "plan", "reflect", "env_args", "dtype"):
+    for name in ("data", "max_tokens", "max_length", "slots", "action_format", "plan", "reflect", "env_args", "dtype"):
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))
     cfg.slots = min(cfg.slots, 32) if remote(cfg) else cfg.slots  # threads

@@ -52,6 +52,15 @@ def columns_count(config: PreTrainedConfig) -> str:
     return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
 
 
+def steady_length(config: PreTrainedConfig) -> float:
+    """The longest sequence, in tokens, whose rotary embeddings do not hang on its length. Beyond it a cache holds others than a pass over all."""
+    if not columns_count(config).startswith("rotary"):
+        return float("inf")
+    rope = config.rope_parameters
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return min((part["original_max_position_embeddings"] for part in parts if "original_max_position_embeddings" in part), default=config.max_position_embeddings)
+
+
 def packs(config: PreTrainedConfig) -> bool:
     """Whether the model's sequences can stand in one row: its attention takes any function, and sees all that is before."""
     return config.model_type in ("qwen2", "qwen3", "llama") and not columns_count(config)

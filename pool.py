@@ -32,7 +32,7 @@ class Worker:
             future.set_result(function(self.env, *args))
         except Exception as e:  # handed to whoever waits on the future
             future.set_exception(e)
-        except BaseException as e:  # a world's sys.exit must not end the run
+        except SystemExit as e:  # a world must not end the run; Ctrl-C and SIGTERM, which may come while it is played here, do
             future.set_exception(RuntimeError(repr(e)))
 
     def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
@@ -113,8 +113,8 @@ def outcome(future: Future, until: float, deadline: float) -> tuple[Any, str]:
     """-> (result, "") or (None, what went wrong). Calls that began together share the moment `until`."""
     try:
         return future.result(timeout=max(0.0, until - time.monotonic())), ""
-    except TimeoutError:
-        return None, f"timeout: no answer within {deadline:g} s"
+    except TimeoutError as e:
+        return None, f"crash: {type(e).__name__}: {e}" if future.done() else f"timeout: no answer within {deadline:g} s"  # or the world's own
     except EnvError as e:
         return None, f"fault: {e}"
     except Exception as e:  # a crash inside a world is that episode's env_error, not the end of the run

@@ -124,7 +124,8 @@ class Critic(nn.Module):
         (those before them); zero elsewhere."""
         hidden = hidden_before(self.body, ids, mask)  # [S, D]
         values = torch.zeros(mask.shape, device=ids.device)
-        values[mask] = self.head(hidden.float()).squeeze(-1).float()
+        with torch.autocast(ids.device.type, enabled=False):  # in bfloat16 values near 1 would be multiples of 0.004
+            values[mask] = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float()).squeeze(-1)
         return values
 
 
@@ -143,7 +144,11 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
 def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     def head(hidden, sampled):
         logits = model.get_output_embeddings()(hidden).float()  # [S, V]
-        if cap := getattr(model.config, "final_logit_softcapping", None):  # Gemma
+        c = model.config
+        for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):  # Cohere, Falcon-H1, Granite
+            if (factor := getattr(c, name, None) or 1) != 1:
+                logits = logits * factor ** power
+        if cap := getattr(c, "final_logit_softcapping", None):  # Gemma
             logits = cap * torch.tanh(logits / cap)
         logits = logits / temperature
         logp = torch.log_softmax(logits, dim=-1).gather(-1, sampled[:, None]).squeeze(1)
@@ -168,7 +173,7 @@ def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "
             **columns: Sequence[Sequence[float] | float]) -> dict[str, Tensor]:
     """Pad to the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...}.
     columns: name -> a list with one list of T numbers, or one number for all its tokens, a trajectory."""
-    B, T = len(trajectories), max(1, *(len(t.tokens) for t in trajectories))
+    B, T = len(trajectories), max(2, *(len(t.tokens) for t in trajectories))
 
     def pad(rows, dtype):
         out = torch.zeros(B, T, dtype=dtype)
@@ -183,7 +188,7 @@ def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "
 
 
 def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1, packed: bool = True) -> list[list[int]]:
-    """Cut trajectories into micro-batches of at most `max_tokens` positions (a longer one stands alone), a multiple of `ranks`
+    """Cut trajectories into micro-batches of at most `max_tokens` positions or the longest one's, a multiple of `ranks`
     of them: the i-th is rank i % ranks's, [] where there is none left. Packed, they are as equal as can be had by giving the
     longest left to the emptiest; else of similar lengths, and padding counts.
 
@@ -195,7 +200,7 @@ def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1, packed: b
     cuts = []
     if packed and lengths:
         n = max(1, -(-sum(lengths) // max_tokens))
-        while not cuts or n < len(lengths) and max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
+        while not cuts or max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
             n = -(-n // ranks) * ranks
             cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]
             for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
 from engine import Padded, Ragged, common, sample
-from envs import split_item
+from envs import ItemError, split_item
 from packing import columns_count
 from parallel import device_of, gathered
 from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
@@ -146,8 +146,8 @@ class Episode:
         t = self.t
         result, error = outcome(self.future, self.until, self.how.deadline)
         if error:
-            if not t.messages and self.future.done() and isinstance(self.future.exception(), ValueError):
-                raise self.future.exception()  # an item that does not exist is the caller's mistake
+            if not t.messages and self.future.done() and type(self.future.exception()) is ValueError:  # not of its subclasses, such as a page that is no JSON
+                raise ItemError(str(self.future.exception())) from self.future.exception()
             return self._end("env_error", error)
         if not t.messages:
             first, observation, new = result

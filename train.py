@@ -32,6 +32,7 @@ import envs as worlds
 import rl
 import schedule
 from metrics import alarm, memory_gb, reporter, rollout_metrics
+from packing import steady_length
 from parallel import gathered, init_distributed, shard
 from rollout import EnvPool, make_engine, rollout
 from update import advantages_of, shape, update
@@ -107,6 +108,8 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
         policy, tokenizer = rl.load_policy(str(newest or cfg.model) if not cfg.lora_rank else cfg.model, "cpu",
                                            arithmetic if cfg.lora_rank and not cfg.shard else "auto" if cfg.shard else torch.float32)
         agent.Chat(tokenizer)
+        if cfg.max_length > (most := steady_length(policy.config)):
+            raise ValueError(f"beyond {most} tokens this model's rotary embeddings change with the length, and so what it said before: give --max_length {most}")
         policy, optimizer = trainable(policy, cfg.lr, cfg, device)
         trained = {"policy": (policy, optimizer)}
         if cfg.algo == "ppo":
@@ -172,6 +175,9 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
                                deadline=cfg.deadline, engine=engine, arrival=cfg.arrival_order, stats=stats, **limits)
         except Terminated:
             pass
+        except worlds.ItemError as e:
+            bar.close()
+            usage_error(e)
         except FloatingPointError as e:
             sys.exit(f"train.py: {e} at step {step}; the last step's trajectories and checkpoints are in {run}")
         if any(rl.gather([sigterm.came])):
@@ -188,7 +194,8 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
         if all(t.status == "env_error" for t in trajectories):
             sys.exit(f"train.py: every environment failed at step {step}; the first: {trajectories[0].error}")
         for w in counts:
-            if not any(t.turns for t in trajectories if t.env == w):
+            of_world = [t.turns for t in trajectories if t.env == w and t.status != "env_error"]
+            if of_world and not any(of_world):
                 sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
         forwarded, busy, room = (sum(rl.gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room"))
         seconds_rollout = time.perf_counter() - clock

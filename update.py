@@ -104,7 +104,7 @@ def update(trajectories: "list[Trajectory]", columns: dict[str, list[list[float]
 
             # where the advantage is zero and there is no other term there is no gradient: it counts above, and is skipped
             other_terms = cfg.entropy_coef or ("ref_logprobs" in columns and cfg.kl_in == "loss")
-            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])]
+            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])] or list(part[:1]) * (not steps)  # one for the gap
             stats = _step(policy, optimizer, trajectories, columns, with_gradient, policy_term, cfg)
             if critic is not None:
                 value_stats = _step(critic, critic_optimizer, trajectories, columns, part, value_term, cfg)

@@ -135,7 +135,7 @@ def test_without_flags_the_settings_are_those_that_training_takes_by_default(env
         pytest.skip("needs Debian's chromium")
     got = settings("--env", env, "--model", model)
     trained = asdict(train.parse_config(["--env", env, "--model", model, "--out", str(tmp_path / "none")]))
-    same = ("max_tokens", "max_length", "action_format", "dtype", "temperature", "top_p", "top_k", "data")
+    same = ("max_tokens", "max_length", "slots", "action_format", "dtype", "temperature", "top_p", "top_k", "data")
     assert {k: got[k] for k in same} == {k: trained[k] for k in same}
     longer = env == "searchqa" and model != "tiny"  # the paper evaluates it with 30 turns, after training with 10
     assert got["horizon"] == ("30" if longer else trained["horizon"].split(",")[-1]) and got["split"] == "test"

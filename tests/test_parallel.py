@@ -62,10 +62,11 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
         cuts = rl.micro_batches(lengths, most, ranks, packed)
         assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths))) and len(cuts) % ranks == 0
         size = (lambda c: sum(lengths[i] for i in c)) if packed else lambda c: len(c) * max((lengths[i] for i in c), default=0)
-        assert all(size(cut) <= max(most, *lengths) for cut in cuts if cut)
+        assert all(size(cut) <= max(most, max(lengths, default=0)) for cut in cuts if cut)
         if packed and len(lengths) > 4 * ranks and cuts:
             shares = [sum(size(cut) for cut in cuts[r::ranks]) for r in range(ranks)]
             assert max(shares) - min(shares) <= max(lengths) * len(cuts) / ranks
+    assert len(rl.micro_batches([6, 6, 6], 10, 1, packed)) == 3  # none beside another
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import algos
+import packing
 import rl
-from rollout import rollout
+from rollout import Trajectory, rollout
 from test_engine import other
 
 
@@ -28,6 +29,29 @@ def test_token_logprobs_and_entropies_against_a_plain_loop(tiny, trajectories):
             expected = (logp[i - 1, token], -(logp[i - 1].exp() * logp[i - 1]).sum()) if t.mask[i] else (0.0, 0.0)
             assert abs(logprobs[b, i] - expected[0]) < 1e-4 and abs(entropies[b, i] - expected[1]) < 1e-4
     assert (logprobs[~batch["mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("family, scale", [("granite", {"logits_scaling": 8.0}), ("cohere", {"logit_scale": 0.0625}), ("mistral", {})])
+def test_log_probs_of_other_families_are_those_of_their_own_forward(trajectories, family, scale):
+    """Some scale their logits. A trajectory without tokens, of an environment that failed at once, stands alone in its batch."""
+    model, t = other(family, pad_token_id=0, eos_token_id=0, bos_token_id=0, **scale), trajectories[0]
+    with torch.no_grad():
+        logprobs, _ = rl.token_logprobs(model, torch.tensor([t.tokens]), torch.tensor([t.mask]))
+        expected = torch.log_softmax(model(torch.tensor([t.tokens])).logits[0], -1)
+        for i in (i for i, sampled in enumerate(t.mask) if sampled):
+            assert abs(logprobs[0, i] - expected[i - 1, t.tokens[i]]) < 1e-4
+        empty = rl.collate([Trajectory("babyai_0", "babyai")])
+        assert not rl.token_logprobs(model, empty["ids"], empty["mask"])[0].any()
+
+
+def test_lengths_at_which_rotary_embeddings_change_are_known():
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    phi = other("phi3", pad_token_id=0, max_position_embeddings=200, original_max_position_embeddings=40, rope_parameters=factors)
+    assert packing.steady_length(phi.config) == 40 and packing.steady_length(other("mistral").config) == float("inf")
+    ids, rows = torch.randint(1, 100, (2, 40)), torch.ones(2, 40, dtype=torch.bool)
+    rows[:, 0] = rows[0, 30:] = False
+    with torch.no_grad():
+        assert torch.allclose(rl.token_logprobs(phi, ids, rows)[0][0, :30], rl.token_logprobs(phi, ids[:1, :30], rows[:1, :30])[0][0], atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence"])
@@ -96,6 +120,9 @@ def test_critic_values_only_look_back(tiny, trajectories):
         changed[0, at - 1] = 5
         assert not torch.allclose(critic(changed, mask)[0, at], values[0, at], atol=1e-4)
     assert (values[~mask] == 0).all()
+    with torch.no_grad(), rl.compute_in("bfloat16", "cpu"):
+        values = critic(ids, mask)
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())  # the head is finer than the body
 
 
 def test_map_trajectories_keeps_the_order(tiny, trajectories):

@@ -9,6 +9,7 @@ import torch
 import agent
 import envs
 import rollout as ro
+import train
 from envs import Env, EnvError, Step
 from rollout import EnvPool, rollout, sample
 
@@ -138,7 +139,7 @@ class Broken(Env):
         if method == self.at and Broken.count <= self.times:
             if self.how == "hang":
                 time.sleep(3)
-            raise {"fault": EnvError, "crash": ZeroDivisionError, "hang": EnvError}[self.how]("broken")
+            raise {"fault": EnvError, "crash": ZeroDivisionError, "hang": EnvError, "late": TimeoutError, "page": UnicodeError}[self.how]("broken")
 
     def reset(self, item):
         self._maybe("reset")
@@ -149,7 +150,7 @@ class Broken(Env):
         return Step("Done.", 1.0, 1.0, True, True)
 
 
-@pytest.mark.parametrize("how", ["fault", "crash", "hang"])
+@pytest.mark.parametrize("how", ["fault", "crash", "hang", "late", "page"])  # a TimeoutError of the world's own; a page that cannot be read, a ValueError
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_a_failing_environment_is_an_env_error_never_a_reward(tiny, how, at):
     def make(name):
@@ -158,7 +159,7 @@ def test_a_failing_environment_is_an_env_error_never_a_reward(tiny, how, at):
     good, bad = rollout(*tiny, EnvPool(make=make), ["babyai_8", "broken_1"], 2, max_tokens=8, deadline=0.3, retries=1,
                         action_format="plain")
     assert bad.status == "env_error" and bad.reward == 0 and not bad.success
-    assert bad.error.startswith({"fault": "fault", "crash": "crash", "hang": "timeout"}[how])
+    assert bad.error.startswith({"fault": "fault", "hang": "timeout"}.get(how, "crash"))
     assert good.status in ("done", "horizon") and good.turns >= 1
     assert time.time() - start < 3  # two tries of 0.3 s each, not the sleep
 
@@ -167,6 +168,21 @@ def test_a_passing_fault_is_retried(tiny):
     Broken.count = 0
     (t,) = rollout(*tiny, EnvPool(make=lambda name: Broken("fault", "step", times=2)), ["broken_1"], 2, max_tokens=4, action_format="plain")
     assert t.status == "done" and t.success and t.turns == 1 and sum(t.rewards) == 1.0
+
+
+@pytest.mark.parametrize("told", [KeyboardInterrupt, train.Terminated])
+def test_ctrl_c_and_sigterm_end_a_rollout_also_while_a_world_is_played_in_its_thread(tiny, told):
+    class Told(Env):
+        instant = True
+
+        def reset(self, item):
+            return "Go."
+
+        def step(self, action):
+            raise told
+
+    with EnvPool(make=lambda name: Told()) as pool, pytest.raises(told):
+        rollout(*tiny, pool, ["told_1"], 2, max_tokens=4, action_format="plain")
 
 
 def test_an_item_that_does_not_exist_is_the_callers_mistake(tiny, pool):

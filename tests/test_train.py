@@ -17,7 +17,9 @@ from conftest import ROOT
 
 import agent
 import train
+from envs import EnvError
 from schedule import adaptive_horizon, adaptive_start
+from worlds.textcraft import TextCraft
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3", "--horizon_steps", "2", "--steps", "3",
          "--max_tokens", "8"]
@@ -179,7 +181,7 @@ def test_a_step_without_any_gradient_is_no_accident(tiny, pool):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     columns = train.advantages_of(played, cfg, "cpu")
     result = train.update(played, columns, cfg, 0, model, optimizer)
-    assert result["loss"] == 0.0 and result["grad_norm"] == 0.0 and result["logprob_gap"] == 0.0
+    assert result["loss"] == 0.0 and result["grad_norm"] == 0.0 and 0 < result["logprob_gap"] < 1e-4  # the gap is measured all the same
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), tiny[0].state_dict().values()))
 
 
@@ -211,6 +213,28 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
 def test_resume_refuses_other_flags(reference):
     with pytest.raises(ValueError, match="was started with --algo grpo"):
         train.parse_config(["--out", str(reference), "--resume", "--algo", "ppo", *SMALL])
+
+
+def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkeypatch):
+    def down(self, item):
+        raise EnvError("down for a moment")
+    flags = ["--env", "babyai,textcraft", "--items_per_step", "2", "--rollouts_per_item", "2", "--steps", "1", "--max_tokens", "4", "--horizon", "1",
+             "--horizon_schedule", "fixed", "--out", str(tmp_path / "r")]
+    monkeypatch.setattr(TextCraft, "reset", down)
+    train.train(train.parse_config(flags))
+    (row,) = metrics(tmp_path / "r")
+    assert row["env_error/textcraft"] == 1 and row["env_error/babyai"] == 0
+    with pytest.raises(ValueError, match="with --invalid_penalty 0.0 for textcraft, not 0.05"):
+        train.parse_config([*flags, "--resume", "--invalid_penalty", "0.05"])
+
+
+def test_an_item_that_its_world_does_not_have_ends_a_run_with_one_line(tmp_path, monkeypatch, capsys):
+    def none(self, item):
+        raise ValueError("textcraft has\nno such item")
+    monkeypatch.setattr(TextCraft, "reset", none)
+    with pytest.raises(SystemExit) as ended:
+        train.train(train.parse_config(["--env", "textcraft", "--out", str(tmp_path / "r")]))
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith("\ntrain.py: textcraft has no such item\n")
 
 
 def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_columns(tmp_path):
