@@ -268,7 +268,30 @@ def draw(study):
     """A picture of all worlds, of the horizons one a world."""
     worlds = sorted({run.world for run in runs(study) if results(study, run).exists()})
     for name, shown in ((f"{study}_{world}", [world]) for world in worlds) if study == "horizon" else [(study, worlds)]:
-        picture(study, shown, ROOT / f"docs/study_{name}.png")
+        (sweep if study == "recipe" else picture)(study, shown, ROOT / f"docs/study_{name}.png")
+
+
+def sweep(study, worlds, path):
+    """A line a setting, a dot a seed: what it reached on held-out items, and how soon, as success in the first twenty steps of training."""
+    found = {}  # label -> the rows of each seed
+    for run in runs(study):
+        if run.label != "base" and (rows := read(results(study, run))):
+            found.setdefault(run.label, []).append(rows)
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 1 + 0.3 * len(found)), layout="constrained", sharey=True)
+    for ax, title, value in ((axes[0], "held-out success after training", lambda rows: rows[-1]["success"]),
+                             (axes[1], "success in the first 20 steps of training", lambda rows: statistics.mean(r["success"] for r in rows[:20]))):
+        for y, seeds in enumerate(found.values()):
+            values = [value(rows) for rows in seeds]
+            ax.plot(values, [y] * len(values), "o", color="C0", alpha=0.6)
+            ax.plot(statistics.mean(values), y, "|", color="black", ms=14)
+        ax.axvline(statistics.mean(map(value, found["default"])), color="grey", ls=":", label="default")
+        ax.set_title(f"{', '.join(worlds)}: {title}", fontsize=10)
+        ax.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(found)), [f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})" for label, seeds in found.items()])
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    print(path)
 
 
 def picture(study, worlds, path):
