@@ -32,7 +32,8 @@ REAL = dict(steps=300, items_per_step=32, rollouts_per_item=4, minibatches=4, lr
             max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react", microbatch_tokens=16384,
             slots=32, dtype="bfloat16", gradient_checkpointing=True, env_args="")
 WORLD_TINY = {"textcraft": dict(steps=90, invalid_penalty=0.0),  # few groups succeed: a penalty would be most of what they teach
-              "sciworld": dict(steps=40), "searchqa": dict(action_format="tags", steps=300),
+              "sciworld": dict(steps=40, slots=32),  # 16 houses and a gigabyte a Java process; with more, and so more processes, resets came too late
+              "searchqa": dict(action_format="tags", steps=300),
               # a browser's window a slot, and a low one: short pages
               "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32, max_length=12288, env_args="webarena.height=240")}
 WORLD_REAL = {"textcraft": dict(rollouts_per_item=8, max_length=12288),

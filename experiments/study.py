@@ -51,7 +51,7 @@ SEEDS = {"babyai": 3, "textcraft": 8}  # in that study
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %, by the number of pairs
 FNL, NAV = "runs/items/FNL", "runs/items/NAV"  # item sets of the study "worlds"
 ON_THE_WAY = ("horizon", "collapse")  # studies whose runs are evaluated on the way, too
-KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "entropy", "kl_behaviour")
+KEPT = ("step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated", "valid_actions", "env_error", "entropy", "kl_behaviour")
 
 
 RECIPES = {"default": "", "lr_2e-4": "--lr 2e-4", "lr_8e-4": "--lr 8e-4", "8x16": "--items_per_step 8 --rollouts_per_item 16",
@@ -182,7 +182,7 @@ def held_out_figures(found):
     c = found["config"]
     command = f"OMP_NUM_THREADS=1 python eval.py --env {c['env']} --model {Path(c['model']).name} --samples {c['samples']} --horizon {c['horizon']}"
     return {"success": found["success"], "ci95": found["ci95"]["success"], "score": found["score"], "score_ci95": found["ci95"]["score"], "turns": found["turns"],
-            "valid_actions": found["valid_actions"], "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": c["horizon"],
+            "valid_actions": found["valid_actions"], "env_error": found["env_error"], "categories": {name: c["success"] for name, c in found["categories"].items()}, "eval_horizon": c["horizon"],
             "evaluation": command + f" --data {c['data']}" * bool(c["data"])}
 
 
