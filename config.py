@@ -44,8 +44,9 @@ ALGOS = ("ppo", "grpo", "rloo", "reinforce_pp")
 
 
 def arg(default: object, help: str) -> Any:
-    """A flag: a field of a dataclass with its line of --help."""
-    return field(default=default, metadata={"help": help})
+    """A flag: a field of a dataclass with its line of --help, which shows a default that is always the same."""
+    shown = "" if default is None or default is False or default == "" else f" (default: {default})"
+    return field(default=default, metadata={"help": help + shown})
 
 
 @dataclass
@@ -76,13 +77,13 @@ class Config:
     min_p: float = arg(0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; as above")
     slots: int | None = arg(None, "trajectories played at a time on each process")
     engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
-    arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
+    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; default: with --env_url")
     deadline: float = arg(60.0, "seconds an environment has to answer")
     action_format: str | None = arg(None, " | ".join(agent.FORMATS))
     plan: bool = arg(False, "ask for a plan before the first action")
     reflect: bool = arg(False, "after an invalid action, and after a failed episode that is then tried again, ask what went wrong")
     env_args: str | None = arg(None, "keyword arguments of worlds in this process: 'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
-    invalid_penalty: float | None = arg(None, "taken off the reward of a turn whose action was none")
+    invalid_penalty: float | None = arg(None, "subtracted from the reward of a turn with an invalid action")
     turn_cost: float = arg(0.0, "taken off the reward of every turn")
     shaping: str = arg("none", "none | potential: pay progress as it comes, take it back at the end | progress: pay for it (textcraft, sciworld)")
     lr: float | None = arg(None, "AdamW's learning rate")
@@ -117,6 +118,12 @@ class Config:
 
 class Parser(HfArgumentParser):
     """Says what is wrong by a ValueError."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        for action in self._actions:  # it gives --no_FLAG the help of --FLAG
+            if (name := action.option_strings[0]).startswith("--no_"):
+                action.help = f"the same as --{name.removeprefix('--no_')} false"
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -175,10 +182,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
     tables = "\n".join(f"  {name:9} " + ", ".join(f"{w} {','.join(map(str, p.rounds))} (a stage {p.every} steps)"
                                                    for w, p in table.items())
                        for name, table in (("tiny", schedule.TINY), ("others", schedule.UPSTREAM)))
-    defaults = "\n".join(f"  {name:9} " + ", ".join(f"{k} {v}" for k, v in table.items()) for name, table in
+    defaults = "\n".join(f"  {name:9} " + ", ".join(f"{k} {v}" for k, v in table.items() if v != "") for name, table in
                          (("tiny", TINY), *(("  " + w, t) for w, t in WORLD_TINY.items()),
                           ("others", REAL), *(("  " + w, t) for w, t in WORLD_REAL.items())))
-    parser = Parser(Config, description="Multi-turn reinforcement learning of an LLM agent. How a run goes: train.py", allow_abbrev=False,
+    parser = Parser(Config, description="Multi-turn reinforcement learning of an LLM agent: torchrun train.py --env babyai --algo grpo", allow_abbrev=False,
                     epilog=f"default horizons by --model:\n{tables}\nother defaults by --model:\n{defaults}")
     parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)

@@ -63,7 +63,7 @@ class Config:
     dtype: str | None = arg(None, "float32 | bfloat16")
     slots: int | None = arg(None, "trajectories played at a time; 32 at most on a server's model")
     engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
-    arrival_order: bool | None = arg(None, "take environments' answers as they come, which repeats no bit; default: with --env_url")
+    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
 
 

@@ -316,12 +316,14 @@ def picture(study, worlds, path):
             for number, (label, seeds) in enumerate(by_label.items()):
                 costs = [np.cumsum([cost(r) for r in rows[:-1]]) for rows in seeds]
                 grid = np.linspace(0, max(c[-1] for c in costs), 100)
-                smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], 2, mode="edge"), np.ones(5) / 5, "valid") for rows in seeds]
+                wide = 1 if what == "horizon" else 5  # steps that are shown as their mean
+                smooth = [np.convolve(np.pad([r[what] for r in rows[:-1]], wide // 2, mode="edge"), np.ones(wide) / wide, "valid") for rows in seeds]
                 values = np.array([np.interp(grid, c, s, right=np.nan) for c, s in zip(costs, smooth)])
                 seen = 2 * np.isfinite(values).sum(0) > len(values)  # as long as more than half of the seeds go on
                 grid, mean, spread = grid[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0, ddof=min(1, len(values) - 1))
                 ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
-                ax.fill_between(grid, mean - spread, mean + spread, alpha=0.15, color=f"C{number}", lw=0)
+                low, high = values[:, seen].min(0), values[:, seen].max(0)  # the band ends where the seeds do
+                ax.fill_between(grid, np.maximum(mean - spread, low), np.minimum(mean + spread, high), alpha=0.15, color=f"C{number}", lw=0)
             ax.set_xlabel(unit)
             ax.set_title(f"{world}: {what}{' in training, at its own horizon' if what != 'horizon' else ''}")
         if study in ON_THE_WAY:
@@ -333,7 +335,7 @@ def picture(study, worlds, path):
             for name, ax in zip((unit, "minutes"), line[2:]):
                 ax.set(xlabel=name, title=f"{world}: held-out success, horizon {TINY[world].eval_rounds}")
                 if base := read(results(study, Run(world, "base", 0))):
-                    ax.axhline(base[-1]["success"], color="grey", ls=":", label="before")
+                    ax.axhline(base[-1]["success"], color="grey", ls=":", label="built-in model")
         for ax in line[:columns]:
             if ax.has_data():
                 ax.legend(fontsize=8)
