@@ -9,7 +9,7 @@ from envs import WORLDS, EnvError, items, make_env, split_item
 
 def main(argv: list[str] | None = None) -> int:
     """The command -> its exit code: 2 for a world or an item that does not exist."""
-    parser = argparse.ArgumentParser(prog="envs.py play", description=__doc__)
+    parser = argparse.ArgumentParser(prog="envs.py", description=__doc__)
     parser.add_argument("command", choices=["play"])
     parser.add_argument("--env", default="babyai", help=", ".join(WORLDS))
     parser.add_argument("--item", type=int, help="default: the first of the held-out set")

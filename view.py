@@ -56,7 +56,7 @@ def draw_curves(run: str | Path) -> None:
             ax.legend()
         ax.set_title(" and ".join(n.replace("_", " ") for n in names))
         ax.set_xlabel("training step")
-    figure.suptitle(f"{Path(run).name}: training trajectories, mean of 5 steps over single steps; lines: the horizon grows")
+    figure.suptitle(f"{Path(run).name}: training trajectories; dark: mean of 5 steps; light: each step; upright lines: the horizon grows")
     figure.savefig(Path(run) / "curves.png.tmp", format="png", dpi=110)
     os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
 

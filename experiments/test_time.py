@@ -1,5 +1,5 @@
 """What more samples and more turns are worth at test, before and after RL: `python experiments/test_time.py WORLD [MODEL...]`; MODEL: folders of
-trained models, one a seed (default runs/study/algorithms/WORLD_grpo_s*/final, which `experiments/study.py algorithms` leaves).
+trained models, one a seed (default runs/study/horizon/WORLD_scaling_s*/final, which `experiments/study.py horizon` leaves).
 
 Every held-out item is played 16 times with the longest of the horizons below. As no prompt tells the horizon and a trajectory draws the same random
 numbers whatever it is, what would have been reached within fewer turns can be read off: the successes that took no more. avg@16 is the mean
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         if sys.argv[1] not in HORIZONS:
             sys.exit(__doc__)
-        given = sys.argv[2:] or sorted((ROOT / "runs/study/algorithms").glob(f"{sys.argv[1]}_grpo_s*/final"))
+        given = sys.argv[2:] or sorted((ROOT / "runs/study/horizon").glob(f"{sys.argv[1]}_scaling_s*/final"))
         if not given or not all(Path(folder).is_dir() for folder in given):
             sys.exit(f"test_time.py: there is no trained model {', '.join(map(str, given))}")
         FOLDER.mkdir(parents=True, exist_ok=True)
