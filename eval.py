@@ -2,7 +2,7 @@
 
     python eval.py --env babyai --model runs/NAME/final --samples 4 --out result.json
     python eval.py --model runs/NAME/final --horizon 2,4,6        # a sweep: one result for each horizon
-    python eval.py --env textcraft --model openai:NAME --base_url http://localhost:8000/v1     # api.py
+    python eval.py --env textcraft --model openai:NAME --base_url http://localhost:8000/v1
 
 The settings are those of the run whose folder holds the model, else what train.py takes by default for this world and
 model; a flag wins over both. All items of the split are played, at temperature 1. Failed environments, and conversations
@@ -13,9 +13,15 @@ import hashlib
 import json
 import math
 import os
+import random
+import re
 import sys
+import threading
+import time
+import zlib
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from logging import ERROR, getLogger
@@ -24,17 +30,18 @@ from typing import Any
 
 from config import Parser, arg, merged, presets, servers  # before torch: it says how idle threads wait
 import numpy as np
+import requests
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import agent
-import api
 import envs as worlds
 import rl
 import schedule
-from rollout import EnvPool, Trajectory, rollout
+from envs import EnvPool, outcome, split_item
+from rollout import Trajectory, rollout
 
 
 @dataclass
@@ -169,10 +176,10 @@ def pick_items(cfg: Config) -> list[str]:
     return names if cfg.items is None else [names[i] for i in order]
 
 
-def evaluate(policy: PreTrainedModel | api.Model, tokenizer: PreTrainedTokenizerBase | None, pool: EnvPool, items: list[str], horizon: int,
+def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None, pool: EnvPool, items: list[str], horizon: int,
              samples: int, **how: Any) -> list[Trajectory]:
     """Play every item `samples` times under a progress bar; `how` (slots, seed, temperature ...) is `rollout`'s. Without a tokenizer
-    the policy is an `api.Model`, and `how` is `api.play`'s.
+    the policy is an `ServedModel`, and `how` is `play_served`'s.
     -> list[Trajectory], in the order of items, `group` being the item's place. Raises ValueError for a bad item."""
     wins = []
     with tqdm(total=len(items) * samples, desc=f"horizon {horizon}", delay=1, leave=False, dynamic_ncols=True) as bar:
@@ -182,7 +189,7 @@ def evaluate(policy: PreTrainedModel | api.Model, tokenizer: PreTrainedTokenizer
             bar.update()
 
         if tokenizer is None:
-            return api.play(policy, pool, items, horizon, samples=samples, progress=progress, **how)
+            return play_served(policy, pool, items, horizon, samples=samples, progress=progress, **how)
         return rollout(policy, tokenizer, pool, items, horizon, samples=samples, progress=progress, **how)
 
 
@@ -255,6 +262,157 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], ks: li
     return result
 
 
+# ---- models behind OpenAI-compatible servers ----
+
+
+REFUSED = "the model's server refused: "  # such a trajectory's error
+
+
+class ModelError(RuntimeError):
+    """The model's server failed: nothing is known about the model, so the evaluation ends. `played`: the trajectories that were complete."""
+
+
+class ConversationRefused(RuntimeError):
+    """The server does not go on with this conversation (a content filter, say)."""
+
+
+class TooLong(ConversationRefused):
+    """The server takes no conversation of this length."""
+
+
+class ServedModel:
+    """A model's name on a server, and how to sample from it. `base_url`: http://host:port/v1; `timeout` in seconds.
+
+    model(messages) -> (reply, whether it was cut at max_tokens, tokens of the conversation or 0 where the server does not say).
+    A server that is busy (429) or fails (5xx) is asked again after a while, not before the time in Retry-After; ModelError after
+    `tries` failures (two minutes), or once the Event `stop` is set. ConversationRefused or TooLong where it turns down a conversation of several turns."""
+
+    def __init__(self, name: str, base_url: str, temperature: float = 1.0, top_p: float = 1.0, max_tokens: int = 512, timeout: float = 300.0,
+                 tries: int = 8):
+        self.url, self.timeout, self.tries = base_url.rstrip("/") + "/chat/completions", timeout, tries
+        self.body = {"model": name, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        self.key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):
+            raise ValueError("OPENAI_API_KEY holds a character that no key has")
+        self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.unknown = set()  # parameters that this server has turned down
+
+    def __call__(self, messages: list[dict[str, str]], seed: int = 0, stop: threading.Event | None = None) -> tuple[str, bool, int]:
+        attempt, stop = 0, stop or threading.Event()
+        while not stop.is_set():
+            attempt, status, wait = attempt + 1, 0, 0.0
+            body = self.body | {"messages": messages, "seed": seed}
+            for name in self.unknown:
+                value = body.pop(name)
+                body |= {"max_completion_tokens": value} if name == "max_tokens" else {}
+            try:
+                response = requests.post(self.url, json=body, headers=self.headers, timeout=(10, self.timeout))
+                status, after, said = response.status_code, response.headers.get("Retry-After", ""), self._without_key(response.text)
+                if status == 200:
+                    reply = response.json()
+                    choice = reply["choices"][0]
+                    text = choice["message"].get("content") or ""
+                    if not isinstance(text, str):
+                        raise TypeError("the content is no text")
+                    return (text, choice.get("finish_reason") == "length",
+                            int((reply.get("usage") or {}).get("total_tokens") or 0))
+                why, wait = f"status {status} {said[:200]}", float(after) if after.isdecimal() else 0.0
+            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as e:
+                why = f"{type(e).__name__}: {self._without_key(str(e))[:200]}"
+            if status in (400, 413, 422) and len(messages) > 3:
+                raise (TooLong if status == 413 or re.search("context.(length|window|size)|too long|tokens", said, re.I) else ConversationRefused)(why)
+            # a first request: newer models of OpenAI's call max_tokens max_completion_tokens, other servers know no seed
+            refused = {k for k in ("max_tokens", "seed") if k in body and k in said} if status in (400, 422) else set()
+            if refused and re.search("support|permit|forbid|extra|un(known|recogni)", said, re.I):
+                self.unknown, attempt = self.unknown | refused, attempt - 1
+                continue
+            if 400 <= status < 500 and status not in (408, 429) or attempt == self.tries:
+                raise ModelError(f"{self.url}: {why}")
+            stop.wait(min(wait, 300.0) + min(60.0, 0.5 * 2 ** attempt) * random.uniform(0.5, 1.5))
+        raise ModelError("the evaluation has ended")
+
+    def _without_key(self, text):  # servers and libraries say what they were sent
+        return text.replace(self.key, "***") if self.key else text
+
+
+def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int, samples: int = 1, seed: int = 0, slots: int = 16, max_length: float = math.inf,
+         action_format: str = "react", plan: bool = False, reflect: bool = False, deadline: float = 60.0, retries: int = 2,
+         progress: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
+    """As `rollout.rollout`, with a `ServedModel`: every item `samples` times, `slots` at once, in the order of items. Trajectories have
+    messages, but no tokens; status env_error, too, for a conversation that the server refuses. Raises ModelError if the model's server fails, ValueError for an item that does not exist."""
+    how, stop, failed, played = dict(action_format=action_format, plan=plan, reflect=reflect), threading.Event(), [], []
+
+    def one(group, sample):
+        try:
+            for _ in range(retries + 1):
+                t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
+                _play_episode(t, model, pool, horizon, max_length, deadline, seed, how, stop)
+                if t.status != "env_error" or t.error.startswith(REFUSED):
+                    break
+        except BaseException as e:  # told at once: whoever waits for the episodes does so in their order
+            failed.append(e)
+            stop.set()
+            raise
+        played.append(t)
+        if progress is not None:
+            progress(t)
+        return t
+
+    executor = ThreadPoolExecutor(slots)
+    try:
+        futures = [executor.submit(one, group, sample) for group in range(len(items)) for sample in range(samples)]
+        return [future.result() for future in futures]
+    except BaseException as e:
+        first = failed[0] if failed else e
+        stop.set()  # episodes under way end with their next request: the server may cost money
+        executor.shutdown(cancel_futures=True)
+        first.played = played
+        raise first from None
+    finally:
+        executor.shutdown()
+
+
+def _play_episode(t, model, pool, horizon, max_length, deadline, seed, how, stop):
+    worker, talk = pool.take(t.env), agent.Dialogue(split_item(t.item)[1], horizon, **how)
+
+    def ask(function, *args):
+        future = worker.call(function, *args)
+        result, error = outcome(future, time.monotonic() + deadline, deadline)
+        if error and future.done() and not t.messages and isinstance(future.exception(), ValueError):
+            raise future.exception()
+        t.error = error
+        return result
+
+    first, t.status = ask(talk.begin), ""
+    if not t.error:
+        t.messages = [{"role": "user", "content": first[0].strip()}, {"role": "assistant", "content": "OK"},
+                      {"role": "user", "content": first[1].strip()}]
+    while not (t.status or t.error):
+        try:  # a seed of its own for each turn: servers draw the same random numbers for the same seed
+            text, cut, tokens = model(t.messages, zlib.crc32(f"{seed} {t.item} {t.sample} {t.turns}".encode()) >> 1, stop)
+        except TooLong:
+            t.status = "length"
+            break
+        except ConversationRefused as e:  # nothing about the model: left out of the statistics, its share is in the result
+            t.error = f"{REFUSED}{e}"
+            break
+        for end in worker.env.stop:  # a server's own stop strings would be missing from the reply
+            text = text.partition(end)[0] + end if end in text else text
+        step = ask(talk.reply, text)
+        if t.error:
+            break
+        t.turns, t.cut_replies, t.valid_actions = t.turns + 1, t.cut_replies + cut, t.valid_actions + step.valid
+        t.score, t.success, t.reward = step.score, step.success, 0.0 if talk.aside == "reflection on all" else t.reward + step.reward
+        t.progress.append(step.progress)
+        t.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation.strip()}]
+        t.status = "done" if step.done else "horizon" if t.turns >= horizon else "length" if tokens >= max_length else ""
+    if t.error:
+        t.status = "env_error"
+        pool.drop(worker)
+    else:
+        pool.give_back(t.env, worker)
+
+
 # ---- the command ----
 
 
@@ -325,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
         categories = worlds.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
         how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_length", "action_format", "plan", "reflect")}
         if remote(cfg):
-            policy, tokenizer = api.Model(cfg.model.removeprefix("openai:"), cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
+            policy, tokenizer = ServedModel(cfg.model.removeprefix("openai:"), cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
         else:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
@@ -340,7 +498,7 @@ def main(argv: list[str] | None = None) -> int:
                     return 1
                 if not any(t.turns for t in played[horizon]):
                     raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
-    except (ValueError, api.ModelError) as e:
+    except (ValueError, ModelError) as e:
         print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
         if done := getattr(e, "played", []):  # they may have cost money
             save(cfg, played | {horizon: done})

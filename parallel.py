@@ -6,6 +6,8 @@ of the float32 weights, of their gradients and of the optimizer's state; `fully_
 """
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -114,3 +116,37 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for m in parts:
             m.reshard()
             m.set_reshard_after_forward(m is not model, recurse=False)  # its backward pass needs the root's at once
+
+
+# ---- signals ----
+
+
+class Terminated(BaseException):
+    """SIGTERM came while a rollout was under way: the weights are those of the step's beginning."""
+
+
+class Sigterm:
+    """Says whether SIGTERM has come; inside `with` it raises Terminated there and then. An update is finished first."""
+
+    def __init__(self) -> None:
+        self.came = self.inside = False
+        self.main = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGTERM, self._take) if self.main else None
+
+    def end(self) -> None:
+        """SIGTERM does again what it did before."""
+        if self.main:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def _take(self, *_):
+        first, self.came = not self.came, True
+        if first and self.inside:
+            raise Terminated
+
+    def __enter__(self):
+        self.inside = True
+        if self.came:
+            raise Terminated
+
+    def __exit__(self, *_):
+        self.inside = False

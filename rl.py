@@ -1,31 +1,28 @@
-"""The policy as a trainable thing: loading, token log-probs, one optimizer step. Knows no text.
+"""The policy as a trainable thing: loading, LoRA, the critic, token log-probs in packed rows, checkpoints. Knows no text."""
 
-Every rank holds all trajectories of a step (they are gathered, they are small) and computes gradients for its share of
-the micro-batches; gradients are summed over ranks. The denominator of a loss is counted once over the whole mini-batch,
-so the result is the same however it is cut into micro-batches and over however many ranks. The processes and FSDP2 are in
-parallel.py, trajectories in one row in packing.py, checkpoints in checkpoint.py.
-"""
-
-import heapq
-import math
-from collections.abc import Callable, Iterator, Sequence
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
+                          PreTrainedTokenizerBase)
 
 import algos
-from checkpoint import LORA_SCALE, checkpoints, clean, drop_old, resume, save  # noqa: F401 (rl.save, rl.resume)
-from packing import attention, hidden_before, packs
-from parallel import blocks, device_of, gather, ranks, sharded, sum_over_ranks, through
-
-if TYPE_CHECKING:
-    from rollout import Trajectory
+from parallel import blocks, ranks, sharded, through
 
 TINY = Path(__file__).parent / "data" / "tiny"
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time; in float32 64 MB, and half a gigabyte
@@ -166,112 +163,179 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     return logprobs, entropies
 
 
-# ---- batches ----
+# ---- packed rows ----
 
 
-def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
-            **columns: Sequence[Sequence[float] | float]) -> dict[str, Tensor]:
-    """Pad to the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...}.
-    columns: name -> a list with one list of T numbers, or one number for all its tokens, a trajectory."""
-    B, T = len(trajectories), max(2, *(len(t.tokens) for t in trajectories))
-
-    def pad(rows, dtype):
-        out = torch.zeros(B, T, dtype=dtype)
-        for b, (t, row) in enumerate(zip(trajectories, rows)):
-            out[b, : len(t.tokens)] = torch.as_tensor(row, dtype=dtype)
-        return out.to(device)
-
-    batch = {"ids": pad([t.tokens for t in trajectories], torch.long),
-             "mask": pad([t.mask for t in trajectories], torch.bool),
-             "old_logprobs": pad([t.logprobs for t in trajectories], torch.float32)}
-    return batch | {name: pad(rows, torch.float32) for name, rows in columns.items()}
+def attend_within(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  scaling: float | None = None, lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
+    """transformers' attention function for sequences that stand one after the other in one row: each sees itself alone.
+    query [1, H, N, D], key and value [1, H_kv, N, D], sum of `lengths` N -> [1, N, H, D]."""
+    query, key, shared = query.to(value.dtype), key.to(value.dtype), query.shape[1] != key.shape[1]
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and value.shape[-1] % 8 == 0:
+        ends = torch.tensor([0, *lengths], device=value.device).cumsum(0, dtype=torch.int32)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [N, H, D]
+        out = varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), enable_gqa=shared)
+        return out[None], None
+    out = [scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=shared)
+           for part in zip(*(x.split(lengths, 2) for x in (query, key, value)))]
+    return torch.cat(out, 2).transpose(1, 2), None
 
 
-def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1, packed: bool = True) -> list[list[int]]:
-    """Cut trajectories into micro-batches of at most `max_tokens` positions or the longest one's, a multiple of `ranks`
-    of them: the i-th is rank i % ranks's, [] where there is none left. Packed, they are as equal as can be had by giving the
-    longest left to the emptiest; else of similar lengths, and padding counts.
-
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, ranks=2)
-    ([[1], [0, 2], [3]], [[1], [0], [3], [2]])
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
-    [[2, 0], [3], [1]]
-    """
-    cuts = []
-    if packed and lengths:
-        n = max(1, -(-sum(lengths) // max_tokens))
-        while not cuts or max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
-            n = -(-n // ranks) * ranks
-            cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]
-            for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-                held, k = heapq.heappop(emptiest)
-                cuts[k].append(i)
-                heapq.heappush(emptiest, (held + lengths[i], k))
-            n += 1
-    else:
-        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-            if not cuts or (len(cuts[-1]) + 1) * lengths[i] > max_tokens:
-                cuts.append([])
-            cuts[-1].append(i)
-    return cuts + [[]] * (-len(cuts) % ranks)
+AttentionInterface.register("within", attend_within)
 
 
-def _share(model, trajectories, max_tokens):
-    """This rank's micro-batches, as indices. A sharded model's ranks compute together: who has none left repeats the shortest
-    trajectory, for nothing. -> [(indices, whether they count)]"""
-    rank, world = ranks()
-    lengths = [len(t.tokens) for t in trajectories]
-    cuts = micro_batches(lengths, max_tokens, world, packs(model.config))[rank::world]
-    return [(cut or [lengths.index(min(lengths))], bool(cut)) for cut in cuts if cut or sharded(model)]
+@contextmanager
+def attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
+    """Inside, the models with this config attend by `name` of transformers' AttentionInterface."""
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
-@torch.no_grad()
-def map_trajectories(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, trajectories: "Sequence[Trajectory]",
-                     max_tokens: int) -> list[list[float]]:
-    """function(model, ids, mask) -> [B, T], over all trajectories in micro-batches, shared among the ranks -> list of [T]."""
-    mine = []
-    for cut, counts in _share(model, trajectories, max_tokens):
-        batch = collate([trajectories[i] for i in cut], device_of(model))
-        rows = function(model, batch["ids"], batch["mask"]).cpu()
-        if counts:
-            mine.append([(i, row[: len(trajectories[i].tokens)].tolist()) for i, row in zip(cut, rows)])
+def columns_count(config: PreTrainedConfig) -> str:
+    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
+        return "sliding windows"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
+
+
+def steady_length(config: PreTrainedConfig) -> float:
+    """The longest sequence, in tokens, whose rotary embeddings do not hang on its length. Beyond it a cache holds others than a pass over all."""
+    if not columns_count(config).startswith("rotary"):
+        return float("inf")
+    rope = config.rope_parameters
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return min((part["original_max_position_embeddings"] for part in parts if "original_max_position_embeddings" in part), default=config.max_position_embeddings)
+
+
+def packs(config: PreTrainedConfig) -> bool:
+    """Whether the model's sequences can stand in one row: its attention takes any function, and sees all that is before."""
+    return config.model_type in ("qwen2", "qwen3", "llama") and not columns_count(config)
+
+
+def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the order of the mask.
+    Where the model allows it, padding and what follows the last sampled token are left out: the rows stand in one."""
+    if not packs(body.config):
+        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
+    place = torch.arange(ids.shape[1], device=ids.device)
+    lengths = (place * mask).amax(1).clamp(min=1)  # [B]: the last sampled token is not fed
+    fed = place < lengths[:, None]  # [B, T]
+    with attention(body.config, "within"):
+        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
+                   lengths=lengths.tolist())
+    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
+
+
+# ---- checkpoints ----
+
+LORA_SCALE = 2.0  # alpha / rank
+
+
+def whole(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into what they adapt; elsewhere {}. Called by all ranks."""
     if sharded(model):
-        model.reshard()  # the backward pass would have done it
-    return [row for _, row in sorted(pair for part in gather(mine) for pair in part)]
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    else:
+        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()} if ranks()[0] == 0 else {}
+    for name in [name for name in state if ".lora_A." in name]:
+        base, a, b = name.split("lora_A")[0] + "base_layer.weight", state.pop(name), state.pop(name.replace("lora_A", "lora_B"))
+        state[base] = (state[base].float() + LORA_SCALE * b @ a).to(state[base].dtype)
+    if getattr(model.config, "tie_word_embeddings", False):
+        for name in getattr(model, "_tied_weights_keys", None) or ():
+            state.pop(name, None)
+    return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in state.items()}
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, trajectories: "Sequence[Trajectory]", columns: dict[str, list],
-                   loss_of: Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]], max_tokens: int,
-                   max_grad_norm: float = 1.0) -> dict[str, float]:
-    """One optimizer step over one mini-batch.
+def tensors_of(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> dict[str, torch.Tensor]:
+    """What a run holds beside the policy's weights, by name, AdamW's moments made where it has not stepped yet.
+    trained: name -> (module, its optimizer)."""
+    tensors = {}
+    for name, (module, optimizer) in trained.items():
+        for key, p in module.named_parameters():
+            if not p.requires_grad:
+                continue
+            if name != "policy" or ".lora_" in key:
+                tensors[f"{name}.{key}"] = p.detach()
+            state = optimizer.state[p]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in state:
+                    state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+                tensors[f"{name}.{key}.{moment}"] = state[moment]
+            state.setdefault("step", torch.zeros((), device=p.device if optimizer.defaults.get("fused") else None))
+    return tensors
 
-    columns: name -> per-trajectory rows (see `collate`); loss_of(batch) -> (loss, stats): the micro-batch's share of the
-    loss, already divided by the mini-batch's one denominator, and a dict of 0-d tensors that add up over micro-batches.
-    -> stats, summed over micro-batches and ranks, with "loss", "grad_norm" and the positions computed, "padded" and
-    "unpadded".
-    """
-    (_, world), total = ranks(), {}
-    for cut, counts in _share(model, trajectories, max_tokens):
-        part = [trajectories[i] for i in cut]
-        batch = collate(part, device_of(model), **{name: [rows[i] for i in cut] for name, rows in columns.items()})
-        loss, stats = loss_of(batch)
-        # FSDP takes the mean over ranks, and the loss is a sum
-        (loss * (world * counts if sharded(model) else 1)).backward()
-        if counts:
-            tokens = sum(len(t.tokens) for t in part)
-            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": tokens if packs(model.config) else batch["ids"].numel()}
-            total = {k: total.get(k, 0.0) + v for k, v in stats.items()}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    if not sharded(model):
-        sum_over_ranks([p.grad for p in parameters])
-    parts = gather([{k: float(v) for k, v in total.items()}])  # a rank without a micro-batch has no stats of its own
-    total = {k: sum(p.get(k, 0.0) for p in parts) for k in {k: None for p in parts for k in p}}
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    norm = float(norm.full_tensor() if sharded(model) else norm)
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total | {"grad_norm": norm}
+
+def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: dict | None = None,
+         trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] | None = None, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint, or, with state None, a plain Hugging Face folder with weights in `dtype`. All or nothing: the folder gets
+    its name when it is complete. state: what JSON can hold; trained: see `tensors_of`. Called by all ranks; the folder is one
+    that all of them see."""
+    folder, rank = Path(folder), ranks()[0]
+    partial = folder.with_name(folder.name + ".partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    weights = whole(model, dtype)
+    if rank == 0:
+        with torch.device("meta"):  # the plain class: neither FSDP's nor peft's
+            plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+    if state is not None:
+        tensors = tensors_of(trained)
+        steps = {name: max((float(s["step"]) for s in o.state.values()), default=0.0) for name, (_, o) in trained.items()}
+        with warnings.catch_warnings(action="ignore"):  # "assuming the intent is to save in a single process"
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True),
+                     no_dist=not dist.is_initialized())  # every rank has written when it returns
+        if rank == 0:
+            (partial / "state.json").write_text(json.dumps(state | {"optimizer_steps": steps}))
+    if rank == 0:
+        (folder / "state.json").unlink(missing_ok=True)  # half deleted it is no checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """The complete checkpoints of a run folder, oldest first."""
+    return sorted(p.parent for p in Path(run).glob("checkpoints/step_*/state.json")
+                  if not p.parent.name.endswith(".partial"))
+
+
+def clean(run: str | Path) -> None:
+    """Delete what a kill left behind: checkpoints that are not complete."""
+    for folder in Path(run).glob("checkpoints/step_*"):
+        if folder.name.endswith(".partial") or not (folder / "state.json").exists():
+            shutil.rmtree(folder)
+    shutil.rmtree(Path(run) / "final.partial", ignore_errors=True)
+
+
+def drop_old(run: str | Path, keep: int) -> None:
+    """Deletes all checkpoints of the run but the last `keep`."""
+    for folder in checkpoints(run)[:-keep]:
+        (folder / "state.json").unlink()  # from here on it is no checkpoint, though it still has its name
+        shutil.rmtree(folder)
+
+
+def resume(folder: str | Path, trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> dict:
+    """Fill `trained` (see `tensors_of`) from a checkpoint, in place -> its state. The policy's own weights are loaded by
+    `load_policy(folder)`. The number of ranks may be another than when it was written. Raises ValueError if it is broken."""
+    try:
+        state = json.loads((Path(folder) / "state.json").read_text())
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(tensors_of(trained), storage_reader=HuggingFaceStorageReader(str(Path(folder) / "training")),
+                     no_dist=not dist.is_initialized())
+        for name, (_, optimizer) in trained.items():
+            for s in optimizer.state.values():
+                s["step"].fill_(state["optimizer_steps"][name])
+        return state
+    except (OSError, RuntimeError, ValueError, KeyError, AssertionError, SafetensorError, CheckpointException) as e:
+        raise ValueError(f"the checkpoint {folder} is broken; delete it to go on from the one before") from e

@@ -25,10 +25,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
 from engine import Padded, Ragged, common, sample
-from envs import ItemError, split_item
-from packing import columns_count
+from envs import EnvPool, ItemError, outcome, split_item
 from parallel import device_of, gathered
-from pool import EnvPool, outcome  # noqa: F401 (rollouts are made with an EnvPool)
+from rl import columns_count
 
 
 @dataclass

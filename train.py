@@ -12,9 +12,7 @@ statistics (there it is a reward of 0).
 import json
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,12 +29,11 @@ import agent
 import envs as worlds
 import rl
 import schedule
-from metrics import alarm, memory_gb, reporter, rollout_metrics
-from packing import steady_length
-from parallel import gathered, init_distributed, shard
-from rollout import EnvPool, make_engine, rollout
+from envs import EnvPool
+from metrics import alarm, draw_curves, memory_gb, reporter, rollout_metrics
+from parallel import Sigterm, Terminated, gather, gathered, init_distributed, shard
+from rollout import make_engine, rollout
 from update import advantages_of, shape, update
-from view import draw_curves
 
 
 def items_at(items: list[str], seed: int, step: int, count: int) -> list[str]:
@@ -52,37 +49,6 @@ def write(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".tmp")
     partial.write_text(text)
     os.replace(partial, path)
-
-
-class Terminated(BaseException):
-    """SIGTERM came while a rollout was under way: the weights are those of the step's beginning."""
-
-
-class Sigterm:
-    """Says whether SIGTERM has come; inside `with` it raises Terminated there and then. An update is finished first."""
-
-    def __init__(self) -> None:
-        self.came = self.inside = False
-        self.main = threading.current_thread() is threading.main_thread()
-        self.before = signal.signal(signal.SIGTERM, self._take) if self.main else None
-
-    def end(self) -> None:
-        """SIGTERM does again what it did before."""
-        if self.main:
-            signal.signal(signal.SIGTERM, self.before)
-
-    def _take(self, *_):
-        first, self.came = not self.came, True
-        if first and self.inside:
-            raise Terminated
-
-    def __enter__(self):
-        self.inside = True
-        if self.came:
-            raise Terminated
-
-    def __exit__(self, *_):
-        self.inside = False
 
 
 def train(cfg: Config) -> None:
@@ -108,7 +74,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
         policy, tokenizer = rl.load_policy(str(newest or cfg.model) if not cfg.lora_rank else cfg.model, "cpu",
                                            arithmetic if cfg.lora_rank and not cfg.shard else "auto" if cfg.shard else torch.float32)
         agent.Chat(tokenizer)
-        if cfg.max_length > (most := steady_length(policy.config)):
+        if cfg.max_length > (most := rl.steady_length(policy.config)):
             raise ValueError(f"beyond {most} tokens this model's rotary embeddings change with the length, and so what it said before: give --max_length {most}")
         policy, optimizer = trainable(policy, cfg.lr, cfg, device)
         trained = {"policy": (policy, optimizer)}
@@ -180,14 +146,14 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
             usage_error(e)
         except FloatingPointError as e:
             sys.exit(f"train.py: {e} at step {step}; the last step's trajectories and checkpoints are in {run}")
-        if any(rl.gather([sigterm.came])):
+        if any(gather([sigterm.came])):
             if saved != step:
                 save(step)
             bar.close()
             if rank == 0:
                 print(f"SIGTERM: saved before step {step}; --resume goes on")
             break
-        groups = rl.gather([mine[i:i + K] for i in range(0, len(mine), K)])
+        groups = gather([mine[i:i + K] for i in range(0, len(mine), K)])
         trajectories = [t for group in groups for t in group]
         for i, t in enumerate(trajectories):
             t.group = i // K
@@ -197,7 +163,7 @@ def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
             of_world = [t.turns for t in trajectories if t.env == w and t.status != "env_error"]
             if of_world and not any(of_world):
                 sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
-        forwarded, busy, room = (sum(rl.gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room"))
+        forwarded, busy, room = (sum(gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room"))
         seconds_rollout = time.perf_counter() - clock
 
         for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):

@@ -1,15 +1,19 @@
 """From a step's trajectories to new weights: advantages over the whole batch, then PPO-style passes over its mini-batches."""
 
+import heapq
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import algos
 import rl
 from metrics import explained_variance
+from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 
 if TYPE_CHECKING:
     from config import Config
@@ -35,16 +39,16 @@ def advantages_of(trajectories: "list[Trajectory]", cfg: "Config", device: torch
     """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
     a reference model (or the policy with LoRA's adapters, which are put aside) "ref_logprobs". Computed over the gathered batch."""
     columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
-    batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])
+    batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
     rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
     scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
     if reference is not None:
         with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
-            rows = rl.map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
+            rows = map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
                                        reference, trajectories, cfg.microbatch_tokens)
         columns["ref_logprobs"] = rows
         if cfg.kl_in == "reward":
-            ref = rl.collate(trajectories, ref=rows)["ref"]
+            ref = collate(trajectories, ref=rows)["ref"]
             penalty = cfg.kl_coef * torch.where(mask, algos.kl(batch["old_logprobs"], ref, cfg.kl_type, mask), 0.0)
             rewards, scores = rewards - penalty, scores - penalty.sum(1)
     groups = torch.tensor([t.group for t in trajectories])
@@ -56,9 +60,9 @@ def advantages_of(trajectories: "list[Trajectory]", cfg: "Config", device: torch
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
     else:
         with rl.compute_in(cfg.dtype, device):
-            values = rl.map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
+            values = map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
         columns["old_values"] = values
-        advantages, returns = algos.gae(rewards * mask, rl.collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
+        advantages, returns = algos.gae(rewards * mask, collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
         columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
         advantages = algos.whiten(advantages, mask)
     columns["advantages"] = [a[: len(t.tokens)].tolist() for t, a in zip(trajectories, advantages)]
@@ -125,6 +129,117 @@ def update(trajectories: "list[Trajectory]", columns: dict[str, list[list[float]
 
 
 def _step(model, optimizer, trajectories, columns, rows, term, cfg):
-    return rl.optimizer_step(model, optimizer, [trajectories[i] for i in rows],
+    return optimizer_step(model, optimizer, [trajectories[i] for i in rows],
                              {k: [v[i] for i in rows] for k, v in columns.items()}, term,
                              cfg.microbatch_tokens, cfg.max_grad_norm)
+
+
+# ---- batches ----
+
+
+def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
+            **columns: Sequence[Sequence[float] | float]) -> dict[str, Tensor]:
+    """Pad to the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...}.
+    columns: name -> a list with one list of T numbers, or one number for all its tokens, a trajectory."""
+    B, T = len(trajectories), max(2, *(len(t.tokens) for t in trajectories))
+
+    def pad(rows, dtype):
+        out = torch.zeros(B, T, dtype=dtype)
+        for b, (t, row) in enumerate(zip(trajectories, rows)):
+            out[b, : len(t.tokens)] = torch.as_tensor(row, dtype=dtype)
+        return out.to(device)
+
+    batch = {"ids": pad([t.tokens for t in trajectories], torch.long),
+             "mask": pad([t.mask for t in trajectories], torch.bool),
+             "old_logprobs": pad([t.logprobs for t in trajectories], torch.float32)}
+    return batch | {name: pad(rows, torch.float32) for name, rows in columns.items()}
+
+
+def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1, packed: bool = True) -> list[list[int]]:
+    """Cut trajectories into micro-batches of at most `max_tokens` positions or the longest one's, a multiple of `ranks`
+    of them: the i-th is rank i % ranks's, [] where there is none left. Packed, they are as equal as can be had by giving the
+    longest left to the emptiest; else of similar lengths, and padding counts.
+
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, ranks=2)
+    ([[1], [0, 2], [3]], [[1], [0], [3], [2]])
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
+    [[2, 0], [3], [1]]
+    """
+    cuts = []
+    if packed and lengths:
+        n = max(1, -(-sum(lengths) // max_tokens))
+        while not cuts or max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
+            n = -(-n // ranks) * ranks
+            cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]
+            for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+                held, k = heapq.heappop(emptiest)
+                cuts[k].append(i)
+                heapq.heappush(emptiest, (held + lengths[i], k))
+            n += 1
+    else:
+        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+            if not cuts or (len(cuts[-1]) + 1) * lengths[i] > max_tokens:
+                cuts.append([])
+            cuts[-1].append(i)
+    return cuts + [[]] * (-len(cuts) % ranks)
+
+
+def _share(model, trajectories, max_tokens):
+    """This rank's micro-batches, as indices. A sharded model's ranks compute together: who has none left repeats the shortest
+    trajectory, for nothing. -> [(indices, whether they count)]"""
+    rank, world = ranks()
+    lengths = [len(t.tokens) for t in trajectories]
+    cuts = micro_batches(lengths, max_tokens, world, rl.packs(model.config))[rank::world]
+    return [(cut or [lengths.index(min(lengths))], bool(cut)) for cut in cuts if cut or sharded(model)]
+
+
+@torch.no_grad()
+def map_trajectories(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, trajectories: "Sequence[Trajectory]",
+                     max_tokens: int) -> list[list[float]]:
+    """function(model, ids, mask) -> [B, T], over all trajectories in micro-batches, shared among the ranks -> list of [T]."""
+    mine = []
+    for cut, counts in _share(model, trajectories, max_tokens):
+        batch = collate([trajectories[i] for i in cut], device_of(model))
+        rows = function(model, batch["ids"], batch["mask"]).cpu()
+        if counts:
+            mine.append([(i, row[: len(trajectories[i].tokens)].tolist()) for i, row in zip(cut, rows)])
+    if sharded(model):
+        model.reshard()  # the backward pass would have done it
+    return [row for _, row in sorted(pair for part in gather(mine) for pair in part)]
+
+
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, trajectories: "Sequence[Trajectory]", columns: dict[str, list],
+                   loss_of: Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]], max_tokens: int,
+                   max_grad_norm: float = 1.0) -> dict[str, float]:
+    """One optimizer step over one mini-batch.
+
+    columns: name -> per-trajectory rows (see `collate`); loss_of(batch) -> (loss, stats): the micro-batch's share of the
+    loss, already divided by the mini-batch's one denominator, and a dict of 0-d tensors that add up over micro-batches.
+    -> stats, summed over micro-batches and ranks, with "loss", "grad_norm" and the positions computed, "padded" and
+    "unpadded".
+    """
+    (_, world), total = ranks(), {}
+    for cut, counts in _share(model, trajectories, max_tokens):
+        part = [trajectories[i] for i in cut]
+        batch = collate(part, device_of(model), **{name: [rows[i] for i in cut] for name, rows in columns.items()})
+        loss, stats = loss_of(batch)
+        # FSDP takes the mean over ranks, and the loss is a sum
+        (loss * (world * counts if sharded(model) else 1)).backward()
+        if counts:
+            tokens = sum(len(t.tokens) for t in part)
+            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": tokens if rl.packs(model.config) else batch["ids"].numel()}
+            total = {k: total.get(k, 0.0) + v for k, v in stats.items()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if not sharded(model):
+        sum_over_ranks([p.grad for p in parameters])
+    parts = gather([{k: float(v) for k, v in total.items()}])  # a rank without a micro-batch has no stats of its own
+    total = {k: sum(p.get(k, 0.0) for p in parts) for k in {k: None for p in parts for k in p}}
+    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    norm = float(norm.full_tensor() if sharded(model) else norm)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total | {"grad_norm": norm}

@@ -15,50 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
 from tqdm import tqdm
+
+from metrics import draw_curves, stages
 
 CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
 CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; about how many have their rooms drawn
 TOKENS = 10_000_000  # a page holds no more
-
-
-def stages(rows: list[dict]) -> list[int]:
-    """Which rows of metrics begin with another horizon than the row before (in a mixture: of any world)."""
-    horizons = [[v for k, v in row.items() if k.split("/")[0] == "horizon"] for row in rows]
-    return [i for i in range(1, len(rows)) if horizons[i] != horizons[i - 1]]
-
-
-def draw_curves(run: str | Path) -> None:
-    """runs/NAME -> runs/NAME/curves.png from its metrics.jsonl, written whole or not at all. A mixture's worlds have a colour each."""
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    steps = [r["step"] for r in rows]
-    worlds = [key.removeprefix("success/") for key in (rows[0] if rows else ()) if key.startswith("success/")]
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True)
-    for ax, names in zip(axes.flat, (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])):
-        for name in names:
-            own = [f"{name}/{w}" for w in worlds if f"{name}/{w}" in rows[0]]
-            for i, key in enumerate(own or [name]):
-                values, colour = np.array([r[key] for r in rows], float), f"C{i}"
-                if name == "horizon":
-                    ax.plot(steps, values, color=colour if own else "0.6", ls=":" if own else "-", drawstyle="steps-post")
-                    continue
-                smooth = len(values) >= 5
-                ax.plot(steps, values, color=colour, alpha=0.3 if smooth else 1, label=None if smooth or not own else worlds[i])
-                if smooth:
-                    ax.plot(steps, np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid"), color=colour,
-                            label=worlds[i] if own else None)
-        for i in stages(rows):
-            ax.axvline(steps[i], color="0.8", lw=1, zorder=0)
-        if worlds and ax is axes[0, 0]:
-            ax.legend()
-        ax.set_title(" and ".join(n.replace("_", " ") for n in names))
-        ax.set_xlabel("training step")
-    figure.suptitle(f"{Path(run).name}: training trajectories; dark: mean of 5 steps; light: each step; upright lines: the horizon grows")
-    figure.savefig(Path(run) / "curves.png.tmp", format="png", dpi=110)
-    os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
 
 
 def rooms(trajectory: dict, world: Any, action_format: str) -> list[tuple[int, str, tuple[int, int, int]]]:

@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 import algos
 import rl
+import update
 from benches.rollout import law, models
-from envs import items
-from rollout import EnvPool, Trajectory, rollout
+from envs import EnvPool, items
+from rollout import Trajectory, rollout
 
 TRAJECTORIES, POSITIONS = 128, 8192
 TARGETS = {"agent": 2, "long": 2}  # times the padded way, on the tiny model
@@ -46,14 +47,14 @@ def loss_and_stats(logprobs, batch, denominator):
 def ours(model, optimizer, trajectories, columns, denominator):
     def loss_of(batch):
         return loss_and_stats(rl.token_logprobs(model, batch["ids"], batch["mask"], entropy_gradient=False)[0], batch, denominator)
-    return rl.optimizer_step(model, optimizer, trajectories, columns, loss_of, POSITIONS)["loss"]
+    return update.optimizer_step(model, optimizer, trajectories, columns, loss_of, POSITIONS)["loss"]
 
 
 def padded(model, optimizer, trajectories, columns, denominator, cuts, width=0):
     """Rows as long as the longest of them, or `width`."""
     total = 0.0
     for cut in cuts:
-        batch = rl.collate([trajectories[i] for i in cut], **{name: [rows[i] for i in cut] for name, rows in columns.items()})
+        batch = update.collate([trajectories[i] for i in cut], **{name: [rows[i] for i in cut] for name, rows in columns.items()})
         batch = {name: pad(x, (0, max(0, width - x.shape[1]))) for name, x in batch.items()}
         logits = model(input_ids=batch["ids"], use_cache=False).logits.float()[:, :-1]  # [B, T - 1, V]
         logprobs = torch.log_softmax(logits, -1).gather(-1, batch["ids"][:, 1:, None]).squeeze(-1)
@@ -89,7 +90,7 @@ def measure(args):
             "ours": lambda: ours(net, optimizer, trajectories, columns, sampled),
             "padded": lambda: padded(net, optimizer, trajectories, columns, sampled, in_order, max(lengths)),
             "sorted": lambda: padded(net, optimizer, trajectories, columns, sampled,
-                                     rl.micro_batches(lengths, POSITIONS, packed=False))}
+                                     update.micro_batches(lengths, POSITIONS, packed=False))}
         row, losses = {"tokens": sum(lengths), "sampled": sampled, "longest": max(lengths)}, {}
         seconds = {way: [] for way in ways}
         for _ in range(5 if args.full else 3):  # in turns, so that what else the machine does falls on all

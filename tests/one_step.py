@@ -7,7 +7,8 @@ import torch
 
 import algos
 import rl
-from parallel import init_distributed, shard
+import update
+from parallel import init_distributed, ranks, shard
 from rollout import Trajectory
 
 trajectories, out, flags, max_tokens = sys.argv[1], sys.argv[2], sys.argv[3].split(","), int(sys.argv[4])
@@ -20,7 +21,7 @@ if "recompute" in flags:
 if "shard" in flags:
     shard(model, device)
 if "padded" in flags:
-    rl.packs = rl.hidden_before.__globals__["packs"] = lambda config: False
+    rl.packs = lambda config: False
 count = sum(sum(t.mask) for t in played)
 
 
@@ -31,7 +32,7 @@ def loss_of(batch):
 
 
 rows = [[0.1 * (i + 1) * m for m in t.mask] for i, t in enumerate(played)]
-stats = rl.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=1.0), played, {"advantages": rows}, loss_of, max_tokens, 1e9)
+stats = update.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=1.0), played, {"advantages": rows}, loss_of, max_tokens, 1e9)
 rl.save(out, model, tokenizer)
-if rl.ranks()[0] == 0:
+if ranks()[0] == 0:
     print(json.dumps(stats))

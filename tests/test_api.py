@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import ROOT
 
-import api
-from envs import EnvError, items
+import eval as evaluation
+from envs import EnvError, EnvPool, items
 from eval import summarise
-from rollout import EnvPool, rollout
+from rollout import rollout
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
         assert [m["role"] for m in body["messages"]][:4] in (["user", "assistant", "user"], ["user", "assistant", "user", "assistant"])
         return 200, said[json.dumps([m["content"].strip() for m in body["messages"]])]
     with server(answer) as url, EnvPool() as pool:
-        there = api.play(api.Model("m", url, max_tokens=32), pool, names, 4, **how)
+        there = evaluation.play_served(evaluation.ServedModel("m", url, max_tokens=32), pool, names, 4, **how)
     for a, b in zip(here, there):
         assert (a.item, a.status, a.turns, a.valid_actions, a.score, a.success, a.reward, a.progress) == (
             b.item, b.status, b.turns, b.valid_actions, b.score, b.success, b.reward, b.progress)
@@ -93,18 +93,18 @@ def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
 
 
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_ends_it(monkeypatch):
-    monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)  # at once
+    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)  # at once
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
-    with server(lambda body, headers: (401, {"error": "x" * 170 + headers["Authorization"]})) as url, pytest.raises(api.ModelError, match=r"Bearer \*\*\*"):
-        api.Model("m", url)([])
+    with server(lambda body, headers: (401, {"error": "x" * 170 + headers["Authorization"]})) as url, pytest.raises(evaluation.ModelError, match=r"Bearer \*\*\*"):
+        evaluation.ServedModel("m", url)([])
     replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
     with server(lambda *_: next(replies)) as url:
-        assert api.Model("m", url)([]) == ("yes", False, 9)
+        assert evaluation.ServedModel("m", url)([]) == ("yes", False, 9)
     for status, reply, says in ((401, {"error": "no key"}, "status 401"), (500, {}, "status 500"), (200, {}, "KeyError")):
-        with server(lambda *_: (status, reply)) as url, pytest.raises(api.ModelError, match=says):
-            api.Model("m", url)([])
+        with server(lambda *_: (status, reply)) as url, pytest.raises(evaluation.ModelError, match=says):
+            evaluation.ServedModel("m", url)([])
     with server(lambda *_: (200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]})) as url:
-        assert api.Model("m", url)([]) == ("", True, 0)
+        assert evaluation.ServedModel("m", url)([]) == ("", True, 0)
 
 
 def test_what_is_wrong_is_one_line(capsys, monkeypatch):
@@ -125,13 +125,13 @@ def test_what_is_wrong_is_one_line(capsys, monkeypatch):
 def test_replies_end_at_the_worlds_stop_strings_and_faults_of_a_world_are_no_reward():
     pytest.importorskip("bm25s")
     with server(lambda *_: (200, "<search> Tavi </search> and then <answer> x </answer>")) as url, EnvPool() as pool:
-        (t,) = api.play(api.Model("m", url), pool, ["searchqa_0"], 1)
+        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["searchqa_0"], 1)
     assert t.messages[3]["content"] == "<search> Tavi </search>" and t.status == "horizon" and t.valid_actions == 1
 
     def gone(name):
         raise EnvError("gone")
     with server(lambda *_: (200, "x")) as url, EnvPool(make=gone) as pool:
-        (t,) = api.play(api.Model("m", url), pool, ["textcraft_0"], 1, retries=1)
+        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0"], 1, retries=1)
     assert t.status == "env_error" and t.error == "fault: gone"
 
 
@@ -139,10 +139,10 @@ def test_a_conversation_that_the_server_finds_too_long_ends_with_length_and_the_
     def answer(body, _):
         return (200, "Action: inventory") if len(body["messages"]) < 7 else (400, {"error": "too many tokens"})
     with server(answer) as url, EnvPool() as pool:
-        for t in api.play(api.Model("m", url), pool, ["textcraft_0", "textcraft_1"], 5):
+        for t in evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0", "textcraft_1"], 5):
             assert (t.status, t.turns, t.error) == ("length", 2, "")
-    with server(lambda *_: (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]})) as url, pytest.raises(api.ModelError, match="no text"):
-        api.Model("m", url, tries=1)([])
+    with server(lambda *_: (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]})) as url, pytest.raises(evaluation.ModelError, match="no text"):
+        evaluation.ServedModel("m", url, tries=1)([])
 
 
 def test_when_the_server_fails_nobody_goes_on_asking_it():
@@ -151,22 +151,22 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
     def answer(body, _):
         asked.append(1)
         return (200, "Action: inventory") if len(asked) < 6 else (401, {})
-    with server(answer) as url, EnvPool() as pool, pytest.raises(api.ModelError, match="401"):
-        api.play(api.Model("m", url), pool, [f"textcraft_{n}" for n in range(40)], 50, slots=4)
+    with server(answer) as url, EnvPool() as pool, pytest.raises(evaluation.ModelError, match="401"):
+        evaluation.play_served(evaluation.ServedModel("m", url), pool, [f"textcraft_{n}" for n in range(40)], 50, slots=4)
     assert len(asked) < 16
 
 
 def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)
+    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
     with EnvPool() as pool:
-        model = api.Model("m", "http://127.0.0.1:9/v1")
-        with pytest.raises(api.ModelError, match="127.0.0.1:9.*Connection"):
-            api.play(model, pool, items("textcraft", "test")[:16], 3)
+        model = evaluation.ServedModel("m", "http://127.0.0.1:9/v1")
+        with pytest.raises(evaluation.ModelError, match="127.0.0.1:9.*Connection"):
+            evaluation.play_served(model, pool, items("textcraft", "test")[:16], 3)
         with pytest.raises(ValueError, match="textcraft"):
-            api.play(model, pool, ["textcraft_-1"], 3)
+            evaluation.play_served(model, pool, ["textcraft_-1"], 3)
         with server(lambda *_: (200, "Action: inventory")) as url:
             model.url = f"{url}/chat/completions"
-            (t,) = api.play(model, pool, ["textcraft_0"], 2)
+            (t,) = evaluation.play_served(model, pool, ["textcraft_0"], 2)
     assert t.status == "horizon"
 
 
@@ -179,7 +179,7 @@ def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_
             return 400, {"error": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."}
         return (422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}) if "seed" in body else (200, "yes")
     with server(answer) as url:
-        model = api.Model("m", url, max_tokens=7)
+        model = evaluation.ServedModel("m", url, max_tokens=7)
         assert model([])[0] == model([])[0] == "yes"
     assert len(heard) == 4 and heard[-1] == {"model": "m", "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 7, "messages": []}
 
@@ -191,7 +191,7 @@ def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again
         asked.append(body["seed"])
         return (200, "Action: inventory") if len(body["messages"]) < 5 else (400, {"error": "content management policy"})
     with server(answer) as url, EnvPool() as pool:
-        (t,) = api.play(api.Model("m", url), pool, ["textcraft_0"], 5)
+        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0"], 5)
     assert t.status == "env_error" and "content management" in t.error and len(asked) == 2 == len(set(asked))
 
 
@@ -204,9 +204,9 @@ def test_a_busy_server_says_when_to_come_back(monkeypatch):
 
         def wait(self, seconds):
             waited.append(seconds)
-    monkeypatch.setattr(api.random, "uniform", lambda a, b: 0.0)
+    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
     with server(lambda *_: next(replies)) as url:
-        assert api.Model("m", url)([], stop=Stop())[0] == "yes"
+        assert evaluation.ServedModel("m", url)([], stop=Stop())[0] == "yes"
     assert waited == [1.0]
 
 

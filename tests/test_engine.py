@@ -13,8 +13,9 @@ import rl
 import rollout as ro
 from engine import Padded, Ragged, sample
 from envs import Env, Step, make_env
-from packing import attend_within
-from rollout import EnvPool, rollout
+from envs import EnvPool
+from rl import attend_within
+from rollout import rollout
 
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
 

@@ -21,7 +21,8 @@ import eval as evaluation  # noqa: E402
 import rl  # noqa: E402
 import train  # noqa: E402
 from eval import bootstrap, evaluate, parse_config, pass_at_k, powers, summarise  # noqa: E402
-from rollout import EnvPool, Trajectory, rollout  # noqa: E402
+from envs import EnvPool  # noqa: E402
+from rollout import Trajectory, rollout  # noqa: E402
 
 
 # ---- estimators ----

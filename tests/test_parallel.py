@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_train import ENV, SMALL, metrics, run
 
 import rl
+import update
 from rollout import rollout
 
 TWO = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
@@ -59,14 +60,14 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
     for _ in range(200):
         lengths = [rng.randint(0, 300) for _ in range(rng.randint(0, 40))]
         ranks, most = rng.randint(1, 5), rng.randint(50, 1000)
-        cuts = rl.micro_batches(lengths, most, ranks, packed)
+        cuts = update.micro_batches(lengths, most, ranks, packed)
         assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths))) and len(cuts) % ranks == 0
         size = (lambda c: sum(lengths[i] for i in c)) if packed else lambda c: len(c) * max((lengths[i] for i in c), default=0)
         assert all(size(cut) <= max(most, max(lengths, default=0)) for cut in cuts if cut)
         if packed and len(lengths) > 4 * ranks and cuts:
             shares = [sum(size(cut) for cut in cuts[r::ranks]) for r in range(ranks)]
             assert max(shares) - min(shares) <= max(lengths) * len(cuts) / ranks
-    assert len(rl.micro_batches([6, 6, 6], 10, 1, packed)) == 3  # none beside another
+    assert len(update.micro_batches([6, 6, 6], 10, 1, packed)) == 3  # none beside another
 
 
 @pytest.fixture(scope="module")

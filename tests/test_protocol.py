@@ -18,8 +18,10 @@ import requests
 from conftest import ROOT
 
 import envs
-from envs import EnvError, RemoteEnv, Step, make_env
-from rollout import EnvPool, rollout
+from envs import EnvError, EnvPool, Step, make_env
+from rollout import rollout
+from worlds import agentgym
+from worlds.agentgym import RemoteEnv
 
 pytest.importorskip("uvicorn")
 RUN = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -57,10 +59,10 @@ class Slow(Env):
 @contextmanager
 def serving(env, *flags, folder=None):
     """Our server in a process -> (url, process). `folder` gets the world "slow"."""
-    code = "import serve, sys; sys.exit(serve.main())"
+    code = "import sys; from worlds import serve; sys.exit(serve.main())"
     if folder:
         (folder / "slow.py").write_text(SLOW)
-        code = (f"import sys; sys.path.insert(0, {str(folder)!r}); import serve; "
+        code = (f"import sys; sys.path.insert(0, {str(folder)!r}); from worlds import serve; "
                 "serve.WORLDS['slow'] = 'slow:Slow'; sys.exit(serve.main())")
     command = [sys.executable, "-c", code, "serve", "--env", env, "--port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, env=RUN, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -310,7 +312,7 @@ def test_nonsense_is_one_line_and_exit_code_2(servers):
         done = subprocess.run([sys.executable, "envs.py", *flags], cwd=ROOT, env=RUN, capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("envs.py: ") and says in done.stderr
-    bare = "import sys; sys.modules['fastapi'] = None; import serve; sys.exit(serve.main(['serve']))"
+    bare = "import sys; sys.modules['fastapi'] = None; from worlds import serve; sys.exit(serve.main(['serve']))"
     done = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, env=RUN, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and 'pip install -e ".[serve]"' in done.stderr
 
@@ -338,8 +340,8 @@ BODIES = {  # id key, /create's body and reply, /reset's body but for the id, an
 
 
 def test_the_table_is_complete():
-    assert set(BODIES) == set(envs.PROTOCOLS)
-    for name, protocol in envs.PROTOCOLS.items():
+    assert set(BODIES) == set(agentgym.PROTOCOLS)
+    for name, protocol in agentgym.PROTOCOLS.items():
         assert protocol.prompt or name in envs.WORLDS
         if name not in envs.WORLDS:
             with pytest.raises(ValueError, match=f"'{name}' is played on an AgentGym server only: give --env_url"):
@@ -619,7 +621,7 @@ def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
 def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
     reply = requests.post(servers["babyai"] + "/step", data=b" " * (2 << 20), timeout=10)
     assert reply.status_code == 413
-    monkeypatch.setattr(envs, "LARGEST_REPLY", 1000)
+    monkeypatch.setattr(agentgym, "LARGEST_REPLY", 1000)
     with standing_in(like_babyai(reset=(200, {"observation": "x" * 2000}))) as (url, _):
         env = RemoteEnv("babyai", url)
         with pytest.raises(EnvError, match="a reply of more than"):
@@ -628,7 +630,7 @@ def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
 
 
 def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
-    import serve
+    from worlds import serve
     begun, go = threading.Event(), threading.Event()
 
     def slow(name):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import algos
-import packing
 import rl
+import update
 from rollout import Trajectory, rollout
 from test_engine import other
 
@@ -20,7 +20,7 @@ def trajectories(tiny, pool):
 
 def test_token_logprobs_and_entropies_against_a_plain_loop(tiny, trajectories):
     model = tiny[0]
-    batch = rl.collate(trajectories)
+    batch = update.collate(trajectories)
     logprobs, entropies = rl.token_logprobs(model, batch["ids"], batch["mask"], temperature=0.8)
     for b, t in enumerate(trajectories):
         with torch.no_grad():
@@ -40,14 +40,14 @@ def test_log_probs_of_other_families_are_those_of_their_own_forward(trajectories
         expected = torch.log_softmax(model(torch.tensor([t.tokens])).logits[0], -1)
         for i in (i for i, sampled in enumerate(t.mask) if sampled):
             assert abs(logprobs[0, i] - expected[i - 1, t.tokens[i]]) < 1e-4
-        empty = rl.collate([Trajectory("babyai_0", "babyai")])
+        empty = update.collate([Trajectory("babyai_0", "babyai")])
         assert not rl.token_logprobs(model, empty["ids"], empty["mask"])[0].any()
 
 
 def test_lengths_at_which_rotary_embeddings_change_are_known():
     factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     phi = other("phi3", pad_token_id=0, max_position_embeddings=200, original_max_position_embeddings=40, rope_parameters=factors)
-    assert packing.steady_length(phi.config) == 40 and packing.steady_length(other("mistral").config) == float("inf")
+    assert rl.steady_length(phi.config) == 40 and rl.steady_length(other("mistral").config) == float("inf")
     ids, rows = torch.randint(1, 100, (2, 40)), torch.ones(2, 40, dtype=torch.bool)
     rows[:, 0] = rows[0, 30:] = False
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode)
             logp, _ = rl.token_logprobs(model, batch["ids"], batch["mask"])
             loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"])
             return algos.aggregate(loss, batch["mask"], mode, count), stats
-        stats = rl.optimizer_step(model, optimizer, trajectories, {"advantages": advantages}, loss_of, max_tokens)
+        stats = update.optimizer_step(model, optimizer, trajectories, {"advantages": advantages}, loss_of, max_tokens)
         results.append((stats, torch.cat([p.detach().flatten() for p in model.parameters()])))
     for stats, weights in results[1:]:
         assert abs(stats["loss"] - results[0][0]["loss"]) < 1e-6
@@ -85,7 +85,7 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(tiny
         monkeypatch.setattr(rl, "packs", packs)
         monkeypatch.setitem(rl.LOGITS, "cpu", logits)
         model = copy.deepcopy(tiny[0]) if family == "tiny" else other(family)
-        batch = rl.collate(trajectories)
+        batch = update.collate(trajectories)
         batch["mask"][1] = False  # nothing sampled
         logp, ent = rl.token_logprobs(model, batch["ids"], batch["mask"], temperature=0.8)
         loss = -(logp * torch.linspace(0.5, 2, logp.shape[1])).sum() / 100 - 0.01 * ent.sum()
@@ -99,7 +99,7 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(tiny
 def test_a_step_without_a_usable_trajectory_changes_nothing(tiny):
     model = copy.deepcopy(tiny[0])
     before = copy.deepcopy(model.state_dict())
-    stats = rl.optimizer_step(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0), [], {}, None, 100)
+    stats = update.optimizer_step(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0), [], {}, None, 100)
     assert stats["grad_norm"] == 0.0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -126,7 +126,7 @@ def test_critic_values_only_look_back(tiny, trajectories):
 
 
 def test_map_trajectories_keeps_the_order(tiny, trajectories):
-    rows = rl.map_trajectories(lambda model, ids, mask: ids.float(), tiny[0], trajectories, 700)
+    rows = update.map_trajectories(lambda model, ids, mask: ids.float(), tiny[0], trajectories, 700)
     assert rows == [[float(x) for x in t.tokens] for t in trajectories]
 
 
@@ -158,4 +158,4 @@ def test_a_missing_model_folder_is_one_clear_line(name):
 
 
 def test_doctests():
-    assert doctest.testmod(rl).failed == 0
+    assert doctest.testmod(rl).failed == 0 and doctest.testmod(update).failed == 0

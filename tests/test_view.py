@@ -14,6 +14,7 @@ from test_train import SMALL, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import metrics
 import view
 
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -94,7 +95,7 @@ def test_pieces_of_characters_are_kept_as_bytes():
 
 def test_a_mixtures_stages_are_those_of_each_world():
     rows = [{"horizon": h, "horizon/babyai": b, "horizon/textcraft": h} for h, b in ((5, 3), (5, 3), (5, 4), (8, 4))]
-    assert view.stages(rows) == [2, 3] and view.stages([{"horizon": 3}] * 2) == []
+    assert metrics.stages(rows) == [2, 3] and metrics.stages([{"horizon": 3}] * 2) == []
 
 
 def test_a_run_without_a_step_is_one_line(folder, tmp_path):

@@ -26,7 +26,8 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, JavaObject, launch
 from py4j.protocol import Py4JError, Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
-from envs import PROTOCOLS, Env, EnvError, Step
+from envs import Env, EnvError, Step
+from worlds.agentgym import PROTOCOLS
 
 TASKS = {  # name -> number of variations, in the order of the items
     "boil": 30, "melt": 30, "freeze": 30, "change-the-state-of-matter-of": 30, "use-thermometer": 540,

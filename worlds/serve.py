@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NoReturn
 
-from envs import PROTOCOLS, WORLDS, Env, EnvError, Protocol, env_options, make_env
+from envs import WORLDS, Env, EnvError, env_options, make_env
+from worlds.agentgym import PROTOCOLS, Protocol
 
 RESET_FIELDS = {  # of /reset's reply, as recorded from AgentGym's servers; any other world has babyai's
     "babyai": ("observation", "reward", "score", "deleted", "done"),
