@@ -23,6 +23,7 @@ import agent  # noqa: E402
 import envs as worlds  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
+from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # What a flag left at None becomes, for the tiny model and for real ones; a world's own line wins. Horizons: schedule.py
 TINY = dict(steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3, max_tokens=32,
@@ -51,7 +52,7 @@ def arg(default: object, help: str) -> Any:
 
 @dataclass
 class Config:
-    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}; with --env_url any of {', '.join(worlds.PROTOCOLS)}; "
+    env: str = arg("babyai", f"world: {', '.join(worlds.WORLDS)}; with --env_url any of {', '.join(PROTOCOLS)}; "
                              "several with weights: babyai:2,textcraft:1")
     algo: str = arg("grpo", "ppo | grpo | rloo | reinforce_pp")
     model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
