@@ -1,77 +1,119 @@
-"""What is said of a training step, where it goes, and when it says that training cannot go on."""
+"""What a training step reports: its row of metrics, the curves of a run, and when training cannot go on."""
 
 import json
 import math
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 if TYPE_CHECKING:
     from config import Config
     from rollout import Trajectory
 
-
-def rollout_metrics(trajectories: "list[Trajectory]") -> dict[str, float]:
-    """What a step's trajectories say, failed environments left out (their share is `env_error`)."""
-    ok = [t for t in trajectories if t.status != "env_error"]
-    mean = lambda values: float(np.mean(values)) if len(values) else 0.0  # noqa: E731
-    groups = {}
-    for t in ok:
-        groups.setdefault(t.group, []).append(t.reward)
-    sampled = sum(sum(t.mask) for t in ok)
-    kinds = Counter(t.error.split(":")[0] for t in trajectories if t.status == "env_error")  # timeout | fault | crash
-    return {
-        "success": mean([t.success for t in ok]), "score": mean([t.score for t in ok]), "turns": mean([t.turns for t in ok]),
-        "reward": mean([t.reward for t in ok]),
-        "entropy": -sum(sum(t.logprobs) for t in ok) / max(1, sampled),  # mean -log p of what was sampled, nats a token
-        "valid_actions": sum(t.valid_actions for t in ok) / max(1, sum(t.turns for t in ok)),
-        "cut_replies": sum(t.cut_replies for t in ok) / max(1, sum(t.turns for t in ok)),  # at max_tokens
-        "env_error": 1 - len(ok) / len(trajectories), "truncated": mean([t.status in ("horizon", "length") for t in ok]),
-        "truncated/length": mean([t.status == "length" for t in ok]),
-        "zero_gradient_groups": mean([max(g) == min(g) for g in groups.values()]), "trajectories": len(trajectories),
-        **{f"env_error/{kind}": n / len(trajectories) for kind, n in sorted(kinds.items())}}
+# ---- the numbers of a step ----
 
 
-def explained_variance(trajectories: "list[Trajectory]", columns: dict[str, list[list[float]]]) -> float:
-    """1 - Var(return - value) / Var(return) over sampled tokens: 1 for a perfect critic, 0 for a constant one."""
-    pairs = np.array([(r, v) for t, returns, values in zip(trajectories, columns["returns"], columns["old_values"])
-                      if t.status != "env_error" for r, v, m in zip(returns, values, t.mask) if m]).reshape(-1, 2)
+def mean(values: Sequence[float]) -> float:
+    """The mean, 0 for no values."""
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
+    """Statistics of a step's trajectories. Failed environments are left out; their share is `env_error`."""
+    played = [t for t in trajectories if t.status != "env_error"]
+    failed = [t for t in trajectories if t.status == "env_error"]
+    turns = max(1, sum(t.turns for t in played))
+    sampled_tokens = max(1, sum(sum(t.mask) for t in played))
+    rewards_of_group = {}
+    for t in played:
+        rewards_of_group.setdefault(t.group, []).append(t.reward)
+    row = {
+        "success": mean([t.success for t in played]),
+        "score": mean([t.score for t in played]),
+        "turns": mean([t.turns for t in played]),
+        "reward": mean([t.reward for t in played]),
+        # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
+        "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
+        "valid_actions": sum(t.valid_actions for t in played) / turns,
+        "cut_replies": sum(t.cut_replies for t in played) / turns,  # replies that reached max_tokens
+        "env_error": 1 - len(played) / len(trajectories),
+        "truncated": mean([t.status in ("horizon", "length") for t in played]),
+        "truncated/length": mean([t.status == "length" for t in played]),
+        "zero_gradient_groups": mean([max(g) == min(g) for g in rewards_of_group.values()]),
+        "trajectories": len(trajectories),
+    }
+    kinds = Counter(t.error.split(":")[0] for t in failed)  # timeout | fault | crash
+    for kind, count in sorted(kinds.items()):
+        row[f"env_error/{kind}"] = count / len(trajectories)
+    return row
+
+
+WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error", "zero_gradient_groups")
+
+
+def world_metrics(trajectories: "Sequence[Trajectory]", horizons: dict[str, int]) -> dict[str, dict[str, float]]:
+    """World -> the statistics of its own trajectories, and its horizon."""
+    return {world: rollout_metrics([t for t in trajectories if t.env == world]) | {"horizon": horizon}
+            for world, horizon in horizons.items()}
+
+
+def mixture_columns(of_world: dict[str, dict[str, float]]) -> dict[str, float]:
+    """"success/babyai" and so on, for a run of several worlds; {} for one."""
+    if len(of_world) == 1:
+        return {}
+    return {f"{name}/{world}": row[name] for world, row in of_world.items() for name in WORLD_METRICS}
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
+    """1 - Var(return - value) / Var(return) over the masked tokens [B, T]: 1 for a perfect critic, 0 for a
+    constant one or without any variance."""
+    pairs = torch.stack([returns[mask], values[mask]], 1).double().numpy()  # [S, 2]
     spread = pairs[:, 0].var() if len(pairs) else 0.0
     return float(1 - (pairs[:, 0] - pairs[:, 1]).var() / spread) if spread else 0.0
 
 
 def memory_gb(device: torch.device) -> float:
-    """The peak so far, in GB: of the device, or of this process."""
+    """The peak so far, in GB: of the GPU's memory, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def alarm(row: dict, cfg: "Config") -> str:
-    """What is wrong with a step whose training cannot go on; "" if nothing is."""
-    bad = [name for name in ("loss", "grad_norm", "kl") if not math.isfinite(row[name])]
-    if bad:
-        return f"{bad[0]} is {row[bad[0]]}"
+    """Why training cannot go on after a step with this row of metrics; "" if it can."""
+    for name in ("loss", "grad_norm", "kl"):
+        if not math.isfinite(row[name]):
+            return f"{name} is {row[name]}"
     if row["entropy"] < cfg.min_entropy:
-        return f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy {cfg.min_entropy:g}: the policy has collapsed"
+        return (f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy {cfg.min_entropy:g}: "
+                "the policy has collapsed")
     name = max("kl", "kl_behaviour", key=row.get)
-    return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large" if row[name] > cfg.max_kl else ""
+    if row[name] > cfg.max_kl:
+        return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large"
+    return ""
 
 
 def reporter(cfg: "Config") -> Callable[[dict], object]:
-    """-> a function that takes each step's row of metrics to where --report_to says."""
+    """-> a function that sends a step's row of metrics to where --report_to says."""
     if cfg.report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         board = SummaryWriter(f"{cfg.out}/tensorboard")
-        return lambda row: [board.add_scalar(k, v, row["step"]) for k, v in row.items() if isinstance(v, (int, float))]
+
+        def report(row):
+            for name, value in row.items():
+                if isinstance(value, (int, float)):
+                    board.add_scalar(name, value, row["step"])
+        return report
     if cfg.report_to == "wandb":
         import wandb
         wandb.init(project="multiturn-rl", name=Path(cfg.out).name, dir=cfg.out, config=asdict(cfg))
@@ -79,41 +121,64 @@ def reporter(cfg: "Config") -> Callable[[dict], object]:
     return lambda row: None
 
 
+# ---- files ----
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whenever the process is killed, the file has its old content or all of the new."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 # ---- curves ----
+
+PLOTS = (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])
 
 
 def stages(rows: list[dict]) -> list[int]:
-    """Which rows of metrics begin with another horizon than the row before (in a mixture: of any world)."""
+    """The rows of metrics whose horizon differs from that of the row before (in a mixture: of any world)."""
     horizons = [[v for k, v in row.items() if k.split("/")[0] == "horizon"] for row in rows]
     return [i for i in range(1, len(rows)) if horizons[i] != horizons[i - 1]]
 
 
 def draw_curves(run: str | Path) -> None:
-    """runs/NAME -> runs/NAME/curves.png from its metrics.jsonl, written whole or not at all. A mixture's worlds have a colour each."""
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    steps = [r["step"] for r in rows]
-    worlds = [key.removeprefix("success/") for key in (rows[0] if rows else ()) if key.startswith("success/")]
+    """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour each."""
+    run = Path(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = rows[0] if rows else {}
+    worlds = [key.removeprefix("success/") for key in first if key.startswith("success/")]
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
-    for ax, names in zip(axes.flat, (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])):
+    for ax, names in zip(axes.flat, PLOTS):
         for name in names:
-            own = [f"{name}/{w}" for w in worlds if f"{name}/{w}" in rows[0]]
+            own = [f"{name}/{world}" for world in worlds if f"{name}/{world}" in first]
             for i, key in enumerate(own or [name]):
-                values, colour = np.array([r[key] for r in rows], float), f"C{i}"
-                if name == "horizon":
-                    ax.plot(steps, values, color=colour if own else "0.6", ls=":" if own else "-", drawstyle="steps-post")
-                    continue
-                smooth = len(values) >= 5
-                ax.plot(steps, values, color=colour, alpha=0.3 if smooth else 1, label=None if smooth or not own else worlds[i])
-                if smooth:
-                    ax.plot(steps, np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid"), color=colour,
-                            label=worlds[i] if own else None)
+                draw_curve(ax, rows, key, f"C{i}", label=worlds[i] if own else None)
         for i in stages(rows):
-            ax.axvline(steps[i], color="0.8", lw=1, zorder=0)
+            ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
         if worlds and ax is axes[0, 0]:
             ax.legend()
         ax.set_title(" and ".join(n.replace("_", " ") for n in names))
         ax.set_xlabel("training step")
-    figure.suptitle(f"{Path(run).name}: training trajectories; dark: mean of 5 steps; light: each step; upright lines: the horizon grows")
-    figure.savefig(Path(run) / "curves.png.tmp", format="png", dpi=110)
-    os.replace(Path(run) / "curves.png.tmp", Path(run) / "curves.png")
+    figure.suptitle(f"{run.name}: training trajectories; dark: mean of 5 steps; light: each step; "
+                    "upright lines: the horizon grows")
+    figure.savefig(run / "curves.png.tmp", format="png", dpi=110)
+    os.replace(run / "curves.png.tmp", run / "curves.png")
+
+
+def draw_curve(ax: Axes, rows: list[dict], key: str, colour: str, label: str | None) -> None:
+    """One column of metrics: each step in a light colour, and the mean of five steps in a dark one."""
+    steps = [row["step"] for row in rows]
+    values = np.array([row[key] for row in rows], float)
+    if key.split("/")[0] == "horizon":
+        of_one_world = label is not None
+        ax.plot(steps, values, color=colour if of_one_world else "0.6", ls=":" if of_one_world else "-",
+                drawstyle="steps-post")
+        return
+    if len(values) < 5:
+        ax.plot(steps, values, color=colour, label=label)
+        return
+    ax.plot(steps, values, color=colour, alpha=0.3)
+    smooth = np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid")
+    ax.plot(steps, smooth, color=colour, label=label)

@@ -1,8 +1,9 @@
-"""The processes of a run, from one to many nodes, and a model sharded over them (FSDP2).
+"""The processes of a run, a model sharded over them (FSDP2), and the signals that end a run.
 
-Every rank plays and trains on its share; what they say to each other is here. Without sharding each rank holds the whole
-model and gradients are summed after the backward pass (right for small models and for LoRA). Sharded, a rank holds its part
-of the float32 weights, of their gradients and of the optimizer's state; `fully_shard` gathers a block when it computes.
+Every rank plays and trains on its share. Without sharding each rank holds the whole model, and gradients are
+summed after the backward pass; this suits small models and LoRA. With sharding a rank holds its part of the
+float32 weights, of their gradients and of the optimizer's state, and `fully_shard` gathers each transformer
+block when it is computed.
 """
 
 import os
@@ -17,92 +18,115 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+# ---- processes ----
 
 
 def init_distributed() -> tuple[int, int, torch.device]:
-    """Join torchrun's process group if there is one -> (rank, world size, device)."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    """Join torchrun's process group if there is one -> (rank, number of ranks, device)."""
+    rank = int(os.environ.get("RANK", 0))
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if world > 1 and not dist.is_initialized():  # both kinds of tensors; the slowest rollout is waited for
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=2))
-    return rank, world, device
+    if num_ranks > 1 and not dist.is_initialized():
+        # Ranks wait for the one whose rollout is slowest, which may take long.
+        dist.init_process_group(backend_for(device), timeout=timedelta(hours=2))
+    return rank, num_ranks, device
+
+
+def backend_for(device: torch.device) -> str:
+    """The process group's backend. With GPUs there are messages of CPU tensors, too."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def ranks() -> tuple[int, int]:
-    """-> (rank, world size)"""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """-> (rank, number of ranks)"""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def gather(part: list) -> list:
-    """Every rank's list, interleaved (0 of rank 0, 0 of rank 1, 1 of rank 0, ...): undoes `whole[rank::world]`."""
-    _, world = ranks()
-    if world == 1:
+    """Every rank's list, interleaved (entry 0 of rank 0, entry 0 of rank 1, entry 1 of rank 0, ...): the inverse
+    of `whole[rank::num_ranks]`."""
+    _, num_ranks = ranks()
+    if num_ranks == 1:
         return part
-    parts = [None] * world
+    parts = [None] * num_ranks
     dist.all_gather_object(parts, part)
-    return [parts[i % world][i // world] for i in range(sum(map(len, parts)))]
+    return [parts[i % num_ranks][i // num_ranks] for i in range(sum(map(len, parts)))]
 
 
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
-    """Each tensor becomes its sum over all processes, in place. One dtype and device; any shapes."""
-    if dist.is_initialized():
-        flat = torch.cat([t.flatten() for t in tensors])  # one message instead of one a tensor
-        dist.all_reduce(flat)
-        for t, new in zip(tensors, flat.split([t.numel() for t in tensors])):
-            t.copy_(new.view_as(t))
+    """Replace each tensor by its sum over all ranks, in place. One dtype and device; any shapes."""
+    if not dist.is_initialized():
+        return
+    flat = torch.cat([t.flatten() for t in tensors])  # one message instead of one for each tensor
+    dist.all_reduce(flat)
+    for t, total in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(total.view_as(t))
+
+
+# ---- a sharded model ----
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's transformer blocks: what is sharded, and computed again in a backward pass, as one."""
+    """The model's transformer blocks: the units that are sharded, and recomputed in a backward pass."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
 def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offload: bool = False) -> nn.Module:
-    """FSDP2 over all ranks, a group of parameters a block and one of all others. Weights, gradients' sums and the optimizer stay
-    in the weights' own precision; blocks are gathered and computed in `dtype`. offload: kept in the CPU's memory, and updated
-    there. Returns the model, changed in place."""
+    """Shard the model over all ranks with FSDP2, in place -> the model.
+
+    Each block is one group of parameters, all others are another. Weights, sums of gradients and the optimizer's
+    state keep the weights' own precision; blocks are gathered and computed in `dtype`. offload: the shards stay
+    in the CPU's memory and are updated there.
+    """
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
-                                world_size=1)
-    how = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-               mp_policy=MixedPrecisionPolicy(getattr(torch, dtype) if dtype != "float32" else None, torch.float32),
-               offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
+    compute_dtype = getattr(torch, dtype) if dtype != "float32" else None
+    options = dict(
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
     for block in blocks(model):
-        fully_shard(block, **how)
-    fully_shard(model, **how)
-    model.call = lambda function, *args: function(*args)  # to be called through the model's hooks: see `through`
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    # `through` calls this method, and so passes the hooks that gather parameters.
+    model.call = lambda function, *args: function(*args)
     register_fsdp_forward_method(model, "call")
     return model
 
 
 def sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 holds its parameters."""
+    """Whether FSDP2 holds the model's parameters."""
     return isinstance(model, FSDPModule)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes; offloaded parameters are elsewhere."""
+    """The device on which the model computes. Offloaded parameters are elsewhere."""
     p = next(model.parameters())
     return torch.device(p.device_mesh.device_type) if hasattr(p, "device_mesh") else p.device
 
 
 def through(model: nn.Module, function: Callable[..., Any], *args: object) -> Any:
-    """function(*args), which uses the model's parts by themselves (its body, its head), with their parameters gathered."""
+    """function(*args), with the parameters gathered that a sharded model holds outside its blocks. For functions that
+    call parts of the model (its body, its head) one by one."""
     return model.call(function, *args) if sharded(model) else function(*args)
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, a sharded model's parameters are whole in `dtype`, and forward passes need no other rank: a rollout's ranks take
-    as many as they like. A copy of the weights has to fit into the device's memory."""
+    """Inside, a sharded model's parameters are whole, in the dtype it computes in, so that forward passes need no
+    other rank and each rank can make as many as it likes. The device must hold a copy of the weights."""
     parts = [m for m in model.modules() if sharded(m)]
-    if not parts or getattr(model, "whole", False):  # it is already
+    if not parts or getattr(model, "whole", False):  # nothing to gather, or gathered already
         yield
         return
     for m in parts:
@@ -115,32 +139,36 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.whole = False
         for m in parts:
             m.reshard()
-            m.set_reshard_after_forward(m is not model, recurse=False)  # its backward pass needs the root's at once
+            # The backward pass needs the root's parameters first, so the root keeps them after a forward pass.
+            m.set_reshard_after_forward(m is not model, recurse=False)
 
 
 # ---- signals ----
 
 
 class Terminated(BaseException):
-    """SIGTERM came while a rollout was under way: the weights are those of the step's beginning."""
+    """SIGTERM came during a rollout. The weights are those that the training step began with."""
 
 
 class Sigterm:
-    """Says whether SIGTERM has come; inside `with` it raises Terminated there and then. An update is finished first."""
+    """Note SIGTERM when it comes. Inside `with`, which surrounds rollouts, it raises Terminated at once; outside,
+    an update is finished first."""
 
     def __init__(self) -> None:
-        self.came = self.inside = False
-        self.main = threading.current_thread() is threading.main_thread()
-        self.before = signal.signal(signal.SIGTERM, self._take) if self.main else None
+        self.came = False
+        self.inside = False
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
+        self.previous = signal.signal(signal.SIGTERM, self._handle) if self.in_main_thread else None
 
     def end(self) -> None:
-        """SIGTERM does again what it did before."""
-        if self.main:
-            signal.signal(signal.SIGTERM, self.before)
+        """Restore what SIGTERM did before."""
+        if self.in_main_thread:
+            signal.signal(signal.SIGTERM, self.previous)
 
-    def _take(self, *_):
-        first, self.came = not self.came, True
-        if first and self.inside:
+    def _handle(self, *_):
+        is_first = not self.came
+        self.came = True
+        if is_first and self.inside:
             raise Terminated
 
     def __enter__(self):

@@ -1,4 +1,14 @@
-"""The policy as a trainable thing: loading, LoRA, the critic, token log-probs in packed rows, checkpoints. Knows no text."""
+"""The policy as a trainable thing: loading, LoRA, the critic, token log-probs, checkpoints. Knows no text.
+
+Log-probs are computed on packed rows where the model allows it: trajectories stand one after the other in
+one row, without padding, and each attends to itself alone. A checkpoint is complete or absent, holds
+safetensors only, and can be read by any number of processes:
+
+    checkpoints/step_000050/   the policy as a plain Hugging Face folder, which can be loaded and played with
+        training/              the optimizers' moments, the critic, LoRA's adapters, in pieces as the ranks
+                               hold them (torch.distributed.checkpoint)
+        state.json             the step; without this file the checkpoint is not complete
+"""
 
 import json
 import shutil
@@ -18,29 +28,34 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
-                          PreTrainedTokenizerBase)
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import algos
 from parallel import blocks, ranks, sharded, through
 
-TINY = Path(__file__).parent / "data" / "tiny"
-LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time; in float32 64 MB, and half a gigabyte
+TINY_MODEL = Path(__file__).parent / "data" / "tiny"
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # computed at a time: in float32 64 MB, and half a gigabyte
+LORA_SCALE = 2.0  # alpha / rank
 
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy" and "critic" -> (module, its optimizer)
 
 # ---- models ----
 
 
 def model_path(name: str) -> str:
-    """"tiny" -> the built-in model's folder; a folder or a hub id stays. Raises ValueError if there is no such thing."""
+    """"tiny" -> the built-in model's folder; a folder or a hub id stays as it is. Raises ValueError if
+    there is no such folder."""
     if name == "tiny":
-        return str(TINY)
+        return str(TINY_MODEL)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
             raise ValueError(f"the model folder '{name}' has no config.json")
         return name
-    if name.count("/") != 1 or name[0] in "./~" or Path(name).parent.is_dir():
-        raise ValueError(f"no model folder '{name}'; give 'tiny', a folder, or a hub id such as Qwen/Qwen2.5-3B-Instruct")
+    looks_like_a_hub_id = name.count("/") == 1 and name[0] not in "./~" and not Path(name).parent.is_dir()
+    if not looks_like_a_hub_id:
+        raise ValueError(f"no model folder '{name}'; give 'tiny', a folder, "
+                         "or a hub id such as Qwen/Qwen2.5-3B-Instruct")
     return name
 
 
@@ -56,48 +71,51 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
 
 
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:
-    """Context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in bfloat16 would not learn: a step
-    of 1e-6 is far below its resolution."""
+    """The context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in bfloat16 would
+    not learn: an optimizer step of 1e-6 is far below their resolution."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
+    """Add LoRA's adapters to all linear layers but the head, in place; nothing else is trained. Adapters are
+    float32 and change nothing at first. Needs the package peft."""
+    from peft import LoraConfig, inject_adapter_in_model
+    config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, a model with LoRA is the one it started from."""
     layers = [m for m in model.modules() if hasattr(m, "lora_A")]
-    for m in layers:
-        m.enable_adapters(False)
+    for layer in layers:
+        layer.enable_adapters(False)
     try:
         yield
     finally:
-        for m in layers:
-            m.enable_adapters(True)
-
-
-def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
-    """LoRA's adapters in all linear layers but the head, in place; nothing else is trained. They are float32, and begin as
-    nothing. Needs the package peft."""
-    from peft import LoraConfig, inject_adapter_in_model
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear"), model)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = p.data.float()
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Gradient checkpointing, in place: a block remembers its input alone, and is computed again in the backward pass."""
+    """Gradient checkpointing, in place: a block keeps its input only, and is computed again in the backward
+    pass."""
     def recomputed(forward):
         def run(*args, **kwargs):
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            name = model.config._attn_implementation  # of this pass; by the backward pass it is another
+            # The model's attention function may have changed by the time of the backward pass.
+            attention_name = model.config._attn_implementation
 
-            def again(*args, **kwargs):
-                with attention(model.config, name):
+            def forward_again(*args, **kwargs):
+                with use_attention(model.config, attention_name):
                     return forward(*args, **kwargs)
-            return checkpoint(again, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward_again, *args, use_reentrant=False, **kwargs)
         return run
 
     for block in blocks(model):
@@ -105,7 +123,8 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 class Critic(nn.Module):
-    """PPO's value function: a model of its own, started from the policy's weights, and a linear head started at 0."""
+    """PPO's value function: a model of its own, started from the policy's weights, with a linear head that is
+    0 at the start."""
 
     def __init__(self, name: str, device: str | torch.device = "cpu", dtype: str | torch.dtype = torch.float32):
         super().__init__()
@@ -117,144 +136,185 @@ class Critic(nn.Module):
         self.to(device)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids [B, T] long, mask [B, T] bool -> values [B, T] of the states in which the masked tokens were sampled
-        (those before them); zero elsewhere."""
-        hidden = hidden_before(self.body, ids, mask)  # [S, D]
+        """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the masked tokens
+        were sampled (the states before them); zero elsewhere."""
+        hidden = hidden_before(self.body, ids, mask)  # [S, D], S sampled tokens
         values = torch.zeros(mask.shape, device=ids.device)
-        with torch.autocast(ids.device.type, enabled=False):  # in bfloat16 values near 1 would be multiples of 0.004
-            values[mask] = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float()).squeeze(-1)
+        # The head is float32: in bfloat16 values near 1 would be multiples of 0.004.
+        with torch.autocast(ids.device.type, enabled=False):
+            weight, bias = self.head.weight.float(), self.head.bias.float()
+            values[mask] = nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
         return values
+
+
+# ---- token log-probs ----
 
 
 def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperature: float = 1.0,
                    entropy_gradient: bool = True) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the sampled tokens under `model`.
 
-    ids [B, T] long, padded on the right (with a causal mask the padding reaches nothing that counts); mask [B, T] bool,
-    never True in the first column -> logprobs [B, T], entropies [B, T] float32, zero outside the mask.
-    logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]], as recorded by the rollout. Only positions
-    before a sampled token go through the head, and no more of them at a time than give LOGITS logits.
+    ids [B, T] long, padded on the right (under a causal mask the padding reaches no other token); mask [B, T]
+    bool, never True in the first column -> logprobs [B, T], entropies [B, T] float32, zero outside the mask.
+    logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]], as the rollout records it. Only
+    positions before a sampled token go through the head, and at most MAX_LOGITS logits exist at a time.
+    entropy_gradient: whether the entropies can be differentiated.
     """
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
 
 
 def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     def head(hidden, sampled):
-        logits = model.get_output_embeddings()(hidden).float()  # [S, V]
-        c = model.config
-        for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):  # Cohere, Falcon-H1, Granite
-            if (factor := getattr(c, name, None) or 1) != 1:
-                logits = logits * factor ** power
-        if cap := getattr(c, "final_logit_softcapping", None):  # Gemma
-            logits = cap * torch.tanh(logits / cap)
-        logits = logits / temperature
+        logits = scaled_logits(model, hidden) / temperature  # [S, V]
         logp = torch.log_softmax(logits, dim=-1).gather(-1, sampled[:, None]).squeeze(1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # else two [S, V] are kept for nothing
+        # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             return logp, algos.entropy(logits)
 
-    hidden, few = hidden_before(model.base_model, ids, mask), max(1, LOGITS[ids.device.type] // model.config.vocab_size)  # [S, D]
-    parts = list(zip(hidden.split(few), ids[mask].split(few)))
-    if len(parts) > 1:  # each part's logits are computed again in the backward pass
+    hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
+    chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.vocab_size)
+    parts = list(zip(hidden.split(chunk), ids[mask].split(chunk)))
+    if len(parts) > 1:  # the logits of each part are computed again in the backward pass
         parts = [checkpoint(head, *part, use_reentrant=False) for part in parts]
     else:
         parts = [head(*part) for part in parts]
-    logprobs, entropies = torch.zeros(mask.shape, device=ids.device), torch.zeros(mask.shape, device=ids.device)
+    logprobs = torch.zeros(mask.shape, device=ids.device)
+    entropies = torch.zeros(mask.shape, device=ids.device)
     logprobs[mask], entropies[mask] = (torch.cat(column) for column in zip(*parts))
     return logprobs, entropies
 
 
-# ---- packed rows ----
+def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The head applied to hidden states [S, D] -> logits [S, V] float32, scaled as the model's own forward
+    pass scales them."""
+    logits = model.get_output_embeddings()(hidden).float()
+    config = model.config
+    # (name in the config, whether logits are multiplied or divided): Cohere, Falcon-H1, Granite
+    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
+        factor = getattr(config, name, None) or 1
+        if factor != 1:
+            logits = logits * factor ** power
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
-def attend_within(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                  scaling: float | None = None, lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
-    """transformers' attention function for sequences that stand one after the other in one row: each sees itself alone.
-    query [1, H, N, D], key and value [1, H_kv, N, D], sum of `lengths` N -> [1, N, H, D]."""
-    query, key, shared = query.to(value.dtype), key.to(value.dtype), query.shape[1] != key.shape[1]
-    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and value.shape[-1] % 8 == 0:
-        ends = torch.tensor([0, *lengths], device=value.device).cumsum(0, dtype=torch.int32)
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [N, H, D]
-        out = varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), enable_gqa=shared)
-        return out[None], None
-    out = [scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=shared)
-           for part in zip(*(x.split(lengths, 2) for x in (query, key, value)))]
-    return torch.cat(out, 2).transpose(1, 2), None
+def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the
+    order of the mask.
+
+    Where the model packs, the rows stand in one row, without padding and without what follows the last
+    sampled token.
+    """
+    if not packs(body.config):
+        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
+    place = torch.arange(ids.shape[1], device=ids.device)
+    lengths = (place * mask).amax(1).clamp(min=1)  # [B], the last sampled token is not fed
+    fed = place < lengths[:, None]  # [B, T]
+    with use_attention(body.config, "within"):
+        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
+                   lengths=lengths.tolist())
+    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
 
 
-AttentionInterface.register("within", attend_within)
+# ---- packed rows: what models allow, and the attention ----
+
+
+def length_dependence(config: PreTrainedConfig) -> str:
+    """What in this model depends on the number of columns of a batch, so that padding would change its
+    result; "" if nothing does."""
+    all_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if not all_full or window:
+        return "sliding windows"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        return "rotary embeddings that change with the length"
+    return ""
+
+
+def steady_length(config: PreTrainedConfig) -> float:
+    """The largest length, in tokens, at which the model's rotary embeddings do not depend on the length.
+    In longer sequences cached keys differ from those of a fresh forward pass."""
+    if not length_dependence(config).startswith("rotary"):
+        return float("inf")
+    rope = config.rope_parameters
+    name = "original_max_position_embeddings"
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return min((part[name] for part in parts if name in part), default=config.max_position_embeddings)
+
+
+def packs(config: PreTrainedConfig) -> bool:
+    """Whether the model's sequences can stand in one row: its attention can be any function, and looks at
+    all that is before."""
+    return config.model_type in ("qwen2", "qwen3", "llama") and not length_dependence(config)
 
 
 @contextmanager
-def attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
-    """Inside, the models with this config attend by `name` of transformers' AttentionInterface."""
-    before, config._attn_implementation = config._attn_implementation, name
+def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
+    """Inside, the models with this config attend by the function `name` of AttentionInterface."""
+    before = config._attn_implementation
+    config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def columns_count(config: PreTrainedConfig) -> str:
-    """What in this model hangs on how many columns a batch has, so that padding would change it; "" if nothing does."""
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
-            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        return "sliding windows"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    return "rotary embeddings that change with the length" if kinds & {"dynamic", "longrope"} else ""
+def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                  scaling: float | None = None, lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
+    """transformers' attention function for packed rows: each sequence sees itself alone.
+
+    query [1, H, N, D], key and value [1, H_kv, N, D], the `lengths` add up to N -> [1, N, H, D]. On a GPU it
+    is one call of flash attention for sequences of different lengths, elsewhere one SDPA call a sequence.
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    grouped = query.shape[1] != key.shape[1]  # several query heads share a key
+    half_precision = value.dtype in (torch.bfloat16, torch.float16)
+    if value.is_cuda and half_precision and value.shape[-1] % 8 == 0:
+        ends = torch.tensor([0, *lengths], device=value.device).cumsum(0, dtype=torch.int32)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [N, H, D]
+        longest = max(lengths)
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
+                          enable_gqa=grouped)
+        return out[None], None
+    sequences = zip(*(x.split(lengths, 2) for x in (query, key, value)))
+    out = [scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=grouped)
+           for parts in sequences]
+    return torch.cat(out, 2).transpose(1, 2), None
 
 
-def steady_length(config: PreTrainedConfig) -> float:
-    """The longest sequence, in tokens, whose rotary embeddings do not hang on its length. Beyond it a cache holds others than a pass over all."""
-    if not columns_count(config).startswith("rotary"):
-        return float("inf")
-    rope = config.rope_parameters
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return min((part["original_max_position_embeddings"] for part in parts if "original_max_position_embeddings" in part), default=config.max_position_embeddings)
-
-
-def packs(config: PreTrainedConfig) -> bool:
-    """Whether the model's sequences can stand in one row: its attention takes any function, and sees all that is before."""
-    return config.model_type in ("qwen2", "qwen3", "llama") and not columns_count(config)
-
-
-def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the order of the mask.
-    Where the model allows it, padding and what follows the last sampled token are left out: the rows stand in one."""
-    if not packs(body.config):
-        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
-    place = torch.arange(ids.shape[1], device=ids.device)
-    lengths = (place * mask).amax(1).clamp(min=1)  # [B]: the last sampled token is not fed
-    fed = place < lengths[:, None]  # [B, T]
-    with attention(body.config, "within"):
-        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
-                   lengths=lengths.tolist())
-    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
-
+AttentionInterface.register("within", attend_within)
 
 # ---- checkpoints ----
 
-LORA_SCALE = 2.0  # alpha / rank
 
-
-def whole(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into what they adapt; elsewhere {}. Called by all ranks."""
+def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into the weights that they adapt; {} on
+    the other ranks. Called by all ranks."""
     if sharded(model):
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    elif ranks()[0] == 0:
+        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     else:
-        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()} if ranks()[0] == 0 else {}
+        state = {}
     for name in [name for name in state if ".lora_A." in name]:
-        base, a, b = name.split("lora_A")[0] + "base_layer.weight", state.pop(name), state.pop(name.replace("lora_A", "lora_B"))
+        base = name.split("lora_A")[0] + "base_layer.weight"
+        a = state.pop(name)
+        b = state.pop(name.replace("lora_A", "lora_B"))
         state[base] = (state[base].float() + LORA_SCALE * b @ a).to(state[base].dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)
-    return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in state.items()}
+    return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous()
+            for name, tensor in state.items()}
 
 
-def tensors_of(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> dict[str, torch.Tensor]:
-    """What a run holds beside the policy's weights, by name, AdamW's moments made where it has not stepped yet.
-    trained: name -> (module, its optimizer)."""
+def training_tensors(trained: Trained) -> dict[str, Tensor]:
+    """What a run holds beside the policy's weights, by name: the critic, LoRA's adapters, AdamW's moments.
+    Moments that do not exist before the first optimizer step are made, as zeros."""
     tensors = {}
     for name, (module, optimizer) in trained.items():
         for key, p in module.named_parameters():
@@ -267,37 +327,47 @@ def tensors_of(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]
                 if moment not in state:
                     state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
                 tensors[f"{name}.{key}.{moment}"] = state[moment]
-            state.setdefault("step", torch.zeros((), device=p.device if optimizer.defaults.get("fused") else None))
+            device = p.device if optimizer.defaults.get("fused") else None
+            state.setdefault("step", torch.zeros((), device=device))
     return tensors
 
 
-def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, state: dict | None = None,
-         trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint, or, with state None, a plain Hugging Face folder with weights in `dtype`. All or nothing: the folder gets
-    its name when it is complete. state: what JSON can hold; trained: see `tensors_of`. Called by all ranks; the folder is one
-    that all of them see."""
+def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+         state: dict | None = None, trained: Trained | None = None, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint, or, with state None, a plain Hugging Face folder with weights in `dtype`.
+
+    The folder gets its name when it is complete. state: what JSON can hold. Called by all ranks; the folder
+    must be one that all of them see.
+    """
     folder, rank = Path(folder), ranks()[0]
     partial = folder.with_name(folder.name + ".partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    weights = whole(model, dtype)
+
+    # The policy as a plain folder. A model of the plain class has neither FSDP's nor peft's wrappers.
+    weights = full_state_dict(model, dtype)
     if rank == 0:
-        with torch.device("meta"):  # the plain class: neither FSDP's nor peft's
+        with torch.device("meta"):
             plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
         plain.generation_config = model.generation_config
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
+
+    # What training needs besides, written by all ranks together.
     if state is not None:
-        tensors = tensors_of(trained)
-        steps = {name: max((float(s["step"]) for s in o.state.values()), default=0.0) for name, (_, o) in trained.items()}
-        with warnings.catch_warnings(action="ignore"):  # "assuming the intent is to save in a single process"
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True),
-                     no_dist=not dist.is_initialized())  # every rank has written when it returns
+        tensors = training_tensors(trained)
+        optimizer_steps = {name: max((float(s["step"]) for s in optimizer.state.values()), default=0.0)
+                           for name, (_, optimizer) in trained.items()}
+        writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
+        with warnings.catch_warnings(action="ignore"):  # that this is a single process
+            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
-            (partial / "state.json").write_text(json.dumps(state | {"optimizer_steps": steps}))
+            (partial / "state.json").write_text(json.dumps(state | {"optimizer_steps": optimizer_steps}))
+
+    # The new folder takes the place of the old one. Half deleted, the old one must not count as complete.
     if rank == 0:
-        (folder / "state.json").unlink(missing_ok=True)  # half deleted it is no checkpoint
+        (folder / "state.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     if dist.is_initialized():
@@ -306,12 +376,12 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first."""
-    return sorted(p.parent for p in Path(run).glob("checkpoints/step_*/state.json")
-                  if not p.parent.name.endswith(".partial"))
+    folders = [path.parent for path in Path(run).glob("checkpoints/step_*/state.json")]
+    return sorted(folder for folder in folders if not folder.name.endswith(".partial"))
 
 
 def clean(run: str | Path) -> None:
-    """Delete what a kill left behind: checkpoints that are not complete."""
+    """Delete what a killed run leaves behind: folders that are not complete."""
     for folder in Path(run).glob("checkpoints/step_*"):
         if folder.name.endswith(".partial") or not (folder / "state.json").exists():
             shutil.rmtree(folder)
@@ -319,23 +389,24 @@ def clean(run: str | Path) -> None:
 
 
 def drop_old(run: str | Path, keep: int) -> None:
-    """Deletes all checkpoints of the run but the last `keep`."""
+    """Delete all checkpoints of the run but the last `keep`."""
     for folder in checkpoints(run)[:-keep]:
-        (folder / "state.json").unlink()  # from here on it is no checkpoint, though it still has its name
+        (folder / "state.json").unlink()  # a folder that is half deleted does not count as complete
         shutil.rmtree(folder)
 
 
-def resume(folder: str | Path, trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> dict:
-    """Fill `trained` (see `tensors_of`) from a checkpoint, in place -> its state. The policy's own weights are loaded by
-    `load_policy(folder)`. The number of ranks may be another than when it was written. Raises ValueError if it is broken."""
+def resume(folder: str | Path, trained: Trained) -> dict:
+    """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded by
+    `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if it is broken."""
     try:
         state = json.loads((Path(folder) / "state.json").read_text())
+        reader = HuggingFaceStorageReader(str(Path(folder) / "training"))
         with warnings.catch_warnings(action="ignore"):
-            dcp.load(tensors_of(trained), storage_reader=HuggingFaceStorageReader(str(Path(folder) / "training")),
-                     no_dist=not dist.is_initialized())
+            dcp.load(training_tensors(trained), storage_reader=reader, no_dist=not dist.is_initialized())
         for name, (_, optimizer) in trained.items():
             for s in optimizer.state.values():
                 s["step"].fill_(state["optimizer_steps"][name])
         return state
-    except (OSError, RuntimeError, ValueError, KeyError, AssertionError, SafetensorError, CheckpointException) as e:
+    except (OSError, RuntimeError, ValueError, KeyError, AssertionError, SafetensorError,
+            CheckpointException) as e:
         raise ValueError(f"the checkpoint {folder} is broken; delete it to go on from the one before") from e

@@ -1,11 +1,14 @@
-"""Multi-turn rollouts, token by token, with one KV cache kept across turns.
+"""Multi-turn rollouts, token by token, with one KV cache that is kept across turns.
 
-    feed what is new -> sample a token for each trajectory -> a reply that is complete goes to its environment, and on
+    feed new ids -> sample a token for each trajectory -> send complete replies to their environments
 
-There is no barrier: a fixed number of slots, each with a trajectory of its own pace; while an environment thinks the others
-write on, and a trajectory that ends makes room for the next. A trajectory's tokens are appended once and never rebuilt,
-`mask` is written in the moment a token is appended, and the recorded log-prob is that of the logits the token was drawn
-from. Each trajectory draws from a generator of its own, keyed by (seed, step, item, sample).
+There is no barrier between trajectories. A fixed number of slots each hold one trajectory, at its own
+pace. While an environment computes its answer, the other trajectories go on writing. When a trajectory
+ends, its slot goes to the next one.
+
+Tokens are canonical. A trajectory's tokens are appended once and never rebuilt from text. `mask` is
+written when a token is appended, and the recorded log-prob comes from the very logits that the token
+was drawn from. Each trajectory draws from its own generator, keyed by (seed, step, item, sample).
 """
 
 import concurrent.futures
@@ -15,19 +18,34 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
-from engine import Padded, Ragged, common, sample
-from envs import EnvPool, ItemError, outcome, split_item
+from engine import Padded, Ragged, common_prefix_length, sample
+from envs import Env, EnvPool, ItemError, Step, outcome, split_item
 from parallel import device_of, gathered
-from rl import columns_count
+from rl import length_dependence
+
+# ---- what a rollout gives, and what it is told ----
+
+
+class Status(str, Enum):
+    """How a trajectory ended. A member is equal to its text, which is what JSON files hold."""
+
+    RUNNING = "running"
+    DONE = "done"  # the environment ended the episode
+    HORIZON = "horizon"  # out of turns
+    LENGTH = "length"  # out of tokens
+    ENV_ERROR = "env_error"  # the environment failed
+
+    __str__ = str.__str__
 
 
 @dataclass
@@ -37,20 +55,20 @@ class Trajectory:
     step: int = 0  # training step it was sampled at
     group: int = 0  # trajectories of one item in one step share it
     sample: int = 0  # 0, 1, 2 ... within the group
-    status: str = "running"  # -> done | horizon (out of turns) | length (out of tokens) | env_error
+    status: str = Status.RUNNING
     reward: float = 0.0  # sum of `rewards`: the return, penalties included
     score: float = 0.0  # the world's own measure, 0..1
     success: bool = False
     turns: int = 0
     valid_actions: int = 0
-    cut_replies: int = 0  # that reached max_tokens
-    error: str = ""  # why, if status is env_error
+    cut_replies: int = 0  # replies that reached max_tokens
+    error: str = ""  # the reason, if status is env_error
     messages: list[dict] = field(default_factory=list)  # the text view, for people
-    tokens: list[int] = field(default_factory=list)  # everything below is [T], aligned with it
+    tokens: list[int] = field(default_factory=list)  # [T], as are the next three
     mask: list[bool] = field(default_factory=list)  # True: sampled by the policy
-    logprobs: list[float] = field(default_factory=list)  # of sampled tokens as they were drawn; 0 elsewhere
-    rewards: list[float] = field(default_factory=list)  # a turn's reward sits on the turn's last sampled token
-    progress: list[float] = field(default_factory=list)  # [turns]: the world's measure of how far the task has come, after each
+    logprobs: list[float] = field(default_factory=list)  # of sampled tokens as drawn; 0 elsewhere
+    rewards: list[float] = field(default_factory=list)  # a turn's, on its last sampled token
+    progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
@@ -60,287 +78,503 @@ class Trajectory:
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.rewards += [0.0] * len(ids)
 
+    def open(self, instructions: str, observation: str) -> None:
+        """Record the messages before the first reply."""
+        self.messages = [{"role": "user", "content": instructions},
+                         {"role": "assistant", "content": "OK"},
+                         {"role": "user", "content": observation}]
+
+    def record_turn(self, reply: str, step: Step, restarts: bool, invalid_penalty: float = 0.0) -> None:
+        """Credit the environment's answer to the turn that has just been played.
+
+        The turn's reward goes to the last token in `rewards`, which is the last token sampled in the
+        turn. restarts: the episode failed and will be played again, so what it earned does not count.
+        """
+        self.turns += 1
+        self.valid_actions += step.valid
+        self.score = step.score
+        self.success = step.success
+        self.progress.append(step.progress)
+        self.messages += [{"role": "assistant", "content": reply},
+                          {"role": "user", "content": step.observation}]
+        if restarts:
+            self.rewards = [0.0] * len(self.rewards)
+            self.reward = 0.0
+            return
+        reward = step.reward if step.valid else step.reward - invalid_penalty
+        self.reward += reward
+        if self.rewards:  # a trajectory that was played as text has no tokens
+            self.rewards[-1] = reward
+
     def to_json(self) -> dict:
         """All fields; log-probs to five digits."""
         return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs]}
 
 
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How trajectories are played. In a rollout of several worlds, `max_tokens`, `max_length` and
+    `invalid_penalty` may be a dict: {"babyai": 32, "textcraft": 64}."""
+
+    samples: int = 1  # trajectories of each item
+    seed: int = 0
+    slots: int = 128  # trajectories played at a time
+    max_tokens: int | dict[str, int] = 512  # of a reply
+    max_length: int | dict[str, int] = 8192  # of a trajectory, in tokens
+    temperature: float = 1.0  # 0: the likeliest token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    action_format: str = "react"
+    plan: bool = False  # ask for a plan before the first action
+    reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
+    invalid_penalty: float | dict[str, float] = 0.0  # taken off the reward of an invalid action's turn
+    deadline: float = 60.0  # seconds that an environment has to answer
+    retries: int = 2  # how often an episode is played again after its environment failed
+    arrival_order: bool = False  # take answers as they come; else at fixed decode steps
+
+    @classmethod
+    def from_flags(cls, flags: object, **changes: object) -> "RolloutConfig":
+        """The fields that `flags` (train.py's or eval.py's) has under the same name, then `changes`."""
+        own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
+        return cls(**own | changes)
+
+
+def of_world(limit: "int | float | dict", world: str) -> "int | float":
+    """A limit that may be given for each world, for this world."""
+    return limit[world] if isinstance(limit, dict) else limit
+
+
 def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a trajectory coloured by its mask: green is what the policy sampled and is trained on, grey all the rest."""
-    at = 0
-    while at < len(trajectory.tokens):
-        end = at
-        while end < len(trajectory.mask) and trajectory.mask[end] == trajectory.mask[at]:
-            end += 1
-        colour = "\033[1;32m" if trajectory.mask[at] else "\033[90m"
-        print(colour + tokenizer.decode(trajectory.tokens[at:end]) + "\033[0m", end="")
-        at = end
+    """Print a trajectory coloured by its mask: sampled (trained on) in green, the rest in grey."""
+    green, grey, reset = "\033[1;32m", "\033[90m", "\033[0m"
+    pairs = zip(trajectory.mask, trajectory.tokens)
+    for sampled, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        text = tokenizer.decode([token for _, token in run])
+        print((green if sampled else grey) + text + reset, end="")
     print(f"\n[{trajectory.status}: {trajectory.turns} turns, reward {trajectory.reward:g}]")
 
 
-# ---- the loop ----
+# ---- one trajectory while it is played ----
 
 
 class Episode:
-    """A trajectory while it is played: its environment, its random numbers, and the ids that the model has not seen."""
+    """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
-    def __init__(self, t: Trajectory, pool: EnvPool, how: SimpleNamespace):
-        self.t, self.pool, self.how = t, pool, how
-        self.horizon, self.max_tokens, self.max_length, self.penalty = (
-            limit[t.env] if isinstance(limit, dict) else limit
-            for limit in (how.horizon, how.max_tokens, how.max_length, how.invalid_penalty))
-        draws = np.random.default_rng([how.seed, t.step, zlib.crc32(t.item.encode()), t.sample])
-        self.uniforms = (u for _ in itertools.count() for u in draws.random(64).tolist())
-        self.pending, self.reply, self.logprobs = [], [], []
-        self.talk = agent.Dialogue(split_item(t.item)[1], self.horizon, how.action_format, how.plan, how.reflect)
-        self.worker = pool.take(t.env)
-        self._ask(self._reset)
+    `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
+    waited for until the moment `until`. Made, it resets its environment, in the environment's thread.
+    """
 
-    def _ask(self, function, *args, here=False):
-        self.future, self.until = self.worker.call(function, *args, here=here), time.monotonic() + self.how.deadline
+    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig, chat: agent.Chat,
+                 pool: EnvPool, on_cpu: bool):
+        self.trajectory = trajectory
+        self.horizon = horizon
+        self.config = config
+        self.chat = chat
+        self.pool = pool
+        self.on_cpu = on_cpu
+        self.max_tokens = of_world(config.max_tokens, trajectory.env)
+        self.max_length = of_world(config.max_length, trajectory.env)
+        self.invalid_penalty = of_world(config.invalid_penalty, trajectory.env)
+        self.uniforms = self._uniforms()
+        self.pending: list[int] = []
+        self.reply: list[int] = []
+        self.reply_logprobs: list[float] = []
+        self.dialogue = agent.Dialogue(split_item(trajectory.item)[1], horizon, config.action_format,
+                                       config.plan, config.reflect)
+        self.worker = pool.take(trajectory.env)
+        self._call(self._reset)
 
-    def _reset(self, env):  # these two have all that is text, and run in the environment's thread (but for an instant world's step)
-        first, observation = self.talk.begin(env)
-        return first, observation, self.how.chat.start(first, observation)
+    def _uniforms(self) -> Iterator[float]:
+        """The trajectory's random numbers: no rank, slot or batch enters the key."""
+        t = self.trajectory
+        generator = np.random.default_rng([self.config.seed, t.step, zlib.crc32(t.item.encode()), t.sample])
+        while True:
+            yield from generator.random(64).tolist()
 
-    def _step(self, env, ids, closed):
-        text = self.how.chat.tokenizer.decode(ids[:-1] if closed else ids, skip_special_tokens=True)
-        step = self.talk.reply(env, text)
-        return text, step, self.how.chat.turn(step.observation, closed)
+    def _call(self, function, *args, here=False):
+        """Let the environment's thread call function(env, *args); `here`: this thread, at once."""
+        self.future = self.worker.call(function, *args, here=here)
+        self.until = time.monotonic() + self.config.deadline
 
-    def at_once(self) -> bool:
-        """Whether the answer is taken before the next forward pass; else after it: there is something to do meanwhile."""
-        return self.how.on_cpu and self.worker.env.instant
+    # The next two run in the environment's thread, so that text and tokenization cost this one nothing.
+
+    def _reset(self, env: Env) -> tuple[str, str, list[int]]:
+        instructions, observation = self.dialogue.begin(env)
+        return instructions, observation, self.chat.start(instructions, observation)
+
+    def _step(self, env: Env, ids: list[int], closed: bool) -> tuple[str, Step, list[int]]:
+        written = ids[:-1] if closed else ids
+        text = self.chat.tokenizer.decode(written, skip_special_tokens=True)
+        step = self.dialogue.reply(env, text)
+        return text, step, self.chat.turn(step.observation, closed)
+
+    def answers_at_once(self) -> bool:
+        """Whether the answer is taken before the next forward pass. On a GPU it never is: the CPU can
+        work on it while the GPU computes."""
+        return self.on_cpu and self.worker.env.instant
 
     def ready(self) -> bool:
+        """Whether the environment has answered or missed its deadline."""
         return self.future.done() or time.monotonic() >= self.until
 
-    def sampled(self, token: int, logprob: float) -> bool:
-        """Takes a token that the policy sampled. True: the reply is complete, and its environment thinks."""
-        t = self.t
+    def add_token(self, token: int, logprob: float) -> bool:
+        """Take a token that the policy sampled. -> whether the reply is complete: then the environment
+        has been sent it, and `take_answer` must follow."""
         self.reply.append(token)
-        self.logprobs.append(logprob)
+        self.reply_logprobs.append(logprob)
         self.pending = [token]
-        if not self.complete(token):
+        if not self._complete(token):
             return False
-        closed = token == self.how.chat.end_id
-        t.append(self.reply, self.logprobs)
-        t.cut_replies += not closed and len(self.reply) >= self.max_tokens
-        # Python in another thread would take turns with ours for the interpreter, and each turn costs more than such a step; a GPU works meanwhile
-        self._ask(self._step, self.reply, closed, here=self.at_once() and not self.worker.env.remote)
-        self.reply, self.logprobs = [], []
+        closed = token == self.chat.end_id
+        cut = not closed and len(self.reply) >= self.max_tokens
+        self.trajectory.append(self.reply, self.reply_logprobs)
+        self.trajectory.cut_replies += cut
+        # Threads of one process take turns at running Python. For an instant world a change of threads
+        # costs more than the step itself, so this thread plays it.
+        here = self.answers_at_once() and not self.worker.env.remote
+        self._call(self._step, self.reply, closed, here=here)
+        self.reply = []
+        self.reply_logprobs = []
         return True
 
-    def complete(self, token: int) -> bool:
+    def _complete(self, token: int) -> bool:
         """Whether the reply ends with this token."""
-        if (token == self.how.chat.end_id or len(self.reply) >= self.max_tokens
-                or len(self.t.tokens) + len(self.reply) >= self.max_length):
+        length = len(self.trajectory.tokens) + len(self.reply)
+        if token == self.chat.end_id or len(self.reply) >= self.max_tokens or length >= self.max_length:
             return True
-        stop = self.worker.env.stop
-        text = self.how.chat.tokenizer.decode(self.reply) if stop else ""
-        return any(s in text for s in stop)
+        stop_strings = self.worker.env.stop
+        if not stop_strings:
+            return False
+        text = self.chat.tokenizer.decode(self.reply)
+        return any(s in text for s in stop_strings)
 
-    def answer(self) -> bool:
-        """Takes what the environment says, waiting for it until its deadline. False: the trajectory has ended."""
-        t = self.t
-        result, error = outcome(self.future, self.until, self.how.deadline)
+    def take_answer(self) -> bool:
+        """Take the environment's answer, waiting for it until its deadline. -> whether the trajectory
+        goes on. Raises ItemError if there is no such item."""
+        t = self.trajectory
+        result, error = outcome(self.future, self.until, self.config.deadline)
+        resetting = not t.messages
         if error:
-            if not t.messages and self.future.done() and type(self.future.exception()) is ValueError:  # not of its subclasses, such as a page that is no JSON
-                raise ItemError(str(self.future.exception())) from self.future.exception()
-            return self._end("env_error", error)
-        if not t.messages:
-            first, observation, new = result
-            t.messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "OK"},
-                          {"role": "user", "content": observation}]
+            self._raise_if_item_is_unknown(resetting)
+            return self._end(Status.ENV_ERROR, error)
+        if resetting:
+            instructions, observation, ids = result
+            t.open(instructions, observation)
         else:
-            text, step, new = result
-            t.turns += 1
-            t.valid_actions += step.valid
-            t.score, t.success = step.score, step.success
-            if self.talk.aside == "reflection on all":  # what the first attempt earned does not count beside the second
-                t.rewards = [0.0] * len(t.rewards)
-            else:
-                t.rewards[-1] = step.reward - (0.0 if step.valid else self.penalty)
-            t.progress.append(step.progress)
-            t.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation}]
+            reply, step, ids = result
+            t.record_turn(reply, step, self.dialogue.restarts, self.invalid_penalty)
             if step.done:
-                return self._end("done")
+                return self._end(Status.DONE)
             if t.turns >= self.horizon:
-                return self._end("horizon")
-        if len(t.tokens) + len(new) >= self.max_length:  # no room for a single reply
-            return self._end("length")
-        t.append(new)
-        self.pending += new
+                return self._end(Status.HORIZON)
+        if len(t.tokens) + len(ids) >= self.max_length:  # no room for a single token of a reply
+            return self._end(Status.LENGTH)
+        t.append(ids)
+        self.pending += ids
         return True
 
-    def _end(self, status, error=""):
-        self.t.status, self.t.error = status, error
-        self.t.reward = math.fsum(self.t.rewards)  # exact: equal rewards must compare equal
+    def _raise_if_item_is_unknown(self, resetting: bool) -> None:
+        """An unknown item is the caller's mistake. Subclasses of ValueError (such as a page that is
+        not JSON) are faults of the environment."""
+        if not (resetting and self.future.done()):
+            return
+        exception = self.future.exception()
+        if type(exception) is ValueError:
+            raise ItemError(str(exception)) from exception
+
+    def _end(self, status: Status, error: str = "") -> bool:
+        self.trajectory.status = status
+        self.trajectory.error = error
+        # An exactly rounded sum: equal rewards must compare equal, in whichever turns they came.
+        self.trajectory.reward = math.fsum(self.trajectory.rewards)
         self.leave(broken=bool(error))
         return False
 
     def leave(self, broken: bool = True) -> None:
-        """Gives the environment back; a broken one is not to be trusted any more, and a hung thread is left behind."""
+        """Give the environment back. A broken one is dropped, and a hung thread is left behind."""
         if broken:
             self.pool.drop(self.worker)
         else:
-            self.pool.give_back(self.t.env, self.worker)
+            self.pool.give_back(self.trajectory.env, self.worker)
+
+
+# ---- all trajectories of a call ----
+
+
+class Batch:
+    """The trajectories of one call of `rollout`: to be played, being played, finished."""
+
+    def __init__(self, items: list[str], step: int, slots: int, make_episode: Callable[[Trajectory], Episode],
+                 config: RolloutConfig, stats: dict[str, int], progress: Callable[[Trajectory], object] | None):
+        self.items = items
+        self.step = step
+        self.slots = slots
+        self.make_episode = make_episode
+        self.config = config
+        self.stats = stats
+        self.progress = progress
+        self.keys = [(group, k) for group in range(len(items)) for k in range(config.samples)]
+        self.todo = deque(self._fresh(*key) for key in self.keys)
+        self.tries = dict.fromkeys(self.keys, 0)
+        self.finished: dict[tuple[int, int], Trajectory] = {}
+        self.alive: set[Episode] = set()
+
+    def _fresh(self, group: int, k: int) -> Trajectory:
+        item = self.items[group]
+        return Trajectory(item, split_item(item)[0], self.step, group, k)
+
+    def begin(self) -> Episode:
+        """Start the next trajectory: its environment is being reset from now on."""
+        episode = self.make_episode(self.todo.popleft())
+        self.alive.add(episode)
+        return episode
+
+    def end(self, episode: Episode) -> None:
+        """Keep a trajectory that has ended, or play it again if its environment failed."""
+        self.alive.remove(episode)
+        t = episode.trajectory
+        key = (t.group, t.sample)
+        self.tries[key] += 1
+        if t.status == Status.ENV_ERROR and self.tries[key] <= self.config.retries:
+            self.todo.append(self._fresh(*key))
+            return
+        self.finished[key] = t
+        if self.progress is not None:
+            self.progress(t)
+
+    def sample(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
+        """logits [n, V] -> (token, log-prob) for each of the n episodes, each by its own random number.
+        Raises FloatingPointError if the logits are not finite."""
+        uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
+        c = self.config
+        tokens, logprobs = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
+        tokens, logprobs = tokens.tolist(), logprobs.tolist()
+        if not math.isfinite(sum(logprobs)):
+            raise FloatingPointError("the policy's logits are not finite")
+        usable_slots = min(self.slots, len(self.keys) - len(self.finished))
+        for name, count in (("steps", 1), ("busy", len(tokens)), ("room", usable_slots)):
+            self.stats[name] = self.stats.get(name, 0) + count
+        return list(zip(tokens, logprobs))
 
 
 def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
-    """-> `Ragged`, or "hf" for a model that it does not support: then a line says so."""
-    if lacks := Ragged.lacks(policy):
-        print(f"rollout: {lacks}: played on the model's own attention, all trajectories in step", file=sys.stderr)
+    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model that it does not support."""
+    lacks = Ragged.lacks(policy)
+    if lacks:
+        print(f"rollout: {lacks}: played on the model's own attention, all trajectories in step",
+              file=sys.stderr)
         return "hf"
     return Ragged(policy, slots)
 
 
-def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool, items: list[str], horizon: int | dict[str, int], *,
-            samples: int = 1, seed: int = 0, step: int = 0, slots: int = 128, max_tokens: int | dict[str, int] = 512,
-            max_length: int | dict[str, int] = 8192, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0,
-            action_format: str = "react", invalid_penalty: float | dict[str, float] = 0.0, plan: bool = False, reflect: bool = False,
-            deadline: float = 60.0, retries: int = 2, engine: str | Ragged = "ragged", arrival: bool = False,
-            stats: dict[str, int] | None = None, progress: Callable[[Trajectory], object] | None = None) -> list[Trajectory]:
-    """Play every item `samples` times, at most `horizon` turns each, `slots` trajectories at a time.
+def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool, items: list[str],
+            horizon: int | dict[str, int], config: RolloutConfig | None = None, *, step: int = 0,
+            engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
+            progress: Callable[[Trajectory], object] | None = None, **changes: object) -> list[Trajectory]:
+    """Play every item `samples` times, at most `horizon` turns each.
 
-    policy: a causal LM; envs: an `EnvPool`; items: ids such as "babyai_17". Of several worlds each may have its own horizon,
-    max_tokens, max_length and invalid_penalty: {"babyai": 4, "textcraft": 8}. A turn ends with the template's end-of-turn
-    token, with one of the world's stop strings or after `max_tokens`. plan: the agent is asked for a plan first, reflect: what went
-    wrong after an invalid action, and after a failed episode, which it may then try once more; such a reply is a turn like any other,
-    and is asked for only while there is a turn left to act in. A trajectory ends when the world says so, at `horizon`
-    turns, or when `max_length` tokens are full. An environment that fails or misses `deadline` seconds is played again up
-    to `retries` times, then the trajectory has status "env_error". engine: "ragged"; a `Ragged` of this policy, to use its memory
-    again; or "hf": all in step on the model's own attention. arrival: take environments' answers as they come, which repeats no
-    bit; else at a fixed point of the decode order, waiting for them there. `stats` (a dict) receives "forwarded" (token positions
-    computed, padding included), "steps" (forward passes), "busy" (slots that were fed, summed over the steps) and "room" (slots that could be: no more than
-    trajectories that have not ended). `progress` is called with each trajectory that has ended.
-    -> list[Trajectory], in the order of items, the samples of an item side by side. Raises ValueError for a bad item.
+    A turn ends with the chat template's end-of-turn token, with one of the world's stop strings, or after
+    `max_tokens`. A trajectory ends when its environment says so, at `horizon` turns, or when `max_length`
+    tokens are full. An episode whose environment fails or misses its deadline is played again up to
+    `retries` times; then the trajectory has status "env_error". With `arrival_order` answers are taken
+    as they come, and a seeded run does not repeat bit for bit; else at fixed decode steps.
+
+    policy: a causal LM. items: ids such as "babyai_17". horizon: one number, or one for each world:
+    {"babyai": 4, "textcraft": 8}. config: see `RolloutConfig`; its fields may also be given one by one,
+    as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's random key.
+    engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf": the model's own
+    attention, all trajectories in step. progress: called with each trajectory that has ended.
+    stats: receives "forwarded" (token positions computed, padding included), "steps" (forward passes
+    that were sampled from), "busy" (slots that were fed, summed over the steps) and "room" (slots that
+    could be fed: no more than trajectories that have not ended).
+
+    -> the trajectories in the order of items, the samples of an item side by side. Raises ValueError for
+    a bad item, FloatingPointError if the policy's logits are not finite.
     """
-    how = SimpleNamespace(chat=agent.Chat(tokenizer), horizon=horizon, max_tokens=max_tokens, max_length=max_length, seed=seed,
-                          invalid_penalty=invalid_penalty, action_format=action_format, plan=plan, reflect=reflect, deadline=deadline,
-                          on_cpu=device_of(policy).type == "cpu")
+    config = replace(config or RolloutConfig(), **changes)
+    stats = {} if stats is None else stats
+    chat = agent.Chat(tokenizer)
+    on_cpu = device_of(policy).type == "cpu"
     policy.eval()
-    order = [(group, k) for group in range(len(items)) for k in range(samples)]
-    fresh = lambda group, k: Trajectory(items[group], split_item(items[group])[0], step, group, k)  # noqa: E731
-    todo, tries, done, stats = deque(fresh(*key) for key in order), dict.fromkeys(order, 0), {}, {} if stats is None else stats
-    alive = set()  # episodes that have not ended
 
-    def begin():
-        e = Episode(todo.popleft(), envs, how)
-        alive.add(e)
-        return e
-
-    def ended(e):
-        alive.remove(e)
-        key = e.t.group, e.t.sample
-        tries[key] += 1
-        if e.t.status == "env_error" and tries[key] <= retries:
-            todo.append(fresh(*key))
-        else:
-            done[key] = e.t
-            if progress is not None:
-                progress(e.t)
-
-    def draw(logits, episodes):
-        """-> a token and its log-prob for each of these episodes"""
-        uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64).to(logits.device)
-        tokens, logprobs = (x.tolist() for x in sample(logits, uniforms, temperature, top_p, top_k, min_p))
-        if not math.isfinite(sum(logprobs)):
-            raise FloatingPointError("the policy's logits are not finite")
-        for name, n in (("steps", 1), ("busy", len(tokens)), ("room", min(room, len(order) - len(done)))):
-            stats[name] = stats.get(name, 0) + n
-        return zip(tokens, logprobs)
+    def make_episode(t: Trajectory) -> Episode:
+        return Episode(t, of_world(horizon, t.env), config, chat, envs, on_cpu)
 
     if engine == "ragged":
-        engine = make_engine(policy, min(slots, len(todo)))
-    room = slots if engine == "hf" else engine.slots
+        engine = make_engine(policy, min(config.slots, len(items) * config.samples))
+    slots = config.slots if engine == "hf" else engine.slots
+    batch = Batch(items, step, slots, make_episode, config, stats, progress)
     try:
         with gathered(policy):
             if engine == "hf":
-                forwarded = _play_in_step(policy, todo, begin, ended, draw, 1 if columns_count(policy.config) else slots)
+                forwarded = decode_in_step(policy, batch)
             else:
-                engine.clear(max(max_length.values()) if isinstance(max_length, dict) else max_length)
-                forwarded = _play(engine, todo, begin, ended, draw, arrival)
+                lengths = config.max_length
+                engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
+                forwarded = Decoder(engine, batch).run()
                 engine.clear()
     finally:
-        for e in alive:  # interrupted
-            e.leave()
+        for episode in batch.alive:  # left over only if the rollout was interrupted
+            episode.leave()
     stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-    return [done[key] for key in order]
+    return [batch.finished[key] for key in batch.keys]
 
 
-def _play(engine, todo, begin, ended, draw, arrival, gain=16, most=8192):
-    """The engine's loop; -> number of token positions computed. An answer is taken a step after the next (an instant
-    world's: in the next), and waited for if need be (with `arrival`: when it is there), so that what is forwarded together never
-    hangs on the clock.
-    No more trajectories start in a step than bring `most` new ids; one waits for another that shares `gain` ids with it."""
-    free, ahead, playing = list(range(engine.slots)), [], {}  # ahead: episodes that start next, their resets under way
-    thinking = {}  # slot -> the step at which its environment's answer is taken
-    with engine.attention():
-        for now in itertools.count():
-            if arrival:
-                if playing.keys() == thinking.keys() and (playing or ahead) and not (free and any(e.pending for e in ahead)):
-                    waiting = [playing[slot] for slot in thinking] + (ahead if free else [])
-                    concurrent.futures.wait([e.future for e in waiting], max(0, min(e.until for e in waiting) - time.monotonic()),
-                                            return_when=concurrent.futures.FIRST_COMPLETED)
-                back = [slot for slot in thinking if playing[slot].ready()]
-            else:
-                first = now if playing.keys() != thinking.keys() else max(now, min(thinking.values(), default=now))
-                back = [slot for slot, due in thinking.items() if due <= first]
-            for slot in back:
-                del thinking[slot]
-                if not playing[slot].answer():
-                    ended(playing.pop(slot))
-                    free.append(slot)
-            while todo and len(ahead) < len(free) + min(8, engine.slots // 4):
-                ahead.append(begin())
-            if not (playing or ahead):
-                return engine.forwarded
-            starting, new = [], 0
-            for e in list(ahead):
-                if not free or new >= most:
-                    break
-                if arrival and not e.ready():
-                    continue
-                if not e.pending and not e.answer():
-                    ended(e)
-                else:
-                    source, n = engine.best_prefix(e.pending)
-                    if any(common(e.pending, other, n + gain) for other in starting):
-                        continue  # another's beginning is forwarded in this very step: worth waiting for
-                    starting.append(e.pending)
-                    slot = free.pop(0)
-                    playing[slot], e.pending = e, engine.begin(slot, e.pending, source, n)
-                    new += len(e.pending)
-                ahead.remove(e)
-            feed = {slot: e.pending for slot, e in playing.items() if slot not in thinking}
-            if feed:
-                logits = engine.forward(feed)
-                for slot, (token, logprob) in zip(feed, draw(logits, [playing[slot] for slot in feed])):
-                    if playing[slot].sampled(token, logprob):
-                        thinking[slot] = now + 1 + (not playing[slot].at_once())
+# ---- the decode loop ----
+
+MAX_NEW_IDS = 8192  # no further trajectory starts in a decode step that brings this many ids already
+SHARED_PREFIX = 16  # a trajectory waits a step for another one if it can then copy this many more ids
 
 
-def _play_in_step(policy, todo, begin, ended, draw, slots):
-    """The reference: `slots` trajectories take their turns together, and wait for the slowest of them."""
+class Decoder:
+    """Continuous decoding on the `Ragged` engine: every decode step feeds each slot what is new there.
+
+    playing: slot -> its episode. waiting: slot -> the decode step at which its environment's answer is
+    collected. starting: episodes that get the next free slots; their environments are being reset.
+    """
+
+    def __init__(self, engine: Ragged, batch: Batch):
+        self.engine = engine
+        self.batch = batch
+        self.arrival_order = batch.config.arrival_order
+        self.free = list(range(engine.slots))
+        self.starting: list[Episode] = []
+        self.playing: dict[int, Episode] = {}
+        self.waiting: dict[int, int] = {}
+
+    def run(self) -> int:
+        """Decode until every episode has ended -> number of token positions computed.
+
+        An environment's answer is collected at a fixed decode step (instant worlds: the next one;
+        others: the one after), waiting if necessary, so that the batches never depend on timing. With
+        `arrival_order` it is collected as soon as it is ready.
+        """
+        with self.engine.attention():
+            for now in itertools.count():
+                for slot in self.answered_slots(now):
+                    self.collect(slot)
+                while self.batch.todo and len(self.starting) < self.starters_wanted():
+                    self.starting.append(self.batch.begin())
+                if not self.playing and not self.starting:
+                    return self.engine.forwarded
+                self.fill_free_slots()
+                self.decode_step(now)
+
+    def answered_slots(self, now: int) -> list[int]:
+        """The slots whose answers are collected before the decode step `now`."""
+        all_wait = self.playing.keys() == self.waiting.keys()
+        if self.arrival_order:
+            if all_wait:
+                self.sleep_until_an_answer()
+            return [slot for slot in self.waiting if self.playing[slot].ready()]
+        last_due = now
+        if all_wait:  # nothing can be decoded before the first answer that is due
+            last_due = max(now, min(self.waiting.values(), default=now))
+        return [slot for slot, due in self.waiting.items() if due <= last_due]
+
+    def sleep_until_an_answer(self) -> None:
+        """Return at the first answer or deadline, or at once if there is something else to do."""
+        can_start = self.free and any(e.pending for e in self.starting)
+        if can_start or not (self.playing or self.starting):
+            return
+        episodes = [self.playing[slot] for slot in self.waiting]
+        if self.free:
+            episodes += self.starting
+        timeout = max(0, min(e.until for e in episodes) - time.monotonic())
+        concurrent.futures.wait([e.future for e in episodes], timeout,
+                                return_when=concurrent.futures.FIRST_COMPLETED)
+
+    def collect(self, slot: int) -> None:
+        """Take the answer for the episode in `slot`, which frees the slot if the trajectory ends."""
+        del self.waiting[slot]
+        if not self.playing[slot].take_answer():
+            self.batch.end(self.playing.pop(slot))
+            self.free.append(slot)
+
+    def starters_wanted(self) -> int:
+        """Resets take time: a few more episodes than there are free slots are begun ahead."""
+        return len(self.free) + min(8, self.engine.slots // 4)
+
+    def fill_free_slots(self) -> None:
+        """Give free slots to starting episodes. Each copies the longest prefix that a slot holds."""
+        new_ids = 0
+        started = []  # the ids of the episodes that start in this decode step
+        for episode in list(self.starting):
+            if not self.free or new_ids >= MAX_NEW_IDS:
+                break
+            if self.arrival_order and not episode.ready():
+                continue
+            if not episode.pending and not episode.take_answer():  # its reset failed
+                self.starting.remove(episode)
+                self.batch.end(episode)
+                continue
+            ids = episode.pending
+            source, n = self.engine.best_prefix(ids)
+            # A longer prefix of this episode is computed in this step: from the next step on it can be copied.
+            if any(common_prefix_length(ids, other, n + SHARED_PREFIX) for other in started):
+                continue
+            started.append(ids)
+            slot = self.free.pop(0)
+            episode.pending = self.engine.begin(slot, ids, source, n)
+            new_ids += len(episode.pending)
+            self.playing[slot] = episode
+            self.starting.remove(episode)
+
+    def decode_step(self, now: int) -> None:
+        """One forward pass over all slots that have something new, and a token for each of them."""
+        feed = {slot: e.pending for slot, e in self.playing.items() if slot not in self.waiting}
+        if not feed:
+            return
+        logits = self.engine.forward(feed)
+        episodes = [self.playing[slot] for slot in feed]
+        for slot, episode, (token, logprob) in zip(feed, episodes, self.batch.sample(logits, episodes)):
+            if episode.add_token(token, logprob):
+                self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
+
+
+def decode_in_step(policy: PreTrainedModel, batch: Batch) -> int:
+    """The reference: as many trajectories as there are slots take their turns together, on the model's
+    own attention, and wait for the slowest. -> number of token positions computed."""
+    slots = 1 if length_dependence(policy.config) else batch.slots  # padding would change such a model
     forwarded = 0
-    while todo:
-        cache, rows = Padded(policy), []
-        for e in [begin() for _ in range(min(slots, len(todo)))]:
-            rows.append(e) if e.answer() else ended(e)
+    while batch.todo:
+        cache = Padded(policy)
+        rows = []  # the episodes, one in each row of the cache
+        for episode in [batch.begin() for _ in range(min(slots, len(batch.todo)))]:
+            if episode.take_answer():
+                rows.append(episode)
+            else:
+                batch.end(episode)
         while rows:
-            logits, writing = (cache.forward if cache.forwarded else cache.start)([e.pending for e in rows]), list(rows)
-            while True:
-                places = [place for place, e in enumerate(rows) if e in writing]
-                writing = [e for e, said in zip(writing, draw(logits[places], writing)) if not e.sampled(*said)]
-                if not writing:
-                    break
-                logits = cache.forward([e.pending if e in writing else [] for e in rows])
-            keep = []  # places in `rows` (= rows of the cache) that go on
-            for place, e in enumerate(rows):
-                keep.append(place) if e.answer() else ended(e)
-            if keep and len(keep) < len(rows):
-                cache.keep(keep)
-            rows = [rows[place] for place in keep]
+            write_replies(cache, rows, batch)
+            rows = collect_answers(cache, rows, batch)
         forwarded += cache.forwarded
     return forwarded
+
+
+def write_replies(cache: Padded, rows: list[Episode], batch: Batch) -> None:
+    """Decode until the reply in every row is complete."""
+    forward = cache.forward if cache.forwarded else cache.start
+    logits = forward([e.pending for e in rows])
+    writing = list(rows)
+    while True:
+        logits = logits[[place for place, e in enumerate(rows) if e in writing]]
+        sampled = batch.sample(logits, writing)
+        writing = [e for e, (token, logprob) in zip(writing, sampled) if not e.add_token(token, logprob)]
+        if not writing:
+            return
+        logits = cache.forward([e.pending if e in writing else [] for e in rows])
+
+
+def collect_answers(cache: Padded, rows: list[Episode], batch: Batch) -> list[Episode]:
+    """Take the answer for every row, and keep the cache's rows of the episodes that go on."""
+    kept = []
+    for place, episode in enumerate(rows):
+        if episode.take_answer():
+            kept.append(place)
+        else:
+            batch.end(episode)
+    if kept and len(kept) < len(rows):
+        cache.keep(kept)
+    return [rows[place] for place in kept]

@@ -1,8 +1,16 @@
-"""From a step's trajectories to new weights: advantages over the whole batch, then PPO-style passes over its mini-batches."""
+"""From a step's trajectories to new weights: shaped rewards, advantages, and passes over mini-batches.
+
+Every rank holds all trajectories of a step, since they are small, and computes gradients for its share of the
+micro-batches. Gradients are summed over ranks. The denominator of a loss is counted once over the whole
+mini-batch, so the result is the same however it is cut into micro-batches and over however many ranks.
+
+A batch is a dict of tensors with one row a trajectory: "ids", "mask", "old_logprobs" and further columns, all
+[B, T] and padded on the right, and "lengths" [B], the number of tokens of each row.
+"""
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,39 +27,63 @@ if TYPE_CHECKING:
     from config import Config
     from rollout import Trajectory
 
+Batch = dict[str, Tensor]
+LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
-def shape(trajectories: "list[Trajectory]", shaping: str = "none", turn_cost: float = 0.0, gamma: float = 1.0) -> None:
-    """Adds to the turns' rewards, and to `reward`, what --shaping (none | potential | progress) and --turn_cost say. In place."""
-    for t in trajectories if shaping != "none" or turn_cost else ():
+# ---- rewards and advantages of a step ----
+
+
+def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none", turn_cost: float = 0.0,
+                  gamma: float = 1.0) -> None:
+    """Add what --shaping (none | potential | progress) and --turn_cost say to the turns' rewards, in place."""
+    if shaping == "none" and not turn_cost:
+        return
+    for t in trajectories:
         edges = np.diff(np.array([False, *t.mask, False]).astype(int))
-        starts, ends = (edges == 1).nonzero()[0], (edges == -1).nonzero()[0]  # of the replies
-        n = len(t.progress)
-        extra = [0.0] * n if shaping == "none" else algos.shaping_rewards(
-            t.progress, (ends - starts)[:n].tolist(), gamma, keep=shaping == "progress")
+        starts = (edges == 1).nonzero()[0]  # of the replies
+        ends = (edges == -1).nonzero()[0]
+        turns = len(t.progress)
+        extra = [0.0] * turns
+        if shaping != "none":
+            lengths = (ends - starts)[:turns].tolist()
+            extra = algos.shaping_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
         for end, more in zip(ends, extra):
             t.rewards[end - 1] += more - turn_cost
-        # potentials add up to nothing (but for rounding, which must not make equal rewards unequal)
-        t.reward = t.reward - turn_cost * n if shaping == "potential" else math.fsum(t.rewards)
+        if shaping == "potential":  # potentials add up to 0; rounding must not make equal returns unequal
+            t.reward = t.reward - turn_cost * turns
+        else:
+            t.reward = math.fsum(t.rewards)
 
 
-def advantages_of(trajectories: "list[Trajectory]", cfg: "Config", device: torch.device, reference: PreTrainedModel | None = None,
-                  critic: rl.Critic | None = None) -> dict[str, list[list[float]]]:
-    """-> columns for the update, one row a trajectory: "advantages" and, with a critic, "returns" and "old_values"; with
-    a reference model (or the policy with LoRA's adapters, which are put aside) "ref_logprobs". Computed over the gathered batch."""
-    columns, valid = {}, torch.tensor([t.status != "env_error" for t in trajectories])
+def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: torch.device,
+                  reference: PreTrainedModel | None = None, critic: rl.Critic | None = None) -> Batch:
+    """Compute the advantages of a whole step, gathered from all ranks.
+
+    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are put aside.
+    -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also "old_values" and
+    "returns". Each trajectory's `advantage` is set for its record.
+    """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
-    rewards, mask = batch["rewards"], batch["mask"] & valid[:, None]  # [B, T]
-    scores = torch.tensor([t.reward for t in trajectories])  # [B]; a sum over the row would depend on where rewards stand
-    if reference is not None:
-        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
-            rows = map_trajectories(lambda model, ids, m: rl.token_logprobs(model, ids, m, cfg.temperature)[0],
-                                       reference, trajectories, cfg.microbatch_tokens)
-        columns["ref_logprobs"] = rows
-        if cfg.kl_in == "reward":
-            ref = collate(trajectories, ref=rows)["ref"]
-            penalty = cfg.kl_coef * torch.where(mask, algos.kl(batch["old_logprobs"], ref, cfg.kl_type, mask), 0.0)
-            rewards, scores = rewards - penalty, scores - penalty.sum(1)
+    valid = torch.tensor([t.status != "env_error" for t in trajectories])  # [B]
+    mask = batch["mask"] & valid[:, None]  # [B, T]
+    rewards = batch["rewards"]
+    # The return is not the sum over a row: that sum's rounding would depend on where the rewards stand.
+    scores = torch.tensor([t.reward for t in trajectories])  # [B]
     groups = torch.tensor([t.group for t in trajectories])
+
+    # The KL to the reference, which may be part of the reward.
+    if reference is not None:
+        def logprobs(model, ids, mask):
+            return rl.token_logprobs(model, ids, mask, cfg.temperature)[0]
+
+        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
+            batch["ref_logprobs"] = map_rows(logprobs, reference, batch, cfg.microbatch_tokens)
+        if cfg.kl_in == "reward":
+            kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
+            penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
+            rewards, scores = rewards - penalty, scores - penalty.sum(1)
+
+    # One number for all tokens of a trajectory, or one for each token.
     if cfg.algo == "grpo":
         advantages = algos.grpo_advantage(scores, groups, valid, cfg.normalize_std)[:, None] * mask
     elif cfg.algo == "rloo":
@@ -60,186 +92,289 @@ def advantages_of(trajectories: "list[Trajectory]", cfg: "Config", device: torch
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
     else:
         with rl.compute_in(cfg.dtype, device):
-            values = map_trajectories(lambda model, ids, m: model(ids, m), critic, trajectories, cfg.microbatch_tokens)
-        columns["old_values"] = values
-        advantages, returns = algos.gae(rewards * mask, collate(trajectories, v=values)["v"], mask, cfg.gamma, cfg.lam)
-        columns["returns"] = [r[: len(t.tokens)].tolist() for t, r in zip(trajectories, returns)]
+            values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch, cfg.microbatch_tokens)
+        advantages, returns = algos.gae(rewards * mask, values, mask, cfg.gamma, cfg.lam)
         advantages = algos.whiten(advantages, mask)
-    columns["advantages"] = [a[: len(t.tokens)].tolist() for t, a in zip(trajectories, advantages)]
-    for t, row in zip(trajectories, columns["advantages"]):
-        per_token = cfg.algo in ("ppo", "reinforce_pp")
-        t.advantage = row if per_token else next((a for a, m in zip(row, t.mask) if m), 0.0)
-    return columns
+        batch |= {"old_values": values, "returns": returns}
+    batch["advantages"] = advantages
+    record_advantages(trajectories, advantages, per_token=cfg.algo in ("ppo", "reinforce_pp"))
+    return batch
 
 
-def update(trajectories: "list[Trajectory]", columns: dict[str, list[list[float]]], cfg: "Config", step: int, policy: PreTrainedModel,
-           optimizer: torch.optim.Optimizer, critic: rl.Critic | None = None,
+def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor, per_token: bool) -> None:
+    """Set `Trajectory.advantage` from advantages [B, T]: a list, or the one number of its sampled tokens."""
+    for t, row in zip(trajectories, advantages):
+        own = row[: len(t.tokens)].tolist()
+        if per_token:
+            t.advantage = own
+        else:
+            t.advantage = next((a for a, sampled in zip(own, t.mask) if sampled), 0.0)
+
+
+# ---- the passes over a step's trajectories ----
+
+
+def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", step: int,
+           policy: PreTrainedModel, optimizer: torch.optim.Optimizer, critic: rl.Critic | None = None,
            critic_optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-    """PPO-style passes over one step's trajectories -> metrics of the update."""
-    sums = {}
+    """`epochs` passes over one step's trajectories, an optimizer step for each mini-batch.
+
+    batch: from `advantages_of`. -> the metrics of the update, means over optimizer steps or over tokens.
+    """
     usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
-    gap = steps = 0.0
+    has_advantage = (batch["advantages"] != 0).any(1).tolist()
+    # A trajectory of advantage 0 has a gradient only if the loss has another term.
+    other_terms = cfg.entropy_coef > 0 or ("ref_logprobs" in batch and cfg.kl_in == "loss")
+    sums: dict[str, float] = {}
+    steps = 0
+    gap = 0.0
     for epoch in range(cfg.epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
-        for part in np.array_split(order, min(cfg.minibatches, max(1, len(order)))):
-            masks = [trajectories[i].mask for i in part]
-            denominator = max(1, sum(map(sum, masks)) if cfg.aggregation == "token" else len(masks))
+        for rows in minibatches(usable, cfg, step, epoch):
+            # Rows without a gradient count in the denominator, and are not computed.
+            denominator = loss_denominator(batch["mask"][rows], cfg.aggregation)
+            computed = [i for i in rows if other_terms or has_advantage[i]]
+            if not computed and not steps:
+                computed = list(rows[:1])  # one trajectory, to measure `logprob_gap`
 
-            def policy_term(batch):
-                with rl.compute_in(cfg.dtype, batch["ids"].device):
-                    logp, ent = rl.token_logprobs(policy, batch["ids"], batch["mask"], cfg.temperature, cfg.entropy_coef > 0)
-                loss, stats = algos.policy_loss(logp, batch["old_logprobs"], batch["advantages"], batch["mask"],
-                                                cfg.clip_low, cfg.clip_high)
-                stats["gap"] = (logp.detach() - batch["old_logprobs"]).abs().sum()
-                if "ref_logprobs" in batch:
-                    kl = algos.kl(logp, batch["ref_logprobs"], cfg.kl_type, batch["mask"])
-                    stats["kl"] = kl.detach().sum()
-                    if cfg.kl_in == "loss":
-                        loss = loss + cfg.kl_coef * kl
-                if cfg.entropy_coef:
-                    loss = loss - cfg.entropy_coef * ent
-                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), stats
+            def policy_loss(part, denominator=denominator):
+                return policy_objective(policy, part, cfg, denominator)
 
-            def value_term(batch):
-                with rl.compute_in(cfg.dtype, batch["ids"].device):
-                    values = critic(batch["ids"], batch["mask"])
-                loss = algos.value_loss(values, batch["old_values"], batch["returns"], batch["mask"], cfg.value_clip)
-                return algos.aggregate(loss, batch["mask"], cfg.aggregation, denominator), {}
+            def value_loss(part, denominator=denominator):
+                return value_objective(critic, part, cfg, denominator)
 
-            # where the advantage is zero and there is no other term there is no gradient: it counts above, and is skipped
-            other_terms = cfg.entropy_coef or ("ref_logprobs" in columns and cfg.kl_in == "loss")
-            with_gradient = [i for i in part if other_terms or any(columns["advantages"][i])] or list(part[:1]) * (not steps)  # one for the gap
-            stats = _step(policy, optimizer, trajectories, columns, with_gradient, policy_term, cfg)
+            stats = optimizer_step(policy, optimizer, batch, computed, policy_loss,
+                                   cfg.microbatch_tokens, cfg.max_grad_norm)
             if critic is not None:
-                value_stats = _step(critic, critic_optimizer, trajectories, columns, part, value_term, cfg)
+                value_stats = optimizer_step(critic, critic_optimizer, batch, rows, value_loss,
+                                             cfg.microbatch_tokens, cfg.max_grad_norm)
                 stats["value_loss"] = value_stats.get("loss", 0.0)
             if not steps:  # the weights are still those that sampled
                 gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
             steps += 1
-            for k, v in stats.items():
-                sums[k] = sums.get(k, 0.0) + v
+            for name, value in stats.items():
+                sums[name] = sums.get(name, 0.0) + value
+    row = update_metrics(sums, steps) | {"logprob_gap": gap}
+    if critic is not None:
+        valid = torch.zeros(len(trajectories), dtype=torch.bool)
+        valid[usable] = True
+        row["value_loss"] = sums["value_loss"] / steps
+        row["explained_variance"] = explained_variance(
+            batch["returns"], batch["old_values"], batch["mask"] & valid[:, None])
+    return row
+
+
+def minibatches(usable: list[int], cfg: "Config", step: int, epoch: int) -> list[list[int]]:
+    """The rows of each mini-batch, in an order that is a function of (seed, step, epoch)."""
+    order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
+    count = min(cfg.minibatches, max(1, len(order)))
+    return [[int(i) for i in part] for part in np.array_split(order, count)]
+
+
+def loss_denominator(mask: Tensor, aggregation: str) -> int:
+    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens, or its rows."""
+    count = int(mask.sum()) if aggregation == "token" else len(mask)
+    return max(1, count)
+
+
+def policy_objective(policy: PreTrainedModel, part: Batch, cfg: "Config",
+                     denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss, stats, which
+    are sums over its tokens."""
+    mask = part["mask"]
+    with rl.compute_in(cfg.dtype, part["ids"].device):
+        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature, cfg.entropy_coef > 0)
+    loss, stats = algos.policy_loss(logp, part["old_logprobs"], part["advantages"], mask,
+                                    cfg.clip_low, cfg.clip_high)
+    stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
+    if "ref_logprobs" in part:
+        kl = algos.kl(logp, part["ref_logprobs"], cfg.kl_type, mask)
+        stats["kl"] = kl.detach().sum()
+        if cfg.kl_in == "loss":
+            loss = loss + cfg.kl_coef * kl
+    if cfg.entropy_coef:
+        loss = loss - cfg.entropy_coef * entropy
+    return algos.aggregate(loss, mask, cfg.aggregation, denominator), stats
+
+
+def value_objective(critic: rl.Critic, part: Batch, cfg: "Config",
+                    denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss of a micro-batch -> loss, no stats."""
+    mask = part["mask"]
+    with rl.compute_in(cfg.dtype, part["ids"].device):
+        values = critic(part["ids"], mask)
+    loss = algos.value_loss(values, part["old_values"], part["returns"], mask, cfg.value_clip)
+    return algos.aggregate(loss, mask, cfg.aggregation, denominator), {}
+
+
+def update_metrics(sums: dict[str, float], steps: int) -> dict[str, float]:
+    """Sums of `optimizer_step`'s stats over `steps` optimizer steps -> a row of metrics."""
     tokens = max(1.0, sums.get("tokens", 0.0))
-    return {"loss": sums.get("loss", 0.0) / steps, "grad_norm": sums["grad_norm"] / steps, "logprob_gap": gap,
-            "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,  # to the reference; without one, to the behaviour policy
-            "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,  # to the weights that sampled
-            "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
-            "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
-            **({"value_loss": sums["value_loss"] / steps, "explained_variance": explained_variance(trajectories, columns)}
-               if critic is not None else {})}
+    return {
+        "loss": sums.get("loss", 0.0) / steps,
+        "grad_norm": sums["grad_norm"] / steps,
+        # To the reference; without one, to the weights that sampled.
+        "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,
+        "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,
+        "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
+        "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
+    }
 
 
-def _step(model, optimizer, trajectories, columns, rows, term, cfg):
-    return optimizer_step(model, optimizer, [trajectories[i] for i in rows],
-                             {k: [v[i] for i in rows] for k, v in columns.items()}, term,
-                             cfg.microbatch_tokens, cfg.max_grad_norm)
-
-
-# ---- batches ----
+# ---- batches and micro-batches ----
 
 
 def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
-            **columns: Sequence[Sequence[float] | float]) -> dict[str, Tensor]:
-    """Pad to the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...}.
-    columns: name -> a list with one list of T numbers, or one number for all its tokens, a trajectory."""
-    B, T = len(trajectories), max(2, *(len(t.tokens) for t in trajectories))
+            **columns: Sequence[Sequence[float] | float]) -> Batch:
+    """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...,
+    "lengths" [B] long}.
+
+    columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
+    """
+    width = max(2, *(len(t.tokens) for t in trajectories))
 
     def pad(rows, dtype):
-        out = torch.zeros(B, T, dtype=dtype)
+        out = torch.zeros(len(trajectories), width, dtype=dtype)
         for b, (t, row) in enumerate(zip(trajectories, rows)):
             out[b, : len(t.tokens)] = torch.as_tensor(row, dtype=dtype)
         return out.to(device)
 
-    batch = {"ids": pad([t.tokens for t in trajectories], torch.long),
-             "mask": pad([t.mask for t in trajectories], torch.bool),
-             "old_logprobs": pad([t.logprobs for t in trajectories], torch.float32)}
+    batch = {
+        "ids": pad([t.tokens for t in trajectories], torch.long),
+        "mask": pad([t.mask for t in trajectories], torch.bool),
+        "old_logprobs": pad([t.logprobs for t in trajectories], torch.float32),
+        "lengths": torch.tensor([len(t.tokens) for t in trajectories], device=device),
+    }
     return batch | {name: pad(rows, torch.float32) for name, rows in columns.items()}
 
 
-def micro_batches(lengths: list[int], max_tokens: int, ranks: int = 1, packed: bool = True) -> list[list[int]]:
-    """Cut trajectories into micro-batches of at most `max_tokens` positions or the longest one's, a multiple of `ranks`
-    of them: the i-th is rank i % ranks's, [] where there is none left. Packed, they are as equal as can be had by giving the
-    longest left to the emptiest; else of similar lengths, and padding counts.
+def select(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+    """Some rows of a batch, on `device`, no wider than the longest of them."""
+    lengths = batch["lengths"][rows]
+    width = max(2, int(lengths.max()))
+    return {name: (x[rows, :width] if x.dim() == 2 else x[rows]).to(device) for name, x in batch.items()}
 
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, ranks=2)
+
+def micro_batches(lengths: list[int], max_tokens: int, num_ranks: int = 1, packed: bool = True) -> list[list[int]]:
+    """Cut trajectories into micro-batches of at most `max_tokens` positions, or of one longer trajectory.
+
+    -> lists of indices, a multiple of `num_ranks` of them: micro-batch i belongs to rank i % num_ranks, and is
+    empty where there is none left. Packed, the longest trajectory that is left goes to the emptiest
+    micro-batch, which makes them about equal. Else trajectories of similar lengths are put together, and
+    padding counts.
+
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, num_ranks=2)
     ([[1], [0, 2], [3]], [[1], [0], [3], [2]])
     >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
     [[2, 0], [3], [1]]
     """
+    cuts = cut_packed(lengths, max_tokens, num_ranks) if packed else cut_padded(lengths, max_tokens)
+    return cuts + [[]] * (-len(cuts) % num_ranks)
+
+
+def cut_packed(lengths: list[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """The fewest micro-batches, a multiple of `num_ranks`, that all keep the limit."""
+    if not lengths:
+        return []
+    limit = max(max_tokens, *lengths)
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    count = max(1, -(-sum(lengths) // max_tokens))
+    while True:
+        count = -(-count // num_ranks) * num_ranks  # rounded up
+        cuts = [[] for _ in range(count)]
+        emptiest = [(0, k) for k in range(count)]  # a heap of (tokens held, micro-batch)
+        for i in longest_first:
+            held, k = heapq.heappop(emptiest)
+            cuts[k].append(i)
+            heapq.heappush(emptiest, (held + lengths[i], k))
+        if max(sum(lengths[i] for i in cut) for cut in cuts) <= limit:
+            return cuts
+        count += 1
+
+
+def cut_padded(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Micro-batches of similar lengths, whose rows all count as long as the longest."""
     cuts = []
-    if packed and lengths:
-        n = max(1, -(-sum(lengths) // max_tokens))
-        while not cuts or max(sum(lengths[i] for i in cut) for cut in cuts) > max(max_tokens, *lengths):
-            n = -(-n // ranks) * ranks
-            cuts, emptiest = [[] for _ in range(n)], [(0, k) for k in range(n)]
-            for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-                held, k = heapq.heappop(emptiest)
-                cuts[k].append(i)
-                heapq.heappush(emptiest, (held + lengths[i], k))
-            n += 1
-    else:
-        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-            if not cuts or (len(cuts[-1]) + 1) * lengths[i] > max_tokens:
-                cuts.append([])
-            cuts[-1].append(i)
-    return cuts + [[]] * (-len(cuts) % ranks)
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not cuts or (len(cuts[-1]) + 1) * lengths[i] > max_tokens:
+            cuts.append([])
+        cuts[-1].append(i)
+    return cuts
 
 
-def _share(model, trajectories, max_tokens):
-    """This rank's micro-batches, as indices. A sharded model's ranks compute together: who has none left repeats the shortest
-    trajectory, for nothing. -> [(indices, whether they count)]"""
-    rank, world = ranks()
-    lengths = [len(t.tokens) for t in trajectories]
-    cuts = micro_batches(lengths, max_tokens, world, rl.packs(model.config))[rank::world]
-    return [(cut or [lengths.index(min(lengths))], bool(cut)) for cut in cuts if cut or sharded(model)]
+def own_micro_batches(model: nn.Module, lengths: list[int], max_tokens: int) -> Iterator[tuple[list[int], bool]]:
+    """This rank's micro-batches, and whether each counts.
+
+    The ranks of a sharded model compute together. A rank that has none left computes the shortest trajectory
+    again, which does not count.
+    """
+    rank, num_ranks = ranks()
+    cuts = micro_batches(lengths, max_tokens, num_ranks, rl.packs(model.config))
+    for cut in cuts[rank::num_ranks]:
+        if cut:
+            yield cut, True
+        elif sharded(model):
+            yield [lengths.index(min(lengths))], False
 
 
 @torch.no_grad()
-def map_trajectories(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, trajectories: "Sequence[Trajectory]",
-                     max_tokens: int) -> list[list[float]]:
-    """function(model, ids, mask) -> [B, T], over all trajectories in micro-batches, shared among the ranks -> list of [T]."""
+def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, batch: Batch,
+             max_tokens: int) -> Tensor:
+    """function(model, ids, mask) -> [b, t], over a whole batch in micro-batches, shared among the ranks.
+    -> [B, T] float32 on the CPU."""
     mine = []
-    for cut, counts in _share(model, trajectories, max_tokens):
-        batch = collate([trajectories[i] for i in cut], device_of(model))
-        rows = function(model, batch["ids"], batch["mask"]).cpu()
+    for rows, counts in own_micro_batches(model, batch["lengths"].tolist(), max_tokens):
+        part = select(batch, rows, device_of(model))
+        result = function(model, part["ids"], part["mask"]).cpu()
         if counts:
-            mine.append([(i, row[: len(trajectories[i].tokens)].tolist()) for i, row in zip(cut, rows)])
+            mine.append((rows, result))
     if sharded(model):
-        model.reshard()  # the backward pass would have done it
-    return [row for _, row in sorted(pair for part in gather(mine) for pair in part)]
+        model.reshard()  # otherwise done by the backward pass
+    out = torch.zeros(batch["mask"].shape)
+    for rows, result in gather(mine):
+        out[rows, : result.shape[1]] = result
+    return out
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, trajectories: "Sequence[Trajectory]", columns: dict[str, list],
-                   loss_of: Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]], max_tokens: int,
-                   max_grad_norm: float = 1.0) -> dict[str, float]:
-    """One optimizer step over one mini-batch.
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, rows: Sequence[int],
+                   loss_of: LossFunction, max_tokens: int, max_grad_norm: float = 1.0) -> dict[str, float]:
+    """One optimizer step over one mini-batch: these rows of the batch.
 
-    columns: name -> per-trajectory rows (see `collate`); loss_of(batch) -> (loss, stats): the micro-batch's share of the
-    loss, already divided by the mini-batch's one denominator, and a dict of 0-d tensors that add up over micro-batches.
-    -> stats, summed over micro-batches and ranks, with "loss", "grad_norm" and the positions computed, "padded" and
-    "unpadded".
+    loss_of(micro-batch) -> (loss, stats): its share of the loss, already divided by the mini-batch's one
+    denominator, and 0-d tensors that add up over micro-batches. -> stats, summed over micro-batches and ranks,
+    with "loss", "grad_norm" and the number of positions computed, with and without padding ("padded" and
+    "unpadded"). Weights stay as they are if the gradient is not finite.
     """
-    (_, world), total = ranks(), {}
-    for cut, counts in _share(model, trajectories, max_tokens):
-        part = [trajectories[i] for i in cut]
-        batch = collate(part, device_of(model), **{name: [rows[i] for i in cut] for name, rows in columns.items()})
-        loss, stats = loss_of(batch)
-        # FSDP takes the mean over ranks, and the loss is a sum
-        (loss * (world * counts if sharded(model) else 1)).backward()
+    # Forward and backward pass of each of this rank's micro-batches.
+    _, num_ranks = ranks()
+    total: dict[str, Tensor | float] = {}
+    lengths = [int(batch["lengths"][i]) for i in rows]
+    for cut, counts in own_micro_batches(model, lengths, max_tokens):
+        part = select(batch, [rows[i] for i in cut], device_of(model))
+        loss, stats = loss_of(part)
+        # FSDP takes the mean of the gradients over ranks, and the loss is a sum over ranks.
+        scale = num_ranks * counts if sharded(model) else 1
+        (loss * scale).backward()
         if counts:
-            tokens = sum(len(t.tokens) for t in part)
-            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": tokens if rl.packs(model.config) else batch["ids"].numel()}
-            total = {k: total.get(k, 0.0) + v for k, v in stats.items()}
+            tokens = sum(lengths[i] for i in cut)
+            positions = tokens if rl.packs(model.config) else part["ids"].numel()
+            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": positions}
+            total = {name: total.get(name, 0.0) + value for name, value in stats.items()}
+
+    # Sum gradients and stats over ranks. A rank without a micro-batch has no stats.
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if not sharded(model):
         sum_over_ranks([p.grad for p in parameters])
-    parts = gather([{k: float(v) for k, v in total.items()}])  # a rank without a micro-batch has no stats of its own
-    total = {k: sum(p.get(k, 0.0) for p in parts) for k in {k: None for p in parts for k in p}}
+    of_ranks = gather([{name: float(value) for name, value in total.items()}])
+    names = {name: None for stats in of_ranks for name in stats}
+    result = {name: sum(stats.get(name, 0.0) for stats in of_ranks) for name in names}
+
+    # Clip and step.
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     norm = float(norm.full_tensor() if sharded(model) else norm)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total | {"grad_norm": norm}
+    return result | {"grad_norm": norm}
