@@ -1,8 +1,10 @@
-"""The agent's side of the text: prompts, action formats, and chat rendering turn by turn into token ids.
+"""The agent's side of the text: prompts, action formats, and chat rendering turn by turn.
 
-Tokens are canonical. A conversation is rendered once, left to right: `Chat.start` gives the ids of the instructions and
-the first observation, `Chat.turn` those that follow a reply. Nothing is ever decoded and encoded again, so each turn's
-prompt extends the last one exactly, whatever the chat template would do to old turns (Qwen3's drops their <think>).
+Tokens are canonical. A conversation is rendered to token ids once, from left to right: `Chat.start`
+gives the ids of the instructions and of the first observation, `Chat.turn` gives the ids that
+follow a reply. Nothing is decoded and encoded again. So the prompt of each turn extends the
+previous one exactly, even where the chat template would change earlier turns when it renders a
+whole conversation (Qwen3's template removes their <think> blocks).
 """
 
 import ast
@@ -10,189 +12,358 @@ import json
 import re
 import threading
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from envs import Env, Step
 
-if TYPE_CHECKING:  # playing by hand needs no transformers
+if TYPE_CHECKING:  # transformers is not needed to play by hand
     from transformers import PreTrainedTokenizerBase
 
-LOCK = threading.Lock()
-FORMATS = {  # action format -> what the agent is told about it
+# ---- texts that are shown to the agent ----
+
+FORMATS = {  # action format -> the text that describes it, appended to the environment's prompt
     "plain": "",
-    "react": "\n\nThink first, then act. Answer in this form:\nThought: what you see and what to do next\n"
-             "Action: one action, nothing else",
-    "tags": "\n\nThink first, then act. Answer in this form:\n<think> what you see and what to do next </think>\n"
-            "<action> one action, nothing else </action>",
-    "backticks": "\n\nThink first, then give one action between triple backticks, and nothing else between them:\n```action```",
-    "json": "\n\nAnswer with one function call in JSON:\n"
-            '{"thought": "what you see and what to do next", "name": "act", "arguments": {"action": "one action"}}',
-    "code": '\n\nAnswer with a block of Python that calls act once, thoughts as comments:\n```python\n'
-            '# what you see and what to do next\nact("one action")\n```',
+    "react": (
+        "\n\nThink first, then act. Answer in this form:\n"
+        "Thought: what you see and what to do next\n"
+        "Action: one action, nothing else"),
+    "tags": (
+        "\n\nThink first, then act. Answer in this form:\n"
+        "<think> what you see and what to do next </think>\n"
+        "<action> one action, nothing else </action>"),
+    "backticks": (
+        "\n\nThink first, then give one action between triple backticks, "
+        "and nothing else between them:\n"
+        "```action```"),
+    "json": (
+        "\n\nAnswer with one function call in JSON:\n"
+        '{"thought": "what you see and what to do next", '
+        '"name": "act", "arguments": {"action": "one action"}}'),
+    "code": (
+        "\n\nAnswer with a block of Python that calls act once, thoughts as comments:\n"
+        "```python\n"
+        "# what you see and what to do next\n"
+        'act("one action")\n'
+        "```"),
 }
-ONE_ACTION = "There must be one action in your reply, but there {}."  # what the agent is told where `parse` finds no action, or several
-PLAN = "\n\nBefore you act, write a plan: in a few short lines, the steps that you expect to take. No action yet."
-REFLECT = "\n\nThat was no action that can be taken. Say in a sentence what went wrong and what to do instead. No action yet."
-REFLECT_ON_ALL = "\n\nThis attempt has failed. Say in a few sentences what went wrong and what to do otherwise. No action yet."
+ONE_ACTION = "There must be one action in your reply, but there {}."
+SEE_FORMAT = " Answer in the form that you were told at the start."
+PLAN = ("\n\nBefore you act, write a plan: "
+        "in a few short lines, the steps that you expect to take. No action yet.")
+REFLECT = ("\n\nThat was no action that can be taken. "
+           "Say in a sentence what went wrong and what to do instead. No action yet.")
+REFLECT_ON_ALL = ("\n\nThis attempt has failed. "
+                  "Say in a few sentences what went wrong and what to do otherwise. No action yet.")
 ACT = "Go on: one action."
 AGAIN = "You have another attempt, from the beginning.\n\n"
 
 
 def instructions(prompt: str, action_format: str = "plain") -> str:
-    """The first user message: the world's own `prompt` and how to answer. Raises ValueError for an unknown format."""
+    """The first user message: the environment's `prompt` and a description of the action format.
+
+    Raises ValueError for an unknown format.
+    """
     if action_format not in FORMATS:
-        raise ValueError(f"unknown action format '{action_format}'; choose from {', '.join(FORMATS)}")
+        raise ValueError(
+            f"unknown action format '{action_format}'; choose from {', '.join(FORMATS)}")
     return prompt + FORMATS[action_format]
 
 
+# ---- from a reply to its action ----
+
+
 def actions_in(reply: str, action_format: str = "plain") -> list[str]:
-    """All actions in a reply, in order; [] for a reply that is cut off before its first one ends. Never raises."""
+    """All actions in a reply, in order.
+
+    [] for a reply that is cut off before its first action is complete. Never raises.
+    """
     if action_format == "react":
         return [part.strip() for part in reply.split("Action:")[1:]]
-    if action_format == "tags":  # SearchQA's are actions with their tags
-        reply = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
-        return [(text if tag == "action" else f"<{tag}>{text}</{tag}>").strip()
-                for tag, text in re.findall(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)]
+    if action_format == "tags":
+        return _actions_in_tags(reply)
     if action_format == "backticks":
         return [part.strip() for part in re.findall(r"```(.*?)```", reply, re.DOTALL)]
     if action_format == "json":
-        return _calls_in_json(reply)
+        return _actions_in_json(reply)
     if action_format == "code":
-        return _calls_in_code(reply)
+        return _actions_in_code(reply)
     return [reply.strip()]
 
 
-def _calls_in_json(reply):
-    found, at = [], 0
-    while (at := reply.find("{", at)) >= 0:
-        try:
-            value, at = json.JSONDecoder().raw_decode(reply, at)
-        except (ValueError, RecursionError):
-            at += 1
-            continue
-        action = value.get("arguments", {}).get("action") if isinstance(value.get("arguments", {}), dict) else None
-        if value.get("name") == "act" and isinstance(action, str):
-            found.append(action.strip())
+def _actions_in_tags(reply: str) -> list[str]:
+    """The texts of all <action> tags, and all <search> and <answer> tags.
+
+    <search> and <answer> are SearchQA's own actions. They keep their tags.
+    """
+    reply = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
+    found = []
+    for tag, text in re.findall(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL):
+        action = text if tag == "action" else f"<{tag}>{text}</{tag}>"
+        found.append(action.strip())
     return found
 
 
-def _calls_in_code(reply):
+def _actions_in_json(reply: str) -> list[str]:
+    """The actions of all JSON objects in a reply that call the function "act"."""
+    found = []
+    start = reply.find("{")
+    while start >= 0:
+        try:
+            call, end = json.JSONDecoder().raw_decode(reply, start)
+        except (ValueError, RecursionError):
+            # No JSON object begins at this brace. Try the next one.
+            start = reply.find("{", start + 1)
+            continue
+        arguments = call.get("arguments", {})
+        action = arguments.get("action") if isinstance(arguments, dict) else None
+        if call.get("name") == "act" and isinstance(action, str):
+            found.append(action.strip())
+        start = reply.find("{", end)
+    return found
+
+
+def _actions_in_code(reply: str) -> list[str]:
+    """The actions of all calls of `act` in the Python blocks of a reply.
+
+    The code is parsed and never run. A call whose argument is not exactly one string literal gives
+    the action "".
+    """
     found = []
     for block in re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", reply, re.DOTALL):
         try:
-            nodes = list(ast.walk(ast.parse(block)))  # read, never run
+            nodes = list(ast.walk(ast.parse(block)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "act":
-                strings = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-                found.append(strings[0].strip() if len(node.args) == len(strings) == 1 and not node.keywords else "")
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id == "act":
+                found.append(_string_argument(node))
     return found
 
 
-def parse(reply: str, action_format: str = "plain") -> str:
-    """The action in a reply; "" (which no world accepts) if there is none or more than one. Never raises.
+def _string_argument(call: ast.Call) -> str:
+    """The argument of a call whose only argument is a string literal, else ""."""
+    if len(call.args) != 1 or call.keywords:
+        return ""
+    argument = call.args[0]
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value.strip()
+    return ""
 
-    >>> parse(" turn left\\n"), parse("Thought: a wall.\\nAction: turn left", "react"), parse("Action: a Action: b", "react")
-    ('turn left', 'turn left', '')
-    >>> parse('{"name": "act", "arguments": {"action": "turn left"}}', "json"), parse('```python\\nact("turn left")\\n```', "code")
-    ('turn left', 'turn left')
-    >>> parse("<think>a <b> wall</think><action> turn left </action>", "tags"), parse("I go. ```turn left```", "backticks")
-    ('turn left', 'turn left')
+
+def parse(reply: str, action_format: str = "plain") -> str:
+    """The action in a reply, or "" (which no environment accepts) if there is not exactly one.
+
+    Never raises.
+
+    >>> parse(" turn left\\n")
+    'turn left'
+    >>> parse("Thought: a wall.\\nAction: turn left", "react")
+    'turn left'
+    >>> parse("Action: a Action: b", "react")
+    ''
+    >>> parse('{"name": "act", "arguments": {"action": "turn left"}}', "json")
+    'turn left'
+    >>> parse('```python\\nact("turn left")\\n```', "code")
+    'turn left'
+    >>> parse("<think>a <b> wall</think><action> turn left </action>", "tags")
+    'turn left'
+    >>> parse("I go. ```turn left```", "backticks")
+    'turn left'
     """
     found = actions_in(reply, action_format)
     return found[0] if len(found) == 1 else ""
 
 
 def complaint(reply: str, action_format: str) -> str:
-    """What the agent is told about a reply in which `parse` finds no action, or more than one.
+    """What the agent is told about a reply in which `parse` finds no action or more than one.
 
-    >>> complaint("Action: a Action: b", "react")
-    'There must be one action in your reply, but there are 2. Answer in the form that you were told at the start.'
+    >>> print(complaint("Action: a Action: b", "react").replace(". ", ".\\n"))
+    There must be one action in your reply, but there are 2.
+    Answer in the form that you were told at the start.
     """
-    n = len([a for a in actions_in(reply, action_format) if a])
-    return ONE_ACTION.format(f"are {n}" if n > 1 else "is none") + (
-        " Answer in the form that you were told at the start." if FORMATS[action_format] else "")
+    num_actions = sum(action != "" for action in actions_in(reply, action_format))
+    text = ONE_ACTION.format(f"are {num_actions}" if num_actions > 1 else "is none")
+    if FORMATS[action_format]:
+        text += SEE_FORMAT
+    return text
+
+
+# ---- the conversation of an episode ----
+
+
+class Phase(Enum):
+    """What the agent is asked for in its next reply."""
+
+    ACT = "act"  # an action
+    PLAN = "plan"  # a plan, before the first action
+    REFLECT = "reflect"  # what went wrong in an invalid action
+    RETRY = "retry"  # what went wrong in a failed episode, which is then played again
 
 
 class Dialogue:
-    """What an episode says to the agent, and what becomes of its replies: an action for the world, or, where it was asked for one
-    (`aside`), a plan or a reflection, which no world sees but which is a turn like any other.
+    """The conversation of one episode: what the agent is told, and what is done with its replies.
 
-    number: the item's. plan: ask for a plan first. reflect: ask what went wrong after an invalid action, and after a failed episode,
-    which may then be tried once more; both only while there is a turn left to act in."""
+    In Phase.ACT a reply holds an action, which the environment executes. In the other phases it is
+    a plan or a reflection. The environment does not see it, but it counts as a turn.
 
-    def __init__(self, number: int, horizon: int, action_format: str = "plain", plan: bool = False, reflect: bool = False):
-        self.number, self.horizon, self.format, self.plan, self.reflect = number, horizon, action_format, plan, reflect
-        self.turns, self.aside, self.tried, self.last = 0, "", False, Step("")  # tried: there was a first attempt
+    number: the number of the item. horizon: the largest number of turns. plan: ask for a plan
+    before the first action. reflect: ask for a reflection after an invalid action and after a
+    failed episode; a failed episode is then played once more. Plans and reflections are asked for
+    only if at least one turn is left to act in after them.
+
+    `phase` is what the next reply is asked to be.
+    """
+
+    def __init__(self, number: int, horizon: int, action_format: str = "plain",
+                 plan: bool = False, reflect: bool = False):
+        self.number = number
+        self.horizon = horizon
+        self.action_format = action_format
+        self.plan = plan
+        self.reflect = reflect
+        self.turns = 0  # replies so far
+        self.phase = Phase.ACT
+        self.second_attempt = False
+        self.last_step = Step("")
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the episode has failed and starts again after the next reply.
+
+        True from the failing action until the reflection on it. The rewards of all turns so far
+        then do not count, because they belong to the first attempt.
+        """
+        return self.phase is Phase.RETRY
 
     def begin(self, env: Env) -> tuple[str, str]:
-        """-> the instructions and the first observation. A world that takes whole replies says itself what they look like."""
+        """Reset the environment -> the instructions and the first observation.
+
+        An environment that takes whole replies describes their form in its own prompt.
+        """
         observation = env.reset(self.number)
         if self.plan and self.horizon > 1:
-            self.aside, observation = "plan", observation + PLAN
-        return instructions(env.prompt, "plain" if env.whole_reply else self.format), observation
+            self.phase = Phase.PLAN
+            observation += PLAN
+        action_format = "plain" if env.whole_reply else self.action_format
+        return instructions(env.prompt, action_format), observation
 
     def reply(self, env: Env, text: str) -> Step:
-        """Takes the agent's reply -> the world's step, or one without a reward where the world did not see it."""
-        was, self.aside, self.turns = self.aside, "", self.turns + 1
-        action = text if env.whole_reply else parse(text, self.format)
-        if was:
-            self.tried |= was == "reflection on all"
-            again = AGAIN + env.reset(self.number) if was == "reflection on all" else ACT
-            step = Step(again, score=self.last.score, progress=0.0 if was == "reflection on all" else self.last.progress)
-        elif action or env.whole_reply:
-            step = env.step(action)
+        """Answer the agent's reply.
+
+        -> the step of the environment. If the environment does not see the reply, a step with
+        reward 0 that keeps the last score.
+        """
+        phase = self.phase
+        self.phase = Phase.ACT
+        self.turns += 1
+        if phase is Phase.RETRY:
+            self.second_attempt = True
+            step = Step(AGAIN + env.reset(self.number), score=self.last_step.score)
+        elif phase is not Phase.ACT:
+            step = self._unseen_step(ACT)
         else:
-            step = Step(complaint(text, self.format), score=self.last.score, valid=False, progress=self.last.progress)
-        if self.reflect and not was and self.horizon - self.turns > 1:
-            if step.done and not (step.success or self.tried):
-                self.aside, step = "reflection on all", replace(step, done=False, observation=step.observation + REFLECT_ON_ALL)
-            elif not (step.valid or step.done):
-                self.aside, step = "reflection", replace(step, observation=step.observation + REFLECT)
-        self.last = step
+            step = self._act(env, text)
+            if self.reflect and self.horizon - self.turns > 1:
+                step = self._ask_to_reflect(step)
+        self.last_step = step
+        return step
+
+    def _act(self, env: Env, text: str) -> Step:
+        """Pass a reply or its action to the environment, unless it has no action to pass on."""
+        action = text if env.whole_reply else parse(text, self.action_format)
+        if action or env.whole_reply:
+            return env.step(action)
+        return self._unseen_step(complaint(text, self.action_format), valid=False)
+
+    def _unseen_step(self, observation: str, valid: bool = True) -> Step:
+        """A step in which the environment did nothing: no reward, score and progress stay."""
+        last = self.last_step
+        return Step(observation, score=last.score, valid=valid, progress=last.progress)
+
+    def _ask_to_reflect(self, step: Step) -> Step:
+        """Append the request for a reflection to a step that calls for one, and set the phase."""
+        if step.done and not step.success and not self.second_attempt:
+            self.phase = Phase.RETRY
+            return replace(step, done=False, observation=step.observation + REFLECT_ON_ALL)
+        if not step.valid and not step.done:
+            self.phase = Phase.REFLECT
+            return replace(step, observation=step.observation + REFLECT)
         return step
 
 
-class Chat:
-    """A tokenizer's chat template, cut into the pieces between messages.
+# ---- from text to token ids ----
 
-    `end_id` is the end-of-turn token: what the policy samples to finish a reply."""
+# `Chat._encode` sets a flag of the tokenizer. The lock keeps the other threads from encoding with
+# that flag, and from changing it, until the text is encoded.
+ENCODE_LOCK = threading.Lock()
+
+
+class Chat:
+    """A tokenizer's chat template, cut into the pieces that stand between messages.
+
+    `end_id` is the end-of-turn token, which the policy samples to finish a reply.
+    Raises ValueError for a template that does not show every message exactly once and in order.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
+        # Render a conversation of three marks, and cut the text at the marks.
         marks = ["@first@", "@reply@", "@next@"]
         roles = ["user", "assistant", "user"]
-        text = tokenizer.apply_chat_template(
-            [{"role": r, "content": m} for r, m in zip(roles, marks)], tokenize=False, add_generation_prompt=True)
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         pieces = []
         for mark in marks:
             if text.count(mark) != 1:
-                raise ValueError("this tokenizer's chat template does not show each message once, in order")
+                raise ValueError(
+                    "this tokenizer's chat template does not show each message once, in order")
             piece, text = text.split(mark)
-            pieces.append(self._ids(piece))
-        self.head, self.to_reply, self.to_user = pieces  # before the instructions, before "OK", before an observation
-        self.to_policy = self._ids(text)  # between an observation and the reply: the generation prompt
-        self.end_id, self.ok = self.to_user[0], self._ids("OK")
+            pieces.append(self._encode(piece))
+        # head: before the instructions. to_reply: between the instructions and "OK".
+        # to_user: between a reply and an observation. to_policy: the generation prompt, between
+        # an observation and a reply.
+        self.head, self.to_reply, self.to_user = pieces
+        self.to_policy = self._encode(text)
+        self.end_id = self.to_user[0]
+        self.ok = self._encode("OK")
 
-    def _ids(self, text, trusted=True):
-        # an observation that spells "<|im_end|>" is text, not the special token; a tokenizer must not be changed (its flag for
-        # special tokens) while another thread uses it
-        # without transformers' wrapper, which takes as long again; `encode_batch` lets other threads run, `encode` does not
-        fast = getattr(self.tokenizer, "backend_tokenizer", None)
-        with LOCK:
-            if fast is None or fast.truncation or fast.padding:
-                return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not trusted)
-            if fast.encode_special_tokens == trusted:
-                fast.encode_special_tokens = not trusted
-            return fast.encode_batch([text], add_special_tokens=False)[0].ids
+    def _encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        special_tokens: whether "<|im_end|>" in the text becomes the special token (for pieces of
+        the template) or stays ordinary text (for observations, which are not trusted).
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        with ENCODE_LOCK:
+            if backend is None or backend.truncation or backend.padding:
+                return self.tokenizer.encode(text, add_special_tokens=False,
+                                             split_special_tokens=not special_tokens)
+            # The call below skips the wrapper of transformers, which doubles the time.
+            # `encode_batch` releases the interpreter to other threads; `encode` does not.
+            if backend.encode_special_tokens == special_tokens:
+                backend.encode_special_tokens = not special_tokens
+            return backend.encode_batch([text], add_special_tokens=False)[0].ids
 
     def start(self, prompt: str, observation: str) -> list[int]:
-        """Ids of the instructions, the fixed reply "OK", the first observation and the generation prompt."""
-        return (self.head + self._ids(prompt.strip(), False) + self.to_reply + self.ok + self.to_user
-                + self._ids(observation.strip(), False) + self.to_policy)
+        """Ids of the beginning of a conversation.
+
+        These are the instructions, the fixed reply "OK", the first observation and the generation
+        prompt.
+        """
+        ids = self.head + self._encode(prompt.strip(), special_tokens=False)
+        ids += self.to_reply + self.ok
+        ids += self.to_user + self._encode(observation.strip(), special_tokens=False)
+        return ids + self.to_policy
 
     def turn(self, observation: str, closed: bool) -> list[int]:
-        """Ids between a reply and the next one. `closed`: the policy wrote the end-of-turn token itself; a reply that was
-        cut gets it here, as part of the prompt and so outside the loss."""
-        return (self.to_user[1:] if closed else self.to_user) + self._ids(observation.strip(), False) + self.to_policy
+        """Ids between a reply and the next one: the observation and the generation prompt.
+
+        closed: whether the policy sampled the end-of-turn token itself. For a reply that was cut
+        the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
+        loss.
+        """
+        before = self.to_user[1:] if closed else self.to_user
+        return before + self._encode(observation.strip(), special_tokens=False) + self.to_policy

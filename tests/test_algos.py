@@ -1,4 +1,7 @@
-"""The algorithms against slow and obvious versions of themselves: loops over lists, enumeration, hand numbers."""
+"""The algorithms against slow and obvious implementations.
+
+The oracles are loops over lists, enumerations and numbers computed by hand.
+"""
 
 import doctest
 import math
@@ -9,36 +12,61 @@ import pytest
 import torch
 
 import algos
-from algos import aggregate, entropy, gae, grpo_advantage, kl, policy_loss, reinforce_pp_advantage, rloo_advantage
-from algos import value_loss, whiten
+from algos import (
+    aggregate,
+    entropy,
+    gae,
+    grpo_advantage,
+    kl,
+    policy_loss,
+    reinforce_pp_advantage,
+    rloo_advantage,
+    value_loss,
+    whiten,
+)
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 F64 = torch.float64
+KL_KINDS = ("k1", "abs", "k2", "k3")
 
 
 def close(a, b, tol=1e-6):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), rtol=tol, atol=tol)
+    a = torch.as_tensor(a, dtype=F64)
+    b = torch.as_tensor(b, dtype=F64)
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def normal(generator, *shape):
+    return torch.randn(*shape, generator=generator, dtype=F64)
 
 
 def random_batch(seed, B=5, T=23, p=0.4):
-    """rewards, values, mask; rewards on sampled tokens only. Row 0 has no sampled token, row 1 nothing else."""
+    """Random rewards, values and mask [B, T]. Rewards are on sampled tokens only.
+
+    Row 0 has no sampled token, row 1 has only sampled tokens.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(B, T, generator=g) < p
-    mask[0], mask[1] = False, True
-    rewards = torch.randn(B, T, generator=g, dtype=F64) * mask
-    return rewards, torch.randn(B, T, generator=g, dtype=F64), mask
+    mask[0] = False
+    mask[1] = True
+    rewards = normal(g, B, T) * mask
+    values = normal(g, B, T)
+    return rewards, values, mask
 
 
 def gae_oracle(rewards, values, mask, gamma, lam):
-    """A_i = sum_j>=i (gamma lam)^(j-i) (r_j + gamma V_j+1 - V_j) over the sampled tokens, as a double sum."""
+    """A_i = sum_{j >= i} (gamma lam)^(j - i) (r_j + gamma V_{j+1} - V_j), over sampled tokens."""
     B, T = mask.shape
     out = [[0.0] * T for _ in range(B)]
     for b in range(B):
-        at = [t for t in range(T) if mask[b, t]]
-        r = [rewards[b, t].item() for t in at]
-        v = [values[b, t].item() for t in at] + [0.0]
-        for i, t in enumerate(at):
-            out[b][t] = sum((gamma * lam) ** (j - i) * (r[j] + gamma * v[j + 1] - v[j]) for j in range(i, len(at)))
+        sampled = [t for t in range(T) if mask[b, t]]
+        r = [rewards[b, t].item() for t in sampled]
+        v = [values[b, t].item() for t in sampled] + [0.0]
+        for i, t in enumerate(sampled):
+            for j in range(i, len(sampled)):
+                delta = r[j] + gamma * v[j + 1] - v[j]
+                out[b][t] += (gamma * lam) ** (j - i) * delta
     return out
 
 
@@ -60,7 +88,7 @@ def test_gae_equals_the_double_sum(gamma, lam):
 
 
 def test_gae_by_hand():
-    # observation, a, observation, b, c    gamma = lam = 0.5
+    # The tokens are observation, a, observation, b, c. gamma = lam = 0.5.
     mask = torch.tensor([[False, True, False, True, True]])
     rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0, 2.0]])
     values = torch.tensor([[7.0, 4.0, 7.0, 2.0, 1.0]])
@@ -77,23 +105,28 @@ def test_gae_without_values_and_discount_is_the_sum_of_future_rewards():
     advantages, _ = gae(rewards, torch.zeros_like(rewards), mask)
     for b in range(mask.shape[0]):
         for t in range(mask.shape[1]):
-            close(advantages[b, t], rewards[b, t:].sum() if mask[b, t] else 0.0)
+            expected = rewards[b, t:].sum() if mask[b, t] else 0.0
+            close(advantages[b, t], expected)
 
 
-def insert_observations(x, at, fill):
-    """Widen [B, T] by columns of `fill` in front of the columns `at`."""
+def insert_observations(x, positions, fill):
+    """Insert columns of `fill` into [B, T]: one before each of `positions`, three at the end."""
+    observation = torch.full_like(x[:, 0], fill)
     columns = []
     for t in range(x.shape[1]):
-        columns += [torch.full_like(x[:, 0], fill)] * at.count(t) + [x[:, t]]
-    return torch.stack(columns + [torch.full_like(x[:, 0], fill)] * 3, 1)
+        columns += [observation] * positions.count(t)
+        columns.append(x[:, t])
+    columns += [observation] * 3
+    return torch.stack(columns, 1)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
 def test_observations_between_the_sampled_tokens_change_nothing(estimator):
     rewards, values, mask = random_batch(2)
-    at = [0, 0, 4, 5, 5, 5, 11, 22]
-    wide_rewards, wide_values = insert_observations(rewards, at, 0.0), insert_observations(values, at, NAN)
-    wide_mask = insert_observations(mask, at, False)
+    positions = [0, 0, 4, 5, 5, 5, 11, 22]
+    wide_rewards = insert_observations(rewards, positions, 0.0)
+    wide_values = insert_observations(values, positions, NAN)
+    wide_mask = insert_observations(mask, positions, False)
     if estimator == "gae":
         narrow = gae(rewards, values, mask, 0.9, 0.7)[0]
         wide = gae(wide_rewards, wide_values, wide_mask, 0.9, 0.7)[0]
@@ -105,22 +138,28 @@ def test_observations_between_the_sampled_tokens_change_nothing(estimator):
 
 
 def test_the_task_signal_reaches_every_sampled_token_of_every_turn():
-    # two turns of two tokens, the only reward on the last sampled token of the last turn
+    # Two turns of two tokens. The only reward is on the last sampled token of the last turn.
     mask = torch.tensor([[False, True, True, False, False, True, True, False]])
     rewards = torch.tensor([[0.0, 0, 0, 0, 0, 0, 1.0, 0]])
     close(gae(rewards, torch.zeros(1, 8), mask)[0], mask.double())
 
 
-@pytest.mark.parametrize("call", [lambda r, m: gae(r, torch.zeros_like(r), m), reinforce_pp_advantage])
-def test_a_reward_outside_the_mask_is_refused(call):
-    with pytest.raises(ValueError, match="reward on a token the policy did not sample"):
-        call(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[True, True, False]]))
+def test_a_reward_outside_the_mask_is_refused():
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    mask = torch.tensor([[True, True, False]])
+    message = "reward on a token the policy did not sample"
+    with pytest.raises(ValueError, match=message):
+        gae(rewards, torch.zeros_like(rewards), mask)
+    with pytest.raises(ValueError, match=message):
+        reinforce_pp_advantage(rewards, mask)
 
 
-def test_gae_of_nothing():
-    for shape in ((2, 3), (0, 3), (2, 0)):
-        advantages, returns = gae(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
-        assert advantages.shape == returns.shape == shape and not advantages.any() and not returns.any()
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_gae_of_nothing_is_zero(shape):
+    zeros = torch.zeros(shape)
+    for result in gae(zeros, zeros, torch.zeros(shape, dtype=torch.bool)):
+        assert result.shape == shape
+        assert not result.any()
 
 
 def test_advantages_are_constants():
@@ -131,22 +170,42 @@ def test_advantages_are_constants():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_results_are_in_float32_or_more(dtype):
-    x, mask = torch.ones(2, 3, dtype=dtype), torch.ones(2, 3, dtype=torch.bool)
-    want = F64 if dtype == F64 else torch.float32
-    outs = [*gae(x, x, mask), whiten(x, mask), reinforce_pp_advantage(x, mask)]
-    outs += [f(x[:, 0], torch.arange(2)) for f in (grpo_advantage, rloo_advantage)]
-    outs += [policy_loss(x, x, x, mask)[0], value_loss(x, x, x, mask)]
-    outs += [kl(x, x, "k3"), entropy(x), aggregate(x, mask), aggregate(x, mask, "sequence", 7)]
-    assert [o.dtype for o in outs] == [want] * len(outs)
+    x = torch.ones(2, 3, dtype=dtype)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    expected = F64 if dtype == F64 else torch.float32
+    results = [
+        *gae(x, x, mask),
+        whiten(x, mask),
+        reinforce_pp_advantage(x, mask),
+        grpo_advantage(x[:, 0], torch.arange(2)),
+        rloo_advantage(x[:, 0], torch.arange(2)),
+        policy_loss(x, x, x, mask)[0],
+        value_loss(x, x, x, mask),
+        kl(x, x, "k3"),
+        entropy(x),
+        aggregate(x, mask),
+        aggregate(x, mask, "sequence", 7),
+    ]
+    assert {result.dtype for result in results} == {expected}
 
 
-def test_shapes_and_masks_that_would_broadcast_or_index_are_refused():
-    x, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
-    for bad in (lambda: gae(x[0], x, mask), lambda: gae(x, x, mask.long()), lambda: aggregate(x[:, :1], mask),
-                lambda: policy_loss(x, x, x[0], mask), lambda: policy_loss(x, x[0], x, mask),
-                lambda: value_loss(x, x, x[:, 0], mask), lambda: grpo_advantage(x[0], torch.arange(4))):  # fmt: skip
-        with pytest.raises(ValueError):
-            bad()
+X = torch.zeros(3, 3)
+MASK = torch.ones(3, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("function, arguments", [
+    (gae, (X[0], X, MASK)),
+    (gae, (X, X, MASK.long())),
+    (aggregate, (X[:, :1], MASK)),
+    (policy_loss, (X, X, X[0], MASK)),
+    (policy_loss, (X, X[0], X, MASK)),
+    (value_loss, (X, X, X[:, 0], MASK)),
+    (grpo_advantage, (X[0], torch.arange(4))),
+])
+def test_shapes_and_masks_that_would_broadcast_or_index_are_refused(function, arguments):
+    message = "mask must be bool|does not match the mask|must be .B, T."
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
 
 
 # ---- REINFORCE++ ----
@@ -155,15 +214,19 @@ def test_shapes_and_masks_that_would_broadcast_or_index_are_refused():
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_reinforce_pp_equals_the_double_sum_then_whitened(gamma):
     rewards, _, mask = random_batch(3)
-    togo = gae_oracle(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-    kept = [g for row, m in zip(togo, mask.tolist()) for g, on in zip(row, m) if on]
-    mean, std = statistics.mean(kept), statistics.stdev(kept)
-    expected = [[(g - mean) / std if on else 0.0 for g, on in zip(row, m)] for row, m in zip(togo, mask.tolist())]
+    returns = gae_oracle(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    sampled = mask.nonzero().tolist()
+    kept = [returns[b][t] for b, t in sampled]
+    mean = statistics.mean(kept)
+    std = statistics.stdev(kept)
+    expected = torch.zeros(mask.shape, dtype=F64)
+    for b, t in sampled:
+        expected[b, t] = (returns[b][t] - mean) / std
     close(reinforce_pp_advantage(rewards, mask, gamma), expected)
 
 
 def test_reinforce_pp_by_hand():
-    # return-to-go with gamma 0.5: 1, 2 and 0, so mean 1 and unbiased std 1
+    # The returns-to-go with gamma 0.5 are 1, 2 and 0. Their mean is 1, their unbiased std is 1.
     mask = torch.tensor([[True, False, True], [False, True, False]])
     rewards = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
     close(reinforce_pp_advantage(rewards, mask, 0.5), [[0, 0, 1], [0, -1, 0]])
@@ -174,25 +237,44 @@ def test_reinforce_pp_is_zero_without_spread():
     assert not reinforce_pp_advantage(torch.tensor([[0.0, 5.0, 0.0]]), one).any()
     assert not reinforce_pp_advantage(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)).any()
     same = torch.full((7, 1), 0.7)
-    assert same.mean() != same[0]  # in float32, so the zeros below do not come by themselves
+    assert same.mean() != same[0]  # rounding: (x - mean) alone would not be zero
     assert not reinforce_pp_advantage(same, torch.ones(7, 1, dtype=torch.bool)).any()
 
 
 # ---- GRPO and RLOO ----
 
 
-def group_oracle(scores, groups, valid, member):
-    """`member(score, scores of its group)` for every valid row of a group with two different scores, else 0."""
+def group_oracle(scores, groups, valid, advantage_of):
+    """The advantages [B] of `advantage_of(score, valid scores of its group)`.
+
+    Invalid rows and groups without two different valid scores get 0.
+    """
+    rows = list(zip(scores, groups, valid))
     out = []
-    for s, g, ok in zip(scores, groups, valid):
-        mine = [x for x, h, o in zip(scores, groups, valid) if h == g and o]
-        out.append(member(s, mine) if ok and len(mine) > 1 and len(set(mine)) > 1 else 0.0)
+    for score, group, is_valid in rows:
+        group_scores = [s for s, g, v in rows if g == group and v]
+        comparable = len(set(group_scores)) > 1
+        out.append(advantage_of(score, group_scores) if is_valid and comparable else 0.0)
     return out
+
+
+def grpo_of(score, group_scores):
+    return (score - statistics.mean(group_scores)) / (statistics.stdev(group_scores) + 1e-6)
+
+
+def centred_of(score, group_scores):
+    return score - statistics.mean(group_scores)
+
+
+def rloo_of(score, group_scores):
+    others = list(group_scores)
+    others.remove(score)
+    return score - sum(others) / len(others)
 
 
 def random_groups(seed):
     rng = random.Random(seed)
-    ids = [0, -3, 17, 2**62, 2**62 + 1, 5]  # neighbours that a float would merge
+    ids = [0, -3, 17, 2**62, 2**62 + 1, 5]  # 2**62 and 2**62 + 1 are equal as floats
     groups = [rng.choice(ids) for _ in range(40)] + [99]
     scores = [rng.choice([0.0, 0.25, 1.0, rng.random()]) for _ in groups]
     valid = [rng.random() < 0.8 for _ in groups]
@@ -201,32 +283,27 @@ def random_groups(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_group_advantages_equal_brute_force(seed):
-    scores, groups, valid = random_groups(seed)
-    s, g, ok = torch.tensor(scores, dtype=F64), torch.tensor(groups), torch.tensor(valid)
-    s_dirty = torch.where(ok, s, NAN)  # what an invalid row scored must not matter
-
-    def grpo(x, mine):
-        return (x - statistics.mean(mine)) / (statistics.stdev(mine) + 1e-6)
-
-    def centred(x, mine):
-        return x - statistics.mean(mine)
-
-    def rloo(x, mine):
-        others = list(mine)
-        others.remove(x)
-        return x - sum(others) / len(others)
-
-    close(grpo_advantage(s_dirty, g, ok), group_oracle(scores, groups, valid, grpo))
-    close(grpo_advantage(s_dirty, g, ok, normalize_std=False), group_oracle(scores, groups, valid, centred))
-    close(rloo_advantage(s_dirty, g, ok), group_oracle(scores, groups, valid, rloo))
-    everyone = [True] * len(scores)
-    close(grpo_advantage(s, g), group_oracle(scores, groups, everyone, grpo))
-    close(rloo_advantage(s, g), group_oracle(scores, groups, everyone, rloo))
+    rows = random_groups(seed)
+    scores, groups, valid = rows
+    s = torch.tensor(scores, dtype=F64)
+    g = torch.tensor(groups)
+    v = torch.tensor(valid)
+    # The score of an invalid row must not matter.
+    dirty = torch.where(v, s, NAN)
+    close(grpo_advantage(dirty, g, v), group_oracle(*rows, grpo_of))
+    close(grpo_advantage(dirty, g, v, normalize_std=False), group_oracle(*rows, centred_of))
+    close(rloo_advantage(dirty, g, v), group_oracle(*rows, rloo_of))
+    # Without `valid` all rows count.
+    all_valid = [True] * len(scores)
+    close(grpo_advantage(s, g), group_oracle(scores, groups, all_valid, grpo_of))
+    close(rloo_advantage(s, g), group_oracle(scores, groups, all_valid, rloo_of))
 
 
 def test_grpo_and_rloo_by_hand():
-    scores, groups = torch.tensor([0.0, 8.0, 1.0, 9.0, 2.0]), torch.tensor([4, -1, 4, -1, 4])
-    # group 4: 0, 1, 2, mean 1, unbiased std 1; group -1: 8, 9, mean 8.5, std 1/sqrt(2)
+    scores = torch.tensor([0.0, 8.0, 1.0, 9.0, 2.0])
+    groups = torch.tensor([4, -1, 4, -1, 4])
+    # Group 4 has the scores 0, 1, 2: mean 1, unbiased std 1.
+    # Group -1 has the scores 8, 9: mean 8.5, unbiased std 1/sqrt(2).
     half = 0.5 * math.sqrt(2)
     close(grpo_advantage(scores, groups), [-1, -half, 0, half, 1], 1e-5)
     close(rloo_advantage(scores, groups), [-1.5, -1, 0, 1, 1.5])
@@ -234,26 +311,33 @@ def test_grpo_and_rloo_by_hand():
 
 @pytest.mark.parametrize("advantage", [grpo_advantage, rloo_advantage])
 def test_groups_without_spread_are_exactly_zero(advantage):
-    assert advantage(torch.tensor([5.0]), torch.tensor([3])).tolist() == [0.0]  # a group of one
-    # the mean of seven times 0.7 is not 0.7 in float32: rounding noise would be blown up by the division
-    assert advantage(torch.tensor([0.1] * 3 + [0.7] * 7), torch.tensor([1] * 3 + [2] * 7)).tolist() == [0.0] * 10
-    # one valid row left, and none
+    # A group of one.
+    assert advantage(torch.tensor([5.0]), torch.tensor([3])).tolist() == [0.0]
+    # The float32 mean of seven times 0.7 is not 0.7. Dividing by the std would amplify that error.
+    scores = torch.tensor([0.1] * 3 + [0.7] * 7)
+    groups = torch.tensor([1] * 3 + [2] * 7)
+    assert advantage(scores, groups).tolist() == [0.0] * 10
+    # A group with one valid row, and a group with none.
     pair = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
     assert advantage(*pair, torch.tensor([True, False])).tolist() == [0.0, 0.0]
     assert advantage(*pair, torch.tensor([False, False])).tolist() == [0.0, 0.0]
+    # No rows at all.
     assert advantage(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
 def test_rloo_is_n_over_n_minus_one_times_the_centred_score():
-    scores, groups = torch.rand(12, generator=torch.Generator().manual_seed(0), dtype=F64), torch.arange(12) % 3
-    close(rloo_advantage(scores, groups), 4 / 3 * grpo_advantage(scores, groups, normalize_std=False))
+    scores = torch.rand(12, generator=torch.Generator().manual_seed(0), dtype=F64)
+    groups = torch.arange(12) % 3
+    centred = grpo_advantage(scores, groups, normalize_std=False)
+    close(rloo_advantage(scores, groups), 4 / 3 * centred)
 
 
-def test_the_order_of_trajectories_does_not_matter():
+@pytest.mark.parametrize("advantage", [grpo_advantage, rloo_advantage])
+def test_the_order_of_trajectories_does_not_matter(advantage):
     scores, groups, valid = (torch.tensor(x) for x in random_groups(9))
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
-    for advantage in (grpo_advantage, rloo_advantage):
-        close(advantage(scores, groups, valid)[order], advantage(scores[order], groups[order], valid[order]), 1e-5)
+    expected = advantage(scores, groups, valid)[order]
+    close(advantage(scores[order], groups[order], valid[order]), expected, 1e-5)
 
 
 # ---- policy loss ----
@@ -261,84 +345,123 @@ def test_the_order_of_trajectories_does_not_matter():
 
 def test_policy_loss_equals_the_loop():
     g = torch.Generator().manual_seed(4)
-    old, adv = torch.randn(4, 9, generator=g, dtype=F64) - 2, torch.randn(4, 9, generator=g, dtype=F64)
-    new, mask = old + 0.4 * torch.randn(4, 9, generator=g, dtype=F64), torch.rand(4, 9, generator=g) < 0.6
-    loss, stats = policy_loss(new, old, adv, mask, 0.1, 0.3)
-    clipped = tokens = k3 = ratios = 0.0
+    old = normal(g, 4, 9) - 2
+    advantages = normal(g, 4, 9)
+    new = old + 0.4 * normal(g, 4, 9)
+    mask = torch.rand(4, 9, generator=g) < 0.6
+    loss, stats = policy_loss(new, old, advantages, mask, 0.1, 0.3)
+
+    expected = {"clip_fraction": 0, "approx_kl": 0.0, "ratio": 0.0, "tokens": 0}
     for b in range(4):
         for t in range(9):
             if not mask[b, t]:
                 assert loss[b, t] == 0
                 continue
-            a, ratio = adv[b, t].item(), math.exp((new - old)[b, t].item())
-            close(loss[b, t], -min(ratio * a, min(max(ratio, 0.9), 1.3) * a))
-            tokens, ratios = tokens + 1, ratios + ratio
-            clipped += (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
-            k3 += ratio - 1 - math.log(ratio)
-    assert 0 < clipped < tokens
-    for name, value in dict(clip_fraction=clipped, tokens=tokens, approx_kl=k3, ratio=ratios).items():
+            advantage = advantages[b, t].item()
+            ratio = math.exp((new - old)[b, t].item())
+            clipped_ratio = min(max(ratio, 0.9), 1.3)
+            close(loss[b, t], -min(ratio * advantage, clipped_ratio * advantage))
+            too_high = advantage > 0 and ratio > 1.3
+            too_low = advantage < 0 and ratio < 0.9
+            expected["clip_fraction"] += too_high or too_low
+            expected["approx_kl"] += ratio - 1 - math.log(ratio)
+            expected["ratio"] += ratio
+            expected["tokens"] += 1
+
+    assert 0 < expected["clip_fraction"] < expected["tokens"]
+    assert stats.keys() == expected.keys()
+    for name, value in expected.items():
         close(stats[name], value)
         assert stats[name].dim() == 0 and not stats[name].requires_grad
 
 
 def test_stats_of_micro_batches_add_up():
     g = torch.Generator().manual_seed(5)
-    old, new, adv = (torch.randn(6, 7, generator=g, dtype=F64) for _ in range(3))
+    old, new, advantages = (normal(g, 6, 7) for _ in range(3))
     mask = torch.rand(6, 7, generator=g) < 0.5
-    whole = policy_loss(new, old, adv, mask)[1]
-    parts = [policy_loss(new[b], old[b], adv[b], mask[b])[1] for b in (slice(0, 1), slice(1, 5), slice(5, 6))]
+    _, whole = policy_loss(new, old, advantages, mask)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 5), slice(5, 6)):
+        _, stats = policy_loss(new[rows], old[rows], advantages[rows], mask[rows])
+        parts.append(stats)
+    assert whole
     for name in whole:
-        close(whole[name], sum(p[name] for p in parts))
+        close(whole[name], sum(stats[name] for stats in parts))
 
 
 def test_gradient_at_ratio_one_is_minus_the_advantage():
     logp = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False]])
-    policy_loss(logp, logp.detach(), torch.tensor([[2.0, -3.0, 9.0]]), mask)[0].sum().backward()
+    loss, _ = policy_loss(logp, logp.detach(), torch.tensor([[2.0, -3.0, 9.0]]), mask)
+    loss.sum().backward()
     assert logp.grad.tolist() == [[-2.0, 3.0, 0.0]]
 
 
 @pytest.mark.parametrize(
-    "ratio, advantage, alive",
+    "ratio, advantage, has_gradient",
     [
-        (1.25, 1.0, True), (1.35, 1.0, False),  # good token, already much likelier: stop at 1 + clip_high = 1.3
-        (0.85, -1.0, False), (0.95, -1.0, True),  # bad token, already much less likely: stop at 1 - clip_low = 0.9
-        (0.5, 1.0, True), (2.0, -1.0, True),  # moved the wrong way: the gradient must stay, however far
+        # A good token that became more likely: the gradient stops at 1 + clip_high = 1.3.
+        (1.25, 1.0, True),
+        (1.35, 1.0, False),
+        # A bad token that became less likely: the gradient stops at 1 - clip_low = 0.9.
+        (0.85, -1.0, False),
+        (0.95, -1.0, True),
+        # A token that moved in the wrong direction: the gradient stays, however far it moved.
+        (0.5, 1.0, True),
+        (2.0, -1.0, True),
     ],
-)  # fmt: skip
-def test_the_clip_stops_only_the_direction_that_goes_too_far(ratio, advantage, alive):
+)
+def test_the_clip_stops_only_the_direction_that_goes_too_far(ratio, advantage, has_gradient):
     logp = torch.tensor([[math.log(ratio)]], dtype=F64, requires_grad=True)
-    old, mask = torch.zeros(1, 1, dtype=F64), torch.tensor([[True]])
+    old = torch.zeros(1, 1, dtype=F64)
+    mask = torch.tensor([[True]])
     loss, stats = policy_loss(logp, old, torch.tensor([[advantage]]), mask, 0.1, 0.3)
     loss.sum().backward()
-    close(logp.grad, [[-ratio * advantage if alive else 0.0]])
-    assert stats["clip_fraction"] == (not alive)
+    close(logp.grad, [[-ratio * advantage if has_gradient else 0.0]])
+    assert stats["clip_fraction"] == (not has_gradient)
 
 
 def test_policy_loss_gradient_agrees_with_finite_differences():
     g = torch.Generator().manual_seed(6)
-    old, adv = torch.randn(3, 4, generator=g, dtype=F64), torch.randn(3, 4, generator=g, dtype=F64)
-    new = (old + 0.5 * torch.randn(3, 4, generator=g, dtype=F64)).requires_grad_()
+    old = normal(g, 3, 4)
+    advantages = normal(g, 3, 4)
+    new = (old + 0.5 * normal(g, 3, 4)).requires_grad_()
     mask = torch.rand(3, 4, generator=g) < 0.7
-    assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, adv, mask)[0], new)
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, adv, mask), new)
-    for kind in ("k1", "abs", "k2", "k3"):
+    assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages, mask)[0], new)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, advantages, mask), new)
+    for kind in KL_KINDS:
         assert torch.autograd.gradcheck(lambda x: kl(x, old, kind, mask), new)
 
 
 def test_one_advantage_a_trajectory_may_be_given_as_a_column():
     g = torch.Generator().manual_seed(7)
-    new, old, mask = torch.randn(3, 4, generator=g), torch.randn(3, 4, generator=g), torch.ones(3, 4) > 0
-    adv = torch.tensor([1.0, -2.0, 0.5])
-    a, b = policy_loss(new, old, adv[:, None], mask)[0], policy_loss(new, old, adv[:, None].expand(3, 4), mask)[0]
-    assert torch.equal(a, b)
+    new = torch.randn(3, 4, generator=g)
+    old = torch.randn(3, 4, generator=g)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    column = torch.tensor([[1.0], [-2.0], [0.5]])
+    from_column, _ = policy_loss(new, old, column, mask)
+    from_rows, _ = policy_loss(new, old, column.expand(3, 4), mask)
+    assert torch.equal(from_column, from_rows)
 
 
 def test_a_runaway_ratio_stays_finite():
     logp = torch.tensor([[500.0, -500.0, 500.0]], requires_grad=True)
-    loss, stats = policy_loss(logp, torch.zeros(1, 3), torch.tensor([[-1.0, 1.0, 0.0]]), torch.ones(1, 3) > 0)
-    (loss.sum() + kl(logp, torch.zeros(1, 3), "k3").sum() + kl(-logp, torch.zeros(1, 3), "k3").sum()).backward()
-    assert loss.isfinite().all() and logp.grad.isfinite().all() and all(s.isfinite() for s in stats.values())
+    zeros = torch.zeros(1, 3)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0]])
+    loss, stats = policy_loss(logp, zeros, advantages, torch.ones(1, 3, dtype=torch.bool))
+    total = loss.sum() + kl(logp, zeros, "k3").sum() + kl(-logp, zeros, "k3").sum()
+    total.backward()
+    assert total.isfinite()
+    assert logp.grad.isfinite().all()
+    assert all(value.isfinite() for value in stats.values())
+
+
+def loss_and_gradient(term, data, mask, mode):
+    """The aggregated loss of `term(x, data)` at x = data, and its gradient for x."""
+    x = data.clone().requires_grad_()
+    loss = aggregate(term(x, data), mask, mode)
+    loss.backward()
+    return loss.detach(), x.grad
 
 
 @pytest.mark.parametrize("dirt", [NAN, INF, -INF])
@@ -347,22 +470,23 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
     clean = torch.tensor([[-1.0, 0.0, -2.0], [0.0, 0.0, 0.0]])
     dirty = torch.where(mask, clean, dirt)
     terms = {
-        "policy": lambda x, o: policy_loss(x, o - 0.1 * mask, o, mask)[0],
-        "value": lambda x, o: value_loss(x, o - 0.1 * mask, o + 1, mask),
-        **{kind: lambda x, o, kind=kind: kl(x, o - 0.1 * mask, kind, mask) for kind in ("k1", "abs", "k2", "k3")},
-        "raw": lambda x, o: x,
+        "policy": lambda x, data: policy_loss(x, data - 0.1 * mask, data, mask)[0],
+        "value": lambda x, data: value_loss(x, data - 0.1 * mask, data + 1, mask),
+        "raw": lambda x, data: x,
     }
+    for kind in KL_KINDS:
+        terms[kind] = lambda x, data, kind=kind: kl(x, data - 0.1 * mask, kind, mask)
+
     for name, term in terms.items():
         for mode in ("token", "sequence"):
-            results = []
-            for data in (clean, dirty):
-                x = data.clone().requires_grad_()
-                loss = aggregate(term(x, data), mask, mode)
-                loss.backward()
-                results.append((loss.detach(), x.grad))
-            assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1]), name
-            assert (results[1][1][~mask] == 0).all()
-    assert all(s.isfinite() for s in policy_loss(dirty, dirty, dirty, mask)[1].values())
+            clean_loss, clean_gradient = loss_and_gradient(term, clean, mask, mode)
+            dirty_loss, dirty_gradient = loss_and_gradient(term, dirty, mask, mode)
+            assert torch.equal(clean_loss, dirty_loss), name
+            assert torch.equal(clean_gradient, dirty_gradient), name
+            assert (dirty_gradient[~mask] == 0).all(), name
+
+    _, stats = policy_loss(dirty, dirty, dirty, mask)
+    assert all(value.isfinite() for value in stats.values())
     rewards = torch.where(mask, clean, 0.0)
     assert torch.equal(gae(rewards, dirty, mask)[0], gae(rewards, clean, mask)[0])
 
@@ -371,20 +495,23 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
 
 
 @pytest.mark.parametrize(
-    "v, old, R, loss, grad",
+    "value, old, target, loss, gradient",
     [
         (1.25, 1.0, 2.0, 0.28125, -0.75),  # within the clip: 0.5 * 0.75^2
-        (2.0, 0.0, 2.0, 1.125, 0.0),  # right, but moved too far: 0.5 * (0.5 - 2)^2, no gradient
-        (3.0, 0.0, 1.0, 2.0, 2.0),  # overshot: the unclipped error 2 is the larger one
-        (-1.0, 0.0, -2.0, 1.125, 0.0),  # the same downwards
+        (2.0, 0.0, 2.0, 1.125, 0.0),  # moved beyond the clip: 0.5 * (0.5 - 2)^2, no gradient
+        (3.0, 0.0, 1.0, 2.0, 2.0),  # moved beyond the target: the unclipped error 2 is larger
+        (-1.0, 0.0, -2.0, 1.125, 0.0),  # moved beyond the clip, downwards
     ],
 )
-def test_value_loss_by_hand(v, old, R, loss, grad):
-    x = torch.tensor([[v, NAN]], requires_grad=True)
-    out = value_loss(x, torch.tensor([[old, NAN]]), torch.tensor([[R, NAN]]), torch.tensor([[True, False]]))
+def test_value_loss_by_hand(value, old, target, loss, gradient):
+    # The second token is outside the mask.
+    values = torch.tensor([[value, NAN]], requires_grad=True)
+    old_values = torch.tensor([[old, NAN]])
+    returns = torch.tensor([[target, NAN]])
+    out = value_loss(values, old_values, returns, torch.tensor([[True, False]]))
     assert out.tolist() == [[loss, 0.0]]
     out.sum().backward()
-    assert x.grad.tolist() == [[grad, 0.0]]
+    assert values.grad.tolist() == [[gradient, 0.0]]
 
 
 # ---- KL and entropy: exact expectations by enumeration over a small vocabulary ----
@@ -399,16 +526,18 @@ def true_kl(p_log, q_log):
 
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative():
     logp = LOGITS.log_softmax(0)
-    expect = {kind: (logp.exp() * kl(logp, REF, kind)).sum() for kind in ("k1", "k2", "k3", "abs")}
-    close(expect["k1"], true_kl(logp, REF))
-    close(expect["k3"], true_kl(logp, REF))
-    assert abs(expect["k2"] - true_kl(logp, REF)) > 0.01 and expect["abs"] > expect["k1"]
-    assert (kl(logp, REF, "k3") >= 0).all() and (kl(logp, REF, "k1") < 0).any()
+    expected = {kind: (logp.exp() * kl(logp, REF, kind)).sum() for kind in KL_KINDS}
+    close(expected["k1"], true_kl(logp, REF))
+    close(expected["k3"], true_kl(logp, REF))
+    assert abs(expected["k2"] - true_kl(logp, REF)) > 0.01
+    assert expected["abs"] > expected["k1"]
+    assert (kl(logp, REF, "k3") >= 0).all()
+    assert (kl(logp, REF, "k1") < 0).any()
 
 
 def test_what_each_estimator_descends_on_as_a_loss():
     def expected_gradient(kind):
-        # sum_x p(x) d/dtheta estimator(x): the samples are given, only the estimator is differentiated
+        # sum_x p(x) d/dtheta estimator(x): the probabilities of the samples are constants.
         theta = LOGITS.clone().requires_grad_()
         logp = theta.log_softmax(0)
         (logp.detach().exp() * kl(logp, REF, kind)).sum().backward()
@@ -419,20 +548,29 @@ def test_what_each_estimator_descends_on_as_a_loss():
         divergence(theta.log_softmax(0)).backward()
         return theta.grad
 
+    def kl_policy_reference(logp):
+        return (logp.exp() * (logp - REF)).sum()
+
+    def kl_reference_policy(logp):
+        return (REF.exp() * (REF - logp)).sum()
+
     close(expected_gradient("k1"), torch.zeros(5))
-    reverse = true_gradient(lambda logp: (logp.exp() * (logp - REF)).sum())  # KL(policy || reference)
-    forward = true_gradient(lambda logp: (REF.exp() * (REF - logp)).sum())  # KL(reference || policy)
-    close(expected_gradient("k2"), reverse)
-    close(expected_gradient("k3"), forward)
-    assert reverse.abs().max() > 0.1 and forward.abs().max() > 0.1
+    close(expected_gradient("k2"), true_gradient(kl_policy_reference))
+    close(expected_gradient("k3"), true_gradient(kl_reference_policy))
+    assert true_gradient(kl_policy_reference).abs().max() > 0.1
+    assert true_gradient(kl_reference_policy).abs().max() > 0.1
 
 
-def test_kl_by_hand_and_zero_for_equal_policies():
-    logp, ref = torch.tensor([[math.log(0.2)]], dtype=F64), torch.tensor([[math.log(0.4)]], dtype=F64)
-    ln2 = 0.6931471805599453
-    for kind, value in (("k1", -ln2), ("abs", ln2), ("k2", 0.5 * ln2**2), ("k3", 2 - 1 - ln2)):
-        close(kl(logp, ref, kind), [[value]])
-        assert kl(logp, logp, kind).item() == 0
+LN2 = 0.6931471805599453
+
+
+@pytest.mark.parametrize(
+    "kind, value", [("k1", -LN2), ("abs", LN2), ("k2", 0.5 * LN2**2), ("k3", 2 - 1 - LN2)])
+def test_kl_by_hand_and_zero_for_equal_policies(kind, value):
+    logp = torch.tensor([[math.log(0.2)]], dtype=F64)
+    ref = torch.tensor([[math.log(0.4)]], dtype=F64)
+    close(kl(logp, ref, kind), [[value]])
+    assert kl(logp, logp, kind).item() == 0
 
 
 def test_unknown_names_are_refused():
@@ -452,7 +590,7 @@ def test_entropy_equals_the_sum_and_survives_excluded_words():
     out.sum().backward()
     assert logits.grad.isfinite().all()
     assert torch.autograd.gradcheck(entropy, LOGITS.clone().requires_grad_())
-    far = torch.tensor([1e4, 1e4, -1e4])  # exp of any of these overflows or vanishes
+    far = torch.tensor([1e4, 1e4, -1e4])  # exp of each of these overflows or underflows
     close(entropy(far), math.log(2))
 
 
@@ -463,7 +601,7 @@ def test_aggregate_by_hand():
     x = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
     close(aggregate(x, mask), (1 + 2 + 6) / 3)
-    close(aggregate(x, mask, "sequence"), (1.5 + 6) / 2)  # the third row has no token and is not counted
+    close(aggregate(x, mask, "sequence"), (1.5 + 6) / 2)  # the third row has no masked token
     close(aggregate(x, mask, "token", 10), 0.9)
     close(aggregate(x, mask, "sequence", torch.tensor(3)), 2.5)
 
@@ -472,28 +610,32 @@ def test_aggregate_by_hand():
 @pytest.mark.parametrize("cuts", [[8], [4, 4], [1, 2, 5], [1] * 8])
 def test_micro_batches_add_up_to_the_whole(mode, cuts):
     g = torch.Generator().manual_seed(8)
-    x, mask = torch.randn(8, 11, generator=g, dtype=F64), torch.rand(8, 11, generator=g) < 0.3
-    mask[2] = False  # an empty micro-batch in the finest cut
-    count = mask.sum() if mode == "token" else mask.any(1).sum()
+    x = normal(g, 8, 11)
+    mask = torch.rand(8, 11, generator=g) < 0.3
+    mask[2] = False  # an empty micro-batch where each row is one
+    denominator = mask.sum() if mode == "token" else mask.any(1).sum()
+
     whole = x.clone().requires_grad_()
-    loss = aggregate(whole**2, mask, mode)
-    loss.backward()
+    whole_loss = aggregate(whole**2, mask, mode)
+    whole_loss.backward()
+
     parts = x.clone().requires_grad_()
-    total = 0.0
-    for rows, m in zip(parts.split(cuts), mask.split(cuts)):
-        part = aggregate(rows**2, m, mode, count)
-        part.backward()
-        total += part.item()
-    close(total, loss.item())
+    sum_of_losses = 0.0
+    for part, part_mask in zip(parts.split(cuts), mask.split(cuts)):
+        loss = aggregate(part**2, part_mask, mode, denominator)
+        loss.backward()
+        sum_of_losses += loss.item()
+    close(sum_of_losses, whole_loss.item())
     close(parts.grad, whole.grad)
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence"])
 @pytest.mark.parametrize("denominator", [None, 0, 5, torch.tensor(0)])
 def test_nothing_masked_gives_zero_with_a_gradient_of_zero(mode, denominator):
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
     x = torch.ones(2, 3, requires_grad=True)
-    loss = aggregate(x * NAN, torch.zeros(2, 3, dtype=torch.bool), mode, denominator)
+    loss = aggregate(x * NAN, nothing, mode, denominator)
     assert loss.item() == 0 and loss.dim() == 0 and loss.requires_grad
     x = torch.ones(2, 3, requires_grad=True)
-    aggregate(x * 2, torch.zeros(2, 3, dtype=torch.bool), mode, denominator).backward()
+    aggregate(x * 2, nothing, mode, denominator).backward()
     assert x.grad.tolist() == [[0.0] * 3] * 2

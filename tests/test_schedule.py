@@ -1,10 +1,14 @@
+"""The horizon schedules, the tables of horizons, and the text form of a horizon."""
+
 import doctest
 import json
 
 import pytest
 
 import schedule
-from schedule import TINY, UPSTREAM, adaptive_horizon, adaptive_start, horizon_at, parse_rounds
+from config import PUBLISHED_HORIZONS as UPSTREAM
+from config import TINY_HORIZONS as TINY
+from schedule import adaptive_horizon, adaptive_start, horizon_at, parse_rounds
 
 
 def test_the_documented_examples_hold():
@@ -13,21 +17,18 @@ def test_the_documented_examples_hold():
 
 
 def test_horizon_rises_in_stages_and_stays_at_the_last():
-    # walked step by step, as a counter would
-    rounds, every, expected = (6, 13, 20), 3, []
-    for r in rounds:
-        expected += [r] * every
-    expected += [20] * 5
-    assert [horizon_at(step, rounds, every) for step in range(len(expected))] == expected
+    expected = [6] * 3 + [13] * 3 + [20] * 3 + [20] * 5
+    assert [horizon_at(step, (6, 13, 20), every=3) for step in range(14)] == expected
 
 
 def test_defaults_are_those_of_the_paper_on_babyai():
-    assert [horizon_at(s) for s in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [6, 6, 13, 13, 20, 20, 20, 20]
+    steps = (0, 99, 100, 199, 200, 299, 300, 10**9)
+    assert [horizon_at(step) for step in steps] == [6, 6, 13, 13, 20, 20, 20, 20]
 
 
-def test_one_round_is_constant_under_both_kinds():
-    for kind in ("fixed", "scaling_inter"):
-        assert {horizon_at(s, (7,), 2, kind) for s in range(10)} == {7}
+@pytest.mark.parametrize("kind", ["fixed", "scaling_inter"])
+def test_one_round_is_constant_under_both_kinds(kind):
+    assert [horizon_at(step, (7,), 2, kind) for step in range(10)] == [7] * 10
 
 
 def test_rounds_may_be_a_list():
@@ -35,7 +36,7 @@ def test_rounds_may_be_a_list():
 
 
 @pytest.mark.parametrize(
-    "kw, says",
+    "arguments, message",
     [
         (dict(rounds=()), "one or more positive"),
         (dict(rounds=(6, 0)), "one or more positive"),
@@ -52,40 +53,52 @@ def test_rounds_may_be_a_list():
         (dict(kind="fixed"), "fixed horizon is one number"),
     ],
 )
-def test_bad_schedules_are_refused_in_one_line(kw, says):
-    with pytest.raises(ValueError, match=says) as e:
-        horizon_at(**{"step": 0, **kw})
-    assert "\n" not in str(e.value)
+def test_bad_schedules_are_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        horizon_at(**{"step": 0, **arguments})
+    assert "\n" not in str(error.value)
 
 
-def walk(success, truncated=0.5, rounds=(2, 4, 8), window=2):
-    horizons, state = [], adaptive_start(rounds, window)
+def horizons_of(success, truncated=0.5, rounds=(2, 4, 8), window=2):
+    """The adaptive horizons after steps with these values of success."""
+    horizons = []
+    state = adaptive_start(rounds, window)
     for value in success:
-        horizon, state = adaptive_horizon(state, {"success": value, "truncated": truncated, "loss": 1.0})
+        metrics = {"success": value, "truncated": truncated, "loss": 1.0}
+        horizon, state = adaptive_horizon(state, metrics)
         horizons.append(horizon)
     return horizons
 
 
 def test_the_adaptive_horizon_grows_when_success_levels_off_and_only_then():
-    assert walk([0.1 * n for n in range(10)]) == [2] * 10
-    assert walk([0.3] * 9) == [2, 2, 2, 4, 4, 4, 4, 8, 8]  # two means of two steps each at every stage
-    assert walk([0.3] * 9, truncated=0.05) == [2] * 9  # nothing is gained by more turns
+    assert horizons_of([0.1 * n for n in range(10)]) == [2] * 10
+    # Each stage needs two means of two steps.
+    assert horizons_of([0.3] * 9) == [2, 2, 2, 4, 4, 4, 4, 8, 8]
+    # Few trajectories are cut, so more turns would not help.
+    assert horizons_of([0.3] * 9, truncated=0.05) == [2] * 9
 
 
 def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
-    assert walk([0.4] * 4 + [0.4, 0.1, 0.1] + [0.1] * 3, truncated=0.5) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
-    assert walk([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5  # there is nothing shorter
-    assert min(walk([0.4] * 4 + [0.05] * 30, rounds=(2, 4, 8, 16))[20:]) >= 4  # what it fell to is the measure from then on
+    collapse = [0.4] * 5 + [0.1] * 5
+    assert horizons_of(collapse) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
+    # The first horizon is the shortest.
+    assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5
+    # The collapsed mean is the new best, so the horizon can grow again.
+    assert min(horizons_of([0.4] * 4 + [0.05] * 30, rounds=(2, 4, 8, 16))[20:]) >= 4
 
 
 def test_the_adaptive_state_is_plain_and_is_not_changed():
     state = adaptive_start((2, 4), 1)
     before = json.dumps(state)
     _, after = adaptive_horizon(state, {"success": 0.1 + 0.2, "truncated": 1 / 3})
-    assert json.dumps(state) == before and json.loads(json.dumps(after)) == after
-    for bad in ((), (0,), (2.0,)):
+    assert json.dumps(state) == before
+    assert json.loads(json.dumps(after)) == after
+
+
+def test_a_bad_adaptive_schedule_is_refused():
+    for rounds in ((), (0,), (2.0,)):
         with pytest.raises(ValueError, match="one or more positive"):
-            adaptive_start(bad)
+            adaptive_start(rounds)
     with pytest.raises(ValueError, match=">= 1"):
         adaptive_start((2,), 0)
 
@@ -95,11 +108,12 @@ def test_presets_are_usable():
     assert UPSTREAM["textcraft"] == UPSTREAM["sciworld"] == ((10, 20, 30), 100, 30)
     assert UPSTREAM["searchqa"] == ((5, 8, 10), 100, 30)
     assert UPSTREAM["webarena"] == ((8, 12, 15), 80, 15)
-    for table in (UPSTREAM, TINY):
-        for preset in table.values():
-            assert horizon_at(0, preset.rounds, preset.every) == preset.rounds[0]
-            assert list(preset.rounds) == sorted(preset.rounds)
-    assert all(p.eval_rounds == p.rounds[-1] for p in TINY.values())
+    assert TINY.keys() == UPSTREAM.keys()
+    for preset in [*UPSTREAM.values(), *TINY.values()]:
+        assert horizon_at(0, preset.rounds, preset.every) == preset.rounds[0]
+        assert list(preset.rounds) == sorted(preset.rounds)
+    for preset in TINY.values():
+        assert preset.eval_rounds == preset.rounds[-1]
 
 
 def test_rounds_are_read_from_text():
@@ -110,15 +124,15 @@ def test_rounds_are_read_from_text():
     assert parse_rounds(both, "textcraft") == (10, 20, 30)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", " ", "=", "0", "-1", "3,,4", "3,4,", ",3", "3, 4", "3 4", "3.0", "six", "3,0", "babyai=", "=3", "babyai=3,x",
-     "babyai=3 4", "babyai=3 textcraft=0", "3 babyai=4", "babyai=3=4", "babyai=3,babyai=4", "babyai=3 babyai=4", "³"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", " ", "=", "0", "-1", "3,,4", "3,4,", ",3", "3, 4", "3 4", "3.0", "six", "3,0", "³",
+    "babyai=", "=3", "babyai=3,x", "babyai=3 4", "babyai=3 textcraft=0", "3 babyai=4", "babyai=3=4",
+    "babyai=3,babyai=4", "babyai=3 babyai=4",
+])
 def test_malformed_rounds_are_refused_in_one_line(text):
-    with pytest.raises(ValueError, match="horizon") as e:
+    with pytest.raises(ValueError, match="horizon") as error:
         parse_rounds(text, "babyai")
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_world_is_named():
