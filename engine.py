@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from parallel import device_of
-from rl import attention, columns_count, packs
+from rl import length_dependence, packs, use_attention
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
@@ -64,10 +64,10 @@ def invert(weights: Tensor, uniforms: Tensor, width: int = 64) -> Tensor:
     return (block * width + torch.searchsorted(cdf, target, right=True)).squeeze(1).clamp(max=weights.shape[1] - 1)
 
 
-def common(a: list[int], b: list[int], least: int = 0) -> int:
+def common_prefix_length(a: list[int], b: list[int], least: int = 0) -> int:
     """How many ids two lists have in common from their beginning; 0 if that is not more than `least`.
 
-    >>> common([1, 2, 3], [1, 2, 4, 5]), common([1, 2, 3], [1, 2, 4, 5], least=2)
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5]), common_prefix_length([1, 2, 3], [1, 2, 4, 5], least=2)
     (2, 0)
     """
     low, high = least + 1, min(len(a), len(b))
@@ -115,17 +115,17 @@ class Ragged:
     def lacks(policy: PreTrainedModel) -> str:
         """Why this model cannot be played so; "" if it can."""
         config = policy.config
-        return "" if packs(config) else columns_count(config) or f"model type {config.model_type}"
+        return "" if packs(config) else length_dependence(config) or f"model type {config.model_type}"
 
     def attention(self) -> AbstractContextManager[None]:
         """The policy's attention is ours inside."""
-        return attention(self.policy.config, "ragged")
+        return use_attention(self.policy.config, "ragged")
 
     def best_prefix(self, ids: list[int]) -> tuple[int, int]:
         """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it, the last id left out."""
         slot, n = 0, 0
         for other, held in enumerate(self.ids):
-            if n < len(held) and n < len(ids) - 1 and held[n] == ids[n] and (more := common(held, ids, n)):
+            if n < len(held) and n < len(ids) - 1 and held[n] == ids[n] and (more := common_prefix_length(held, ids, n)):
                 slot, n = other, min(more, len(ids) - 1)
         return slot, n
 

@@ -14,6 +14,8 @@ import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 MIN_RISE = 0.02  # adaptive: success has levelled off if its mean rose by less than this
 MIN_TRUNCATED = 0.05  # adaptive: longer horizons help only if more trajectories than this are cut
 
@@ -160,3 +162,14 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     if numbers is None:
         raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
     return tuple(int(number) for number in numbers.split(","))
+
+
+def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str]:
+    """The items of a training step: every epoch has a new order, which is a function of (seed, step) alone.
+
+    No item comes twice in a step. What is left at the end of an epoch, less than `count`, is not played in it.
+    """
+    steps_per_epoch = len(items) // count
+    epoch, part = divmod(step, steps_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(len(items))
+    return [items[i] for i in order[part * count:(part + 1) * count]]

@@ -1,214 +1,218 @@
-"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantage, update, log, save.
+"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantages, update, log, save.
 
-    torchrun train.py --env babyai --algo grpo            # the built-in tiny model, two CPU cores, minutes
-    torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct --data AgentGym-RL-Data-ID
+    python train.py --env babyai --algo grpo          # the built-in tiny model, two CPU cores, minutes
+    torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct
 
-The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. What deviates from the original:
-a turn's reward sits on the last token that the policy sampled in it (there it is lost to PPO and REINFORCE++), a loss
-has one denominator an optimizer step (there the mean of micro-batch means), and a failed environment leaves the
-statistics (there it is a reward of 0).
+The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates from the
+original in three points. A turn's reward sits on the last token that the policy sampled in the turn; in the
+original it is lost to PPO and REINFORCE++. A loss has one denominator an optimizer step; in the original it is
+a mean of micro-batch means. A failed environment leaves the statistics; in the original it is a reward of 0.
 """
 
 import json
-import os
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from config import Config, items_of_a_step, parse_config, servers  # before torch: it says how idle threads wait
-import numpy as np
+# config comes before torch: it sets how idle threads wait.
+from config import Config, items_per_world, parse_config, servers
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import agent
-import envs as worlds
+import envs
 import rl
 import schedule
+from engine import Ragged
 from envs import EnvPool
-from metrics import alarm, draw_curves, memory_gb, reporter, rollout_metrics
+from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
+from metrics import world_metrics, write_atomically
 from parallel import Sigterm, Terminated, gather, gathered, init_distributed, shard
-from rollout import make_engine, rollout
-from update import advantages_of, shape, update
+from rollout import RolloutConfig, Trajectory, make_engine, rollout
+from update import advantages_of, shape_rewards, update
 
 
-def items_at(items: list[str], seed: int, step: int, count: int) -> list[str]:
-    """The items of a training step: every epoch a new order, a function of (seed, step) alone; none twice in a step."""
-    steps_per_epoch = len(items) // count
-    epoch, part = divmod(step, steps_per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(len(items))
-    return [items[i] for i in order[part * count:(part + 1) * count]]
+@dataclass
+class Run:
+    """A run in this process: what `start` has loaded, and what changes from step to step."""
 
+    cfg: Config
+    rank: int
+    num_ranks: int
+    device: torch.device
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    trained: rl.Trained  # "policy" and, with PPO, "critic" -> (module, its optimizer)
+    reference: PreTrainedModel | None  # the model that the KL refers to
+    engine: Ragged | str
+    rollouts: RolloutConfig
+    items: dict[str, list[str]]  # world -> its training items
+    adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    report: Callable[[dict], object] | None  # sends a row of metrics to --report_to; rank 0's
+    step: int  # the next training step
+    saved: int | None  # the step of the newest checkpoint
 
-def write(path: Path, text: str) -> None:
-    """The file has its old contents or all of the new, whenever the process is killed."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.out)
 
 
 def train(cfg: Config) -> None:
-    """A run from its first or next step to its last, in this process or as one of torchrun's. Leaves by SystemExit where it must stop."""
-    with EnvPool(servers(cfg.env_url, cfg.worlds), options=worlds.env_options(cfg.env_args, cfg.worlds)) as pool:  # unless the run is killed outright, its environments are closed
+    """A run from its first or next step to its last, in this process or as one of torchrun's. Raises SystemExit
+    where it must stop. Environments are closed however it ends, unless the process is killed outright."""
+    options = envs.env_options(cfg.env_args, cfg.worlds)
+    with EnvPool(servers(cfg.env_url, cfg.worlds), options=options) as pool:
         sigterm = Sigterm()
         try:
-            run_training(cfg, pool, sigterm)
+            run = start(cfg)
+            if run is not None:
+                training_loop(run, pool, sigterm)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        except envs.ItemError as e:
+            usage_error(e)
+        except FloatingPointError as e:
+            sys.exit(f"train.py: {e} at step {run.step}; the last step's trajectories and checkpoints "
+                     f"are in {run.folder}")
         finally:
             sigterm.end()
 
 
-def run_training(cfg: Config, pool: EnvPool, sigterm: Sigterm) -> None:
-    """The loop itself."""
-    rank, world, device = init_distributed()
+def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
+    """Every training step from the run's next one on."""
+    cfg = run.cfg
+    policy, optimizer = run.trained["policy"]
+    critic, critic_optimizer = run.trained.get("critic", (None, None))
+    with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
+              disable=run.rank > 0, dynamic_ncols=True) as bar:
+        for step in bar:
+            # Schedule: the horizon of each world, the items, the learning rates.
+            run.step = step
+            began = time.perf_counter()
+            horizons = horizons_at(run, step)
+            items = items_at(run, step)
+            set_learning_rates(run, step)
+
+            # Rollout: each rank plays its share of the items.
+            trajectories, counts = play(run, pool, sigterm, items, horizons)
+            if trajectories is None:  # SIGTERM came
+                stop(run)
+                break
+            check_trajectories(run, trajectories)
+            seconds_rollout = time.perf_counter() - began
+
+            # Advantages, over the trajectories of all ranks.
+            shape_rewards(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic)
+
+            # Update.
+            changes = update(trajectories, batch, cfg, step, policy, optimizer,
+                             critic, critic_optimizer)
+            seconds = time.perf_counter() - began
+
+            # Log.
+            by_world = world_metrics(trajectories, horizons)
+            row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
+                   **rollout_metrics(trajectories), **changes, **counts,
+                   "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
+                   "tokens_per_second": counts["tokens"] / seconds,
+                   "memory_gb": memory_gb(run.device), **mixture_columns(by_world)}
+            log_step(run, row, trajectories)
+            bar.set_postfix_str(summary(row))
+
+            # Save, unless training cannot go on.
+            if problem := alarm(row, cfg):
+                sys.exit(f"train.py: stopped at step {step}: {problem}; "
+                         f"its trajectories: {trajectory_file(run, step)}")
+            advance_adaptive_horizons(run, by_world)
+            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+                save(run, step + 1)
+        else:
+            finish(run)
+
+
+# ---- the start of a run ----
+
+
+def start(cfg: Config) -> Run | None:
+    """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it is finished.
+    Nothing is written before all that can be broken has been read."""
+    rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    run = Path(cfg.out)
-    newest = rl.checkpoints(run)[-1] if rl.checkpoints(run) else None
-    arithmetic, reference, critic, critic_optimizer = getattr(torch, cfg.dtype), None, None, None
-    try:  # all that can fail for a broken model or checkpoint, before anything is written
-        # what LoRA leaves as it is needs no more precision than the arithmetic has, nor does the reference
-        policy, tokenizer = rl.load_policy(str(newest or cfg.model) if not cfg.lora_rank else cfg.model, "cpu",
-                                           arithmetic if cfg.lora_rank and not cfg.shard else "auto" if cfg.shard else torch.float32)
-        agent.Chat(tokenizer)
-        if cfg.max_length > (most := rl.steady_length(policy.config)):
-            raise ValueError(f"beyond {most} tokens this model's rotary embeddings change with the length, and so what it said before: give --max_length {most}")
-        policy, optimizer = trainable(policy, cfg.lr, cfg, device)
-        trained = {"policy": (policy, optimizer)}
-        if cfg.algo == "ppo":
-            critic, critic_optimizer = trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
-        if cfg.kl_coef:  # else there is none
-            reference = policy if cfg.lora_rank else placed(rl.load_policy(cfg.model, "cpu", arithmetic)[0].eval(), cfg, device)
-        state = {"step": 0, "horizon": {}} | (rl.resume(newest, trained) if newest else {})
+    folder = Path(cfg.out)
+    newest = rl.checkpoints(folder)[-1] if rl.checkpoints(folder) else None
+    try:
+        policy, tokenizer, trained, reference = load_models(cfg, newest, device)
+        state = {"step": 0, "horizon": {}}
+        if newest:
+            state |= rl.resume(newest, trained)
     except ValueError as e:
         usage_error(e)
-    start = state["step"]
-    if cfg.resume and not newest and rank == 0:
-        print(f"{run} has no complete checkpoint: starting at step 0", file=sys.stderr)
-    if start >= cfg.steps and (run / "final").exists():
+    step = state["step"]
+    if rank == 0 and cfg.resume and not newest:
+        print(f"{folder} has no complete checkpoint: starting at step 0", file=sys.stderr)
+    if step >= cfg.steps and (folder / "final").exists():
         if rank == 0:
-            print(f"{run} is finished ({start} steps)")
-        return
-    metrics = run / "metrics.jsonl"
+            print(f"{folder} is finished ({step} steps)")
+        return None
     if rank == 0:
-        (run / "trajectories").mkdir(parents=True, exist_ok=True)
-        rl.clean(run)
-        shutil.rmtree(run / "final", ignore_errors=True)  # of fewer --steps
-        write(run / "config.json", json.dumps(asdict(cfg), indent=1))
-        for path in (run / "trajectories").glob("step_*.jsonl"):  # of a run that was killed after its last checkpoint
-            if int(path.stem.removeprefix("step_")) >= start:
-                path.unlink()
-        old = metrics.read_text().splitlines(keepends=True)[:start] if newest and metrics.exists() else []  # one row a step
-        write(metrics, "".join(old))
+        prepare_folder(cfg, folder, step if newest else 0)
         if cfg.top_p < 1 or cfg.top_k or cfg.min_p:
             print("warning: truncated sampling makes training off-policy", file=sys.stderr)
-    counts = items_of_a_step(cfg)  # world -> items a step; a mixture's worlds have horizons and limits of their own
-    items = {w: worlds.items(w, "train", cfg.data or None) for w in counts}
-    rounds = {w: schedule.parse_rounds(cfg.horizon, w) for w in counts}
-    adaptive = {w: state["horizon"].get(w) or schedule.adaptive_start(rounds[w], max(2, cfg.worlds[w]["horizon_steps"] // 2))
-                for w in counts if cfg.horizon_schedule == "adaptive"}  # world -> its state
-    limits = {name: {w: own[name] for w, own in cfg.worlds.items()} for name in ("max_tokens", "max_length", "invalid_penalty")}
-    most = -(-cfg.items_per_step // world) * cfg.rollouts_per_item  # trajectories of a rank
-    engine = make_engine(policy, min(cfg.slots, most)) if cfg.engine == "ragged" else cfg.engine
-    report = reporter(cfg) if rank == 0 else None
-
-    saved = start if newest else None
-
-    def save(step):
-        nonlocal saved
-        saved = step
-        rl.save(run / f"checkpoints/step_{step:06d}", policy, tokenizer, {"step": step, "horizon": adaptive}, trained)
-        if rank == 0:
-            rl.drop_old(run, cfg.keep)
-            if metrics.stat().st_size:
-                draw_curves(run)
-
-    bar = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, disable=rank > 0, dynamic_ncols=True)
-    for step in bar:
-        horizon = {w: rounds[w][adaptive[w]["stage"]] if adaptive else
-                   schedule.horizon_at(step, rounds[w], cfg.worlds[w]["horizon_steps"], cfg.horizon_schedule) for w in counts}
-        names = [name for w, count in counts.items() for name in items_at(items[w], cfg.seed, step, count)]
-
-        clock, stats, K = time.perf_counter(), {}, cfg.rollouts_per_item
-        try:
-            with gathered(policy), sigterm, rl.compute_in(cfg.dtype, device):  # no rank may leave while others gather weights
-                mine = rollout(policy, tokenizer, pool, names[rank::world], horizon, samples=K, seed=cfg.seed, step=step,
-                               slots=cfg.slots, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
-                               min_p=cfg.min_p, action_format=cfg.action_format, plan=cfg.plan, reflect=cfg.reflect,
-                               deadline=cfg.deadline, engine=engine, arrival=cfg.arrival_order, stats=stats, **limits)
-        except Terminated:
-            pass
-        except worlds.ItemError as e:
-            bar.close()
-            usage_error(e)
-        except FloatingPointError as e:
-            sys.exit(f"train.py: {e} at step {step}; the last step's trajectories and checkpoints are in {run}")
-        if any(gather([sigterm.came])):
-            if saved != step:
-                save(step)
-            bar.close()
-            if rank == 0:
-                print(f"SIGTERM: saved before step {step}; --resume goes on")
-            break
-        groups = gather([mine[i:i + K] for i in range(0, len(mine), K)])
-        trajectories = [t for group in groups for t in group]
-        for i, t in enumerate(trajectories):
-            t.group = i // K
-        if all(t.status == "env_error" for t in trajectories):
-            sys.exit(f"train.py: every environment failed at step {step}; the first: {trajectories[0].error}")
-        for w in counts:
-            of_world = [t.turns for t in trajectories if t.env == w and t.status != "env_error"]
-            if of_world and not any(of_world):
-                sys.exit(f"train.py: --max_length is {limits['max_length'][w]}: no first prompt of {w} fits")
-        forwarded, busy, room = (sum(gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room"))
-        seconds_rollout = time.perf_counter() - clock
-
-        for o, lr in ((optimizer, cfg.lr), (critic_optimizer, cfg.critic_lr)):
-            for group in o.param_groups if o else ():
-                group["lr"] = lr * schedule.lr_at(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule)
-        shape(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
-        columns = advantages_of(trajectories, cfg, device, reference, critic)
-        changes = update(trajectories, columns, cfg, step, policy, optimizer, critic, critic_optimizer)
-        seconds = time.perf_counter() - clock
-
-        kept = sum(len(t.tokens) for t in trajectories)
-        row = {"step": step, "env": cfg.env, "horizon": max(horizon.values()), **rollout_metrics(trajectories), **changes,
-               "forwarded_per_kept": forwarded / kept, "occupancy": busy / max(1, room), "tokens": kept, "seconds_rollout": seconds_rollout,
-               "seconds_update": seconds - seconds_rollout, "tokens_per_second": kept / seconds, "memory_gb": memory_gb(device)}
-        for w in counts:
-            own = rollout_metrics([t for t in trajectories if t.env == w]) | {"horizon": horizon[w]}
-            if adaptive and own["env_error"] < 1:
-                _, adaptive[w] = schedule.adaptive_horizon(adaptive[w], own)
-            row |= {f"{name}/{w}": own[name] for name in ("horizon", "success", "score", "turns", "reward", "valid_actions",
-                                                          "env_error", "zero_gradient_groups") if len(counts) > 1}
-        if rank == 0:
-            write(run / f"trajectories/step_{step:06d}.jsonl", "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
-            with metrics.open("a") as f:
-                f.write(json.dumps(row) + "\n")
-            report(row)
-            bar.set_postfix_str(f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
-                                f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
-        if wrong := alarm(row, cfg):
-            sys.exit(f"train.py: stopped at step {step}: {wrong}; its trajectories: {run}/trajectories/step_{step:06d}.jsonl")
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            save(step + 1)
-    else:
-        rl.save(run / "final", policy, tokenizer, dtype=arithmetic)
-        if rank == 0:
-            print(f"done: {run}/final; next: python eval.py --env {next(iter(counts))} --model {run}/final")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    engine = cfg.engine
+    if engine == "ragged":
+        trajectories_of_a_rank = -(-cfg.items_per_step // num_ranks) * cfg.rollouts_per_item
+        engine = make_engine(policy, min(cfg.slots, trajectories_of_a_rank))
+    return Run(
+        cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, engine,
+        rollouts=rollout_config(cfg),
+        items={world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds},
+        adaptive=adaptive_states(cfg, state["horizon"]),
+        report=reporter(cfg) if rank == 0 else None,
+        step=step,
+        saved=step if newest else None,
+    )
 
 
-def placed(model: nn.Module, cfg: Config, device: torch.device) -> nn.Module:
-    """The model where it computes: shared out over the ranks, or whole on each."""
-    return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
+def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
+    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference model or None.
+    Raises ValueError for a model that cannot be loaded or trained."""
+    compute_dtype = getattr(torch, cfg.dtype)
+    # Frozen LoRA bases may stay in the compute dtype; trained weights are float32; shards are widened after loading.
+    dtype = torch.float32
+    if cfg.shard:
+        dtype = "auto"
+    elif cfg.lora_rank:
+        dtype = compute_dtype
+    source = cfg.model if cfg.lora_rank else newest or cfg.model
+    policy, tokenizer = rl.load_policy(str(source), "cpu", dtype)
+    agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be cut into turns
+    steady_length = rl.steady_length(policy.config)
+    if cfg.max_length > steady_length:
+        raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change with the length, "
+                         f"and with them the log-probs of earlier tokens: give --max_length {steady_length}")
+    trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
+    policy = trained["policy"][0]
+    if cfg.algo == "ppo":
+        trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
+    reference = None
+    if cfg.kl_coef and cfg.lora_rank:
+        reference = policy  # without its adapters
+    elif cfg.kl_coef:
+        reference = placed(rl.load_policy(cfg.model, "cpu", compute_dtype)[0].eval(), cfg, device)
+    return policy, tokenizer, trained, reference
 
 
-def trainable(model: nn.Module, lr: float, cfg: Config, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trainable(model: nn.Module, lr: float, cfg: Config,
+              device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """-> the model as the flags want it trained (in place), and its optimizer"""
     if cfg.lora_rank:
         rl.add_lora(getattr(model, "body", model), cfg.lora_rank, cfg.seed)
@@ -217,7 +221,167 @@ def trainable(model: nn.Module, lr: float, cfg: Config, device: torch.device) ->
     model = placed(model, cfg, device)
     if cfg.shard:
         model.float()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0, fused=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
+
+
+def placed(model: nn.Module, cfg: Config, device: torch.device) -> nn.Module:
+    """The model where it computes: sharded over the ranks, or whole on each."""
+    return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
+
+
+def rollout_config(cfg: Config) -> RolloutConfig:
+    """The rollouts' settings from the flags; each world has limits of its own."""
+    limits = {name: {world: getattr(own, name) for world, own in cfg.worlds.items()}
+              for name in ("max_tokens", "max_length", "invalid_penalty")}
+    return RolloutConfig.from_flags(cfg, samples=cfg.rollouts_per_item, **limits)
+
+
+def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
+    """World -> the state of its adaptive schedule, resumed or fresh; {} for the other schedules."""
+    if cfg.horizon_schedule != "adaptive":
+        return {}
+    return {world: resumed.get(world) or schedule.adaptive_start(own.rounds, max(2, own.horizon_steps // 2))
+            for world, own in cfg.worlds.items()}
+
+
+def prepare_folder(cfg: Config, folder: Path, step: int) -> None:
+    """Make the run folder, and delete what an earlier process wrote after the checkpoint at `step`."""
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    rl.clean(folder)
+    shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
+    write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
+    for path in (folder / "trajectories").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) >= step:
+            path.unlink()
+    metrics = folder / "metrics.jsonl"
+    rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    write_atomically(metrics, "".join(rows[:step]))  # one row a step
+
+
+# ---- the parts of a training step ----
+
+
+def horizons_at(run: Run, step: int) -> dict[str, int]:
+    """World -> its horizon at this step."""
+    horizons = {}
+    for world, own in run.cfg.worlds.items():
+        if run.adaptive:
+            horizons[world] = own.rounds[run.adaptive[world]["stage"]]
+        else:
+            horizons[world] = schedule.horizon_at(step, own.rounds, own.horizon_steps, run.cfg.horizon_schedule)
+    return horizons
+
+
+def items_at(run: Run, step: int) -> list[str]:
+    """The items of this step, world by world."""
+    counts = items_per_world(run.cfg)
+    return [item for world, count in counts.items()
+            for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
+
+
+def set_learning_rates(run: Run, step: int) -> None:
+    """Set the learning rates of the policy and the critic to their values at this step."""
+    cfg = run.cfg
+    factor = schedule.lr_at(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule)
+    for name, lr in (("policy", cfg.lr), ("critic", cfg.critic_lr)):
+        if name in run.trained:
+            for group in run.trained[name][1].param_groups:
+                group["lr"] = lr * factor
+
+
+def play(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
+         horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
+    """Play this rank's share of the items -> the trajectories of all ranks, in the order of items, and how many
+    positions were computed for them. None in place of the trajectories if SIGTERM came on any rank."""
+    own, stats, samples = [], {}, run.cfg.rollouts_per_item
+    try:
+        # The parameters are gathered outside `sigterm`: no rank may leave while others gather.
+        with gathered(run.policy), sigterm, rl.compute_in(run.cfg.dtype, run.device):
+            own = rollout(run.policy, run.tokenizer, pool, items[run.rank::run.num_ranks], horizons, run.rollouts,
+                          step=run.step, engine=run.engine, stats=stats)
+    except Terminated:
+        pass
+    if any(gather([sigterm.came])):
+        return None, {}
+    groups = gather([own[i:i + samples] for i in range(0, len(own), samples)])
+    for number, group in enumerate(groups):
+        for t in group:
+            t.group = number
+    trajectories = [t for group in groups for t in group]
+    total = {name: sum(gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room")}
+    tokens = sum(len(t.tokens) for t in trajectories)
+    return trajectories, {"forwarded_per_kept": total["forwarded"] / tokens if tokens else 0.0,
+                          "occupancy": total["busy"] / max(1, total["room"]), "tokens": tokens}
+
+
+def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
+    """Raise SystemExit if nothing was played, in any world or in one world for want of room."""
+    if all(t.status == "env_error" for t in trajectories):
+        sys.exit(f"train.py: every environment failed at step {run.step}; the first: {trajectories[0].error}")
+    for world, own in run.cfg.worlds.items():
+        turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
+        if turns and not any(turns):
+            sys.exit(f"train.py: --max_length is {own.max_length}: no first prompt of {world} fits")
+
+
+def advance_adaptive_horizons(run: Run, by_world: dict[str, dict[str, float]]) -> None:
+    """Let the adaptive schedule, if there is one, see this step. A world that failed says nothing."""
+    for world, state in run.adaptive.items():
+        if by_world[world]["env_error"] < 1:
+            _, run.adaptive[world] = schedule.adaptive_horizon(state, by_world[world])
+
+
+# ---- what is written ----
+
+
+def trajectory_file(run: Run, step: int) -> Path:
+    """Where the trajectories of a step are kept, one a line."""
+    return run.folder / f"trajectories/step_{step:06d}.jsonl"
+
+
+def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
+    """Write the trajectories, then the row of metrics: a step with a row is complete."""
+    if run.rank > 0:
+        return
+    lines = [json.dumps(t.to_json()) + "\n" for t in trajectories]
+    write_atomically(trajectory_file(run, row["step"]), "".join(lines))
+    with (run.folder / "metrics.jsonl").open("a") as f:
+        f.write(json.dumps(row) + "\n")
+    run.report(row)
+
+
+def summary(row: dict) -> str:
+    """A row of metrics in short, for the progress bar."""
+    return (f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
+            f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
+
+
+def save(run: Run, step: int) -> None:
+    """Write a checkpoint to continue from at `step`, and draw the curves anew."""
+    run.saved = step
+    rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
+            {"step": step, "horizon": run.adaptive}, run.trained)
+    if run.rank == 0:
+        rl.drop_old(run.folder, run.cfg.keep)
+        if (run.folder / "metrics.jsonl").stat().st_size:
+            draw_curves(run.folder)
+
+
+def stop(run: Run) -> None:
+    """After SIGTERM: save what the step under way began with."""
+    if run.saved != run.step:
+        save(run, run.step)
+    if run.rank == 0:
+        print(f"SIGTERM: saved before step {run.step}; --resume goes on")
+
+
+def finish(run: Run) -> None:
+    """Write final/, a plain Hugging Face folder in the compute dtype."""
+    rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
+    if run.rank == 0:
+        world = next(iter(run.cfg.worlds))
+        print(f"done: {run.folder}/final; next: python eval.py --env {world} --model {run.folder}/final")
 
 
 def usage_error(e: Exception) -> NoReturn:

@@ -153,7 +153,7 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
             steps += 1
             for name, value in stats.items():
                 sums[name] = sums.get(name, 0.0) + value
-    row = update_metrics(sums, steps) | {"logprob_gap": gap}
+    row = update_metrics(sums, steps, gap)
     if critic is not None:
         valid = torch.zeros(len(trajectories), dtype=torch.bool)
         valid[usable] = True
@@ -206,12 +206,13 @@ def value_objective(critic: rl.Critic, part: Batch, cfg: "Config",
     return algos.aggregate(loss, mask, cfg.aggregation, denominator), {}
 
 
-def update_metrics(sums: dict[str, float], steps: int) -> dict[str, float]:
+def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, float]:
     """Sums of `optimizer_step`'s stats over `steps` optimizer steps -> a row of metrics."""
     tokens = max(1.0, sums.get("tokens", 0.0))
     return {
         "loss": sums.get("loss", 0.0) / steps,
         "grad_norm": sums["grad_norm"] / steps,
+        "logprob_gap": gap,
         # To the reference; without one, to the weights that sampled.
         "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,
         "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,
