@@ -23,7 +23,7 @@ import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
 
 WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft", "sciworld": "worlds.sciworld:SciWorld",
-          "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena:WebArena"}
+          "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena.env:WebArena"}
 DATA = Path(__file__).parent / "data"
 
 
