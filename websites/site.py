@@ -49,7 +49,7 @@ def choose(name, label, options, selected=""):
 
 def field(name, label, value="", kind="text"):
     """A labelled <input> of this kind, or a <textarea> for kind "area"."""
-    # The space before ">" is part of the pages: whoever compares pages compares bytes.
+    # Pages must not change by a byte, so the space before ">" stays.
     if kind == "area":
         box = f'<textarea name="{esc(name)}" rows="4" >{esc(value)}</textarea>'
     else:

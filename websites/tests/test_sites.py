@@ -1,6 +1,7 @@
 """The four sites behind their server: episodes, forms, links, and what a request may contain."""
 
 import http.client
+import random
 import re
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ from urllib.parse import urlencode
 
 import pytest
 
+from websites import shop, shop_tasks
 from websites.server import SITES, Websites, database
+from websites.templates import Db
 
 FOLDER = Path(__file__).parent.parent
 OK, SEE_OTHER, FORBIDDEN, NOT_FOUND, TOO_LARGE = 200, 303, 403, 404, 413
@@ -193,3 +196,28 @@ def test_the_readmes_command_shows_the_sites():
         connection.close()
         process.communicate("\n", timeout=20)
     assert "Harbour Market" in page
+
+
+def test_the_readmes_examples_work(server):
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    page_example, template_example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+    handlers = list(shop.SITE.handlers)
+    exec(page_example, dict(vars(shop)))
+    try:
+        with episode(server) as (_, ask):
+            name = database(0).execute("select name from product").fetchone()[0]
+            page = ask("shop", f"/brand/{name.split()[0]}")
+            assert page.status == OK and re.search(r"<p>[1-9]\d* products</p>", page.text)
+    finally:
+        shop.SITE.handlers[:] = handlers
+
+    templates = list(shop_tasks.TASKS.templates)
+    exec(template_example, dict(vars(shop_tasks)))
+    try:
+        template = shop_tasks.TASKS.templates[-1]
+        rng = random.Random(0)
+        _, _, plan, answer = template.make(Db(database(0), rng), rng)
+        assert template.kind == "find" and plan and answer > 0
+    finally:
+        shop_tasks.TASKS.templates[:] = templates

@@ -150,6 +150,21 @@ def read_tasks(path: str) -> list:
         ) from error
 
 
+def _check_browser_arguments(chromium, storage, width, height):
+    """Raise unless a browser can be started with these arguments of `WebArena`."""
+    if importlib.util.find_spec("playwright") is None:
+        raise ModuleNotFoundError("No module named 'playwright'", name="playwright")
+    if not os.access(chromium, os.X_OK):
+        raise ValueError(
+            f"webarena needs Chromium, and {chromium} is not there: "
+            "apt-get install chromium, or give chromium=PATH"
+        )
+    if storage and not os.path.exists(storage):
+        raise ValueError(f"webarena: there is no storage-state file {storage}")
+    if not (0 < width <= 4000 and 0 < height <= 20000):
+        raise ValueError(f"webarena: a window of {width} x {height} pixels is none")
+
+
 class WebArena(Env):
     """One task at a time. Any number of these environments can work, in any threads."""
 
@@ -198,19 +213,7 @@ class WebArena(Env):
         Raises ModuleNotFoundError without playwright, ValueError without Chromium, for a file that
         cannot be read, and for arguments that do not fit together.
         """
-        # Is everything there that is needed?
-        if importlib.util.find_spec("playwright") is None:
-            raise ModuleNotFoundError("No module named 'playwright'", name="playwright")
-        if not os.access(chromium, os.X_OK):
-            raise ValueError(
-                f"webarena needs Chromium, and {chromium} is not there: "
-                "apt-get install chromium, or give chromium=PATH"
-            )
-        if storage and not os.path.exists(storage):
-            raise ValueError(f"webarena: there is no storage-state file {storage}")
-        if not (0 < width <= 4000 and 0 < height <= 20000):
-            raise ValueError(f"webarena: a window of {width} x {height} pixels is none")
-
+        _check_browser_arguments(chromium, storage, width, height)
         self.storage = storage
         self.chromium = chromium
         self.size = (width, height)
