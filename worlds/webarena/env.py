@@ -248,7 +248,8 @@ class WebArena(Env):
         self.objective = ""
         self.sites = []
         self.previous = "None"  # the last action
-        self.last = None  # the last step if the episode has ended; None: there is no episode
+        # The last step once the episode has ended, an empty one before; None: there is no episode.
+        self.last = None
 
     def _own_places(self, given):
         """The addresses of the user's own sites, from the arguments or the variables."""
