@@ -25,7 +25,7 @@ from typing import Any
 import requests
 
 WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft", "sciworld": "worlds.sciworld:SciWorld",
-          "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena:WebArena"}
+          "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena.env:WebArena"}
 DATA = Path(__file__).parent / "data"
 
 

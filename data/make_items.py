@@ -107,8 +107,7 @@ def searchqa(report=False):
 
 
 def webarena():
-    from worlds.websites.tasks import HELD_OUT, TEMPLATES, load
-    load()
+    from websites.tasks import HELD_OUT, TEMPLATES
     test, count = {}, len(TEMPLATES)
     for number, template in enumerate(TEMPLATES):
         test.setdefault(template.site, []).extend(number + count * seed for seed in range(HELD_OUT, HELD_OUT + 3))

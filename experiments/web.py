@@ -17,14 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs import EnvError, items, make_env, split_item  # noqa: E402
-from worlds.websites import browser, tasks  # noqa: E402
+from websites import tasks  # noqa: E402
+from worlds.webarena import browser, plans, tree  # noqa: E402
+from worlds.webarena.env import embedded_websites  # noqa: E402
 
 EPISODE = 50  # steps; WebArena's have 30 at most
 SHOTS = {"shop": "/category/kitchen", "forum": "/f/books?sort=top", "code": "{}/-/issues?state=open", "admin": "/"}
 
 
 def navigate(folder):
-    tasks.load()
     easy = [n for n, t in enumerate(tasks.TEMPLATES) if t.kind == "navigate" and all(len(tasks.make(n + len(tasks.TEMPLATES) * s)[1]) == 1 for s in range(9))]
     for path, seeds in (("AgentItemId/webarena_train.json", range(100)), ("AgentEval/webarena/webarena_test.json", range(1000, 1030)),
                         *((f"AgentEval/webarena/{site}.json", range(1000, 1030)) for site in tasks.PLACE)):
@@ -58,12 +59,11 @@ def screenshots():
     browser.FLAGS = [flag for flag in browser.FLAGS if "compositing" not in flag]  # there is no picture without it
     env = make_env("webarena", height=720, width=1100)
     env.reset(0)
-    from worlds.webarena import websites
     for name, path in SHOTS.items():
         if name == "code":
-            db = websites().episodes[env.episode][0]
+            db = embedded_websites().episodes[env.episode][0]
             path = path.format("/" + db.execute("select path from project order by stars desc").fetchone()[0])
-        env.browser.call(env.window.goto, websites().address(name) + path)
+        env.browser.call(env.window.goto, embedded_websites().address(name) + path)
         file = Path(__file__).parent.parent / f"docs/web_{name}.png"
         env.browser.call(lambda at=str(file): env.window.page.screenshot(path=at))
         print(file, file.stat().st_size)
@@ -76,7 +76,7 @@ def solve(count=100):
     inner, calls = env.step, []
     env.step = lambda action: calls.append(1) or inner(action)
     for name in random.Random(0).sample(names, min(count, len(names))):
-        wins += tasks.solve(env, split_item(name)[1]).success
+        wins += plans.solve(env, split_item(name)[1]).success
     seconds, steps = time.monotonic() - start, len(calls)
     print(f"{wins} of {min(count, len(names))} solved, {steps} steps in {seconds:.0f} s")
     env.close()
@@ -124,7 +124,7 @@ def load(episodes=32, steps=100, kill=False):
             try:
                 text = env.reset(k)
                 env.step("```goto [http://shop.localhost/account/edit]```")
-                number = tasks.find(env._observe(), "textbox", "Street")
+                number = tree.find(env._observe(), "textbox", "Street")
                 env.step(f"```type [{number}] [{mark}] [1]```")
                 for n in range(min(EPISODE, steps - count)):
                     if n % 20 == 19:

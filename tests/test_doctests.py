@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 
 MODULES = sorted(p.stem for p in ROOT.glob("*.py") if p.stem not in ("notebook", "conftest")) + [f"worlds.{p.stem}" for p in (ROOT / "worlds").glob("[a-z]*.py")] + [
-    f"worlds.websites.{p.stem}" for p in (ROOT / "worlds/websites").glob("[a-z]*.py")]
+    f"worlds.webarena.{p.stem}" for p in (ROOT / "worlds/webarena").glob("[a-z]*.py")] + [
+    f"websites.{p.stem}" for p in (ROOT / "websites").glob("[a-z]*.py")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,7 +26,7 @@ def test_there_are_some():
 
 
 def test_public_functions_say_what_they_take_and_give():
-    for name in (name for name in MODULES if not name.startswith("worlds.websites")):
+    for name in (name for name in MODULES if not name.startswith("websites.")):
         module = importlib.import_module(name)
         for key, thing in vars(module).items():
             if key.startswith("_") or getattr(thing, "__module__", "") != name:
