@@ -285,7 +285,7 @@ def test_the_description_is_what_the_grid_holds():
 
 def test_the_list_in_the_text_is_the_list():
     for item, env in random_states(range(0, 400, 7), turns=5, seed=1):
-        listed = json.loads(env._last.split("\nAvailable actions: ")[1])
+        listed = json.loads(env._last_text.split("\nAvailable actions: ")[1])
         assert listed == env.valid_actions() and len(set(listed)) == len(listed)
         assert listed[:2] == ["turn left", "turn right"] and listed[-1] == "check available actions"
 
