@@ -85,10 +85,10 @@ def main():
         return
 
     failed = []
-    if not args.draw and missing:
+    if not args.draw and (missing or rows.plain_files(args.study)):
         commit = play.revision()
         lock = play.begin(args.study, results)
-        if args.study == "worlds":
+        if missing and args.study == "worlds":
             make_item_sets()
         failed = run_all(args.study, missing, commit, args.jobs)
         rows.pack(args.study)

@@ -23,6 +23,10 @@ def run_path(study, run_name):
     return RESULTS / study / f"{run_name}.jsonl"
 
 
+def plain_files(study):
+    return sorted((RESULTS / study).glob("*.jsonl"))
+
+
 def read_lines(path):
     """The JSON objects of a plain .jsonl file, one per line. No file: no rows."""
     if not path.exists():
@@ -38,7 +42,7 @@ def load(study):
             for line in lines:
                 row = json.loads(line)
                 runs.setdefault(row.pop("run"), []).append(row)
-    for path in sorted((RESULTS / study).glob("*.jsonl")):
+    for path in plain_files(study):
         runs[path.stem] = read_lines(path)
     return runs
 
@@ -59,7 +63,7 @@ def save(study, runs):
 
 def pack(study):
     """Move the plain files of finished runs into the compressed file."""
-    plain = sorted((RESULTS / study).glob("*.jsonl"))
+    plain = plain_files(study)
     if not plain:
         return
     save(study, load(study))
