@@ -6,9 +6,13 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from experiments import test_time
+from experiments import study, test_time
 from experiments.studies import play, report, rows, runs
 
+ROW = {  # the summary of a run without training
+    "success": 0.5, "ci95": [0.4, 0.6], "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
+    "environment_turns": 0, "seconds": 0, "stopped": "",
+}
 HORIZON_RUNS = [r for r in runs.runs_of("horizon") if r.seed == 0 and r.label != "base"]
 
 
@@ -158,12 +162,48 @@ def test_packed_rows_are_the_rows_of_the_plain_files(tmp_path, monkeypatch):
     assert rows.packed_path("horizon").read_bytes() == packed
 
 
+def test_only_missing_runs_are_run_and_all_are_packed_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(play, "ROOT", tmp_path)
+    monkeypatch.setattr(play, "revision", lambda: "abc")
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    (tmp_path / "data/tiny/model.safetensors").write_bytes(b"one")
+    base = play.sha256(tmp_path / "data/tiny/model.safetensors")
+    done = []
+    failing = {"textcraft_long_s1"}
+
+    def do(name, run, commit):
+        if run.name in failing:
+            raise RuntimeError("no memory")
+        done.append(run.name)
+        path = rows.run_path(name, run.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ROW | {"base_sha256": base}) + "\n")
+
+    monkeypatch.setattr(play, "do", do)
+    monkeypatch.setattr("sys.argv", ["study.py", "collapse", "--jobs", "1"])
+    with pytest.raises(SystemExit, match="1 runs failed"):
+        study.main()
+    names = [run.name for run in runs.runs_of("collapse")]
+    assert done == [name for name in names if name not in failing]
+    assert set(rows.load("collapse")) == set(done)
+    assert not (tmp_path / "results/collapse").exists()
+
+    failing.clear()
+    done.clear()
+    study.main()
+    assert done == ["textcraft_long_s1"]
+    assert set(rows.load("collapse")) == set(names)
+
+
 def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
-    for study in runs.STUDIES:
-        names = {run.name for run in runs.runs_of(study)}
-        results = rows.load(study)
+    for name in runs.STUDIES:
+        names = {run.name for run in runs.runs_of(name)}
+        results = rows.load(name)
         assert results and set(results) <= names
-        for name, run_rows in results.items():
-            assert run_rows[-1]["commit"] and run_rows[-1]["model_sha256"], name
-            assert [row["step"] for row in run_rows[:-1]] == list(range(len(run_rows) - 1)), name
+        for run_name, run_rows in results.items():
+            assert run_rows[-1]["commit"] and run_rows[-1]["model_sha256"], run_name
+            steps = [row["step"] for row in run_rows[:-1]]
+            assert steps == list(range(len(steps))), run_name
     assert (ROOT / "experiments/results/test_time.jsonl.gz").exists()
