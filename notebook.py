@@ -38,8 +38,8 @@ pool = EnvPool()
 names = items("babyai", "train")[:4]
 trajectories = rollout(model, tokenizer, pool, names, horizon=4, samples=8, seed=0)
 show(next(t for t in trajectories if t.success), tokenizer)
-for group, name in enumerate(names):
-    print(f"rewards of {name}:", [t.reward for t in trajectories if t.group == group])
+rewards_by_item = [[t.reward for t in trajectories if t.group == group] for group in range(4)]
+print("rewards by item:", rewards_by_item)
 
 # %% [markdown]
 # Tokens are canonical: a new forward pass gives the log-probs that were recorded while sampling.
