@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
-from engine import Padded, Ragged, common, sample
+from engine import Padded, Ragged, common_prefix_length, sample
 from envs import EnvPool, ItemError, outcome, split_item
 from parallel import device_of, gathered
 from rl import columns_count
@@ -306,7 +306,7 @@ def _play(engine, todo, begin, ended, draw, arrival, gain=16, most=8192):
                     ended(e)
                 else:
                     source, n = engine.best_prefix(e.pending)
-                    if any(common(e.pending, other, n + gain) for other in starting):
+                    if any(common_prefix_length(e.pending, other, n + gain) for other in starting):
                         continue  # another's beginning is forwarded in this very step: worth waiting for
                     starting.append(e.pending)
                     slot = free.pop(0)

@@ -52,7 +52,7 @@ def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
     """What a GPU records as a CUDA graph: with shared keys, idle slots, and a cache that grows between."""
     model = other(family).double()
     engines = [Ragged(model, 3) for _ in range(2)]
-    engines[1].graphs = True
+    engines[1].use_graphs = True
     plain, fixed = (rollout(model, tiny[1], pool, ITEMS, 8, samples=2, max_tokens=24, seed=3, engine=e) for e in engines)
     assert [t.tokens for t in plain] == [t.tokens for t in fixed]
     assert max(len(t.tokens) for t in fixed) > 512 and engines[1].forwarded == 0  # over more than one width
@@ -99,9 +99,9 @@ def test_in_float64_a_trajectory_depends_neither_on_slots_nor_on_the_engine(pool
     first, *others = [rollout(model, tokenizer, pool, ITEMS, 5, **how, **kw) for kw in (
         dict(slots=2), dict(slots=7), dict(slots=64), dict(slots=4, arrival=True), dict(slots=4, engine="hf"))]
     graphs = Ragged(model, 4)
-    graphs.graphs = True  # on the CPU the same step, not recorded
+    graphs.use_graphs = True  # on the CPU the same step, not recorded
     others.append(rollout(model, tokenizer, pool, ITEMS, 5, **how, engine=graphs))
-    assert graphs.inputs.shape == (2, 4)
+    assert graphs.graph_inputs.shape == (2, 4)
     for played in others:
         assert [t.tokens for t in played] == [t.tokens for t in first]
         assert all(a == pytest.approx(b, abs=1e-6) for t, u in zip(first, played) for a, b in zip(t.logprobs, u.logprobs))
