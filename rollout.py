@@ -232,7 +232,7 @@ class Episode:
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
         self.pending = [token]
-        if not self._complete(token):
+        if not self.reply_is_complete(token):
             return False
         closed = token == self.chat.end_id
         cut = not closed and len(self.reply) >= self.max_tokens
@@ -246,7 +246,7 @@ class Episode:
         self.reply_logprobs = []
         return True
 
-    def _complete(self, token: int) -> bool:
+    def reply_is_complete(self, token: int) -> bool:
         """Whether the reply ends with this token."""
         if token == self.chat.end_id or len(self.reply) >= self.max_tokens:
             return True

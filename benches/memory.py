@@ -85,7 +85,7 @@ def put_peak(vocabulary, all_logits, answer):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if all_logits:
-        rl.LOGITS[model.device.type] = 10**12
+        rl.MAX_LOGITS[model.device.type] = 10**12
     shape = (64, TOKENS // 64 + 1)
     ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -221,7 +221,7 @@ def estimate(
     block_inputs = 2 * hidden * num_blocks
     inside_a_block = 2 * (8 * hidden + 4 * config.intermediate_size)
     parts["activations"] = positions * (block_inputs + inside_a_block)
-    parts["logits"] = 4 * 4 * rl.LOGITS["cuda"]
+    parts["logits"] = 4 * 4 * rl.MAX_LOGITS["cuda"]
 
     always = parts["weights"] + parts["optimizer"] + parts["reference"]
     parts["rollout"] = always + parts["gathered_rollout"] + parts["cache"]

@@ -154,10 +154,10 @@ def play_ours(
 
         def __init__(self, *args):
             super().__init__(*args)
-            item = int(self.t.item.split("_")[1])
+            item = int(self.trajectory.item.split("_")[1])
             self.lengths, _ = script(workload, item)
 
-        def complete(self, token):
+        def reply_is_complete(self, token):
             return len(self.reply) >= self.lengths[self.t.turns % TURNS]
 
     if engine is None:
@@ -179,7 +179,7 @@ def play_ours(
                 max_length=10**6,
                 action_format="plain",
                 engine=engine,
-                arrival=workload == "slow",
+                arrival_order=workload == "slow",
                 stats=stats,
             )
             return time.perf_counter() - start, played, stats

@@ -69,7 +69,9 @@ def step_ours(model, optimizer, trajectories, columns, denominator):
         logprobs, _ = rl.token_logprobs(model, batch["ids"], batch["mask"], entropy_gradient=False)
         return loss_and_stats(logprobs, batch, denominator)
 
-    stats = update.optimizer_step(model, optimizer, trajectories, columns, loss_of, POSITIONS)
+    batch = update.collate(trajectories, **columns)
+    rows = range(len(trajectories))
+    stats = update.optimizer_step(model, optimizer, batch, rows, loss_of, POSITIONS)
     return stats["loss"]
 
 
@@ -83,6 +85,7 @@ def step_padded(model, optimizer, trajectories, columns, denominator, micro_batc
     for places in micro_batches:
         chosen_columns = {name: [rows[i] for i in places] for name, rows in columns.items()}
         batch = update.collate([trajectories[i] for i in places], **chosen_columns)
+        del batch["lengths"]
         batch = {name: pad(x, (0, max(0, width - x.shape[1]))) for name, x in batch.items()}
         logits = model(input_ids=batch["ids"], use_cache=False).logits.float()[:, :-1]
         next_ids = batch["ids"][:, 1:, None]

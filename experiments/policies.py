@@ -18,14 +18,14 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import envs  # noqa: E402
-import schedule  # noqa: E402
+from config import TINY_HORIZONS  # noqa: E402
 from eval import bootstrap  # noqa: E402
 from make_tiny import draw, random_policy, world  # noqa: E402
 
 
 def main(name, episodes=1, horizon=None, data=None):
     env = world(name)
-    horizon = int(horizon or schedule.TINY[name].eval_rounds)
+    horizon = int(horizon or TINY_HORIZONS[name].eval_horizon)
     items = envs.items(name, "test", data) * int(episodes)
     category = envs.categories(name, data)
 
@@ -74,7 +74,7 @@ def summary(by_item, category):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in schedule.TINY:
-        worlds = "|".join(schedule.TINY)
+    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in TINY_HORIZONS:
+        worlds = "|".join(TINY_HORIZONS)
         sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER]]]")
     main(*sys.argv[1:])

@@ -171,7 +171,7 @@ def test_in_float64_a_trajectory_depends_neither_on_slots_nor_on_the_engine(pool
     ways = [
         dict(slots=7),
         dict(slots=64),
-        dict(slots=4, arrival=True),
+        dict(slots=4, arrival_order=True),
         dict(slots=4, engine="hf"),
         dict(engine=graph_engine),
     ]
@@ -302,7 +302,7 @@ def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
         action_format="plain",
         deadline=5,
         retries=0,
-        arrival=True,
+        arrival_order=True,
         progress=note,
     )
     expected = ["horizon"] * 12

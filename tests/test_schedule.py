@@ -113,7 +113,7 @@ def test_presets_are_usable():
         assert horizon_at(0, preset.rounds, preset.every) == preset.rounds[0]
         assert list(preset.rounds) == sorted(preset.rounds)
     for preset in TINY.values():
-        assert preset.eval_rounds == preset.rounds[-1]
+        assert preset.eval_horizon == preset.rounds[-1]
 
 
 def test_rounds_are_read_from_text():

@@ -13,7 +13,8 @@ import torch
 
 from experiments.studies import rows
 from experiments.studies.runs import EVALUATED_MIDWAY
-from schedule import TINY, horizon_at
+from config import TINY_HORIZONS
+from schedule import horizon_at
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -120,7 +121,7 @@ def next_steps(run, metrics):
 
 def max_turns(run, step):
     """The largest number of turns that a trajectory can have at this step."""
-    preset = TINY[run.world]
+    preset = TINY_HORIZONS[run.world]
     if run.label in ("short", "long"):
         return int(run.flags[run.flags.index("--horizon") + 1])
     if run.label == "scaling":
@@ -134,7 +135,7 @@ def evaluate(world, run, model, samples, path):
     if "--data" in run.flags:
         begin = run.flags.index("--data")
         data = run.flags[begin : begin + 2]
-    horizon = run.horizon or TINY[world].eval_rounds
+    horizon = run.horizon or TINY_HORIZONS[world].eval_horizon
     result = path.with_suffix(".result")
     call(
         "eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,

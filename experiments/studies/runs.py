@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from schedule import TINY
+from config import TINY_HORIZONS
 
 # Study "horizon": environment turns in all of a run, and the number of seeds.
 TURNS = {"babyai": 25_000, "textcraft": 40_000}
@@ -67,7 +67,7 @@ def horizon():
     flags = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
     found = []
     for world in ("babyai", "textcraft"):
-        rounds = TINY[world].rounds
+        rounds = TINY_HORIZONS[world].rounds
         schedules = {
             "scaling": (),
             "long": fixed(rounds[-1]),
@@ -83,7 +83,7 @@ def horizon():
 
 def collapse():
     flags = ("--min_entropy", "0", "--steps", "250", "--keep", "1000")
-    schedules = {"long": fixed(TINY["textcraft"].rounds[-1]), "scaling": ()}
+    schedules = {"long": fixed(TINY_HORIZONS["textcraft"].rounds[-1]), "scaling": ()}
     found = [Run("textcraft", "base", 0)]
     for seed in range(2):
         for label, schedule in schedules.items():
