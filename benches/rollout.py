@@ -158,7 +158,7 @@ def play_ours(
             self.lengths, _ = script(workload, item)
 
         def reply_is_complete(self, token):
-            return len(self.reply) >= self.lengths[self.t.turns % TURNS]
+            return len(self.reply) >= self.lengths[self.trajectory.turns % TURNS]
 
     if engine is None:
         engine = Ragged(model, slots)

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from envs import EnvError, items, make_env, split_item
-from rollout import EnvPool, rollout
+from envs import EnvError, EnvPool, items, make_env, split_item
+from rollout import rollout
 from worlds.almanac import ASKS, COMPARE, HELD_OUT, PHRASES, QUESTIONS, almanac
 from worlds.searchqa import BM25, SearchQA, normalise, split_contents
 

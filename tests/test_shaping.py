@@ -8,7 +8,7 @@ import pytest
 from algos import shaping_rewards
 from envs import make_env
 from rollout import Trajectory
-from update import shape
+from update import shape_rewards
 from worlds.textcraft import goal_depth, solution
 
 
@@ -101,7 +101,7 @@ def trajectory():
 )
 def test_it_is_paid_where_a_turn_ends(shaping, cost, rewards):
     t = trajectory()
-    shape([t], shaping, cost)
+    shape_rewards([t], shaping, cost)
     assert t.rewards == rewards and t.reward == sum(rewards) and t.score == 0.0
 
 
@@ -109,12 +109,12 @@ def test_it_is_paid_where_a_turn_ends(shaping, cost, rewards):
 def test_a_trajectory_that_broke_off_in_a_reply_is_shaped_as_far_as_it_went(shaping, first_reward):
     t = trajectory()
     t.progress.pop()  # the second reply was never taken by the environment
-    shape([t], shaping, gamma=0.9)
+    shape_rewards([t], shaping, gamma=0.9)
     assert t.rewards == pytest.approx([0, 0, 0, first_reward, 0, 0, 0, 1.0])
     assert t.reward == pytest.approx(1.0 + first_reward)
 
 
 def test_an_empty_trajectory_is_shaped_without_an_exception():
     t = Trajectory("a_1", "a")
-    shape([t], "potential", 0.1, 0.9)
+    shape_rewards([t], "potential", 0.1, 0.9)
     assert t.rewards == [] and t.reward == 0.0

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import envs
 import rl
-from rollout import EnvPool, rollout
+from rollout import rollout
 from worlds.webarena import env as webarena
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -69,7 +69,7 @@ def test_it_acts_validly_and_scores_as_much_as_the_random_policy(tiny, name):
     items = envs.items(name, "test")[::2]
     if name == "sciworld":  # the one task in which it scores, whose items are few
         items = [i for i, task in envs.categories(name).items() if task == "find-non-living-thing"]
-    with EnvPool() as pool:
+    with envs.EnvPool() as pool:
         played = rollout(*tiny, pool, items, HORIZON[name], samples=2, max_tokens=32, seed=1)
     valid = sum(t.valid_actions for t in played) / sum(t.turns for t in played)
     assert valid > (0.95 if name != "sciworld" else 0.9)

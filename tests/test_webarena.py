@@ -24,9 +24,9 @@ from conftest import ROOT
 
 import eval as evaluation
 from config import parse_config
-from envs import EnvError, categories, items, make_env, split_item
+from envs import EnvError, EnvPool, categories, items, make_env, split_item
 from rl import TINY
-from rollout import EnvPool, rollout
+from rollout import rollout
 from websites import tasks
 from worlds.webarena import browser as browsers
 from worlds.webarena import env as webarena
