@@ -1,11 +1,16 @@
-"""One SGD step with learning rate 1 on trajectories from a file, so that the weights give the gradient.
+"""One SGD step with learning rate 1 on trajectories from a file, so that the weights give the
+gradient.
 
     one_step.py TRAJECTORIES OUT FLAGS MAX_TOKENS
 
-test_parallel.py runs it alone or under torchrun. FLAGS, separated by commas: "plain" (the oracle: the
-model's own forward pass over padded rows, and one backward pass, without update.py), "padded" (update.py
-without packed rows), "shard", "recompute". Prints the statistics of the step, as JSON, with "rows": the
-largest number of rows that the model was given at once.
+test_parallel.py runs it alone or under torchrun. FLAGS, separated by commas:
+    plain       the oracle: the model's own forward pass over padded rows and one backward pass,
+                without update.py
+    padded      update.py without packed rows
+    shard       FSDP2
+    recompute   gradient checkpointing
+It prints the statistics of the step as JSON, with "rows": the largest number of rows that the model
+was given at once.
 """
 
 import json

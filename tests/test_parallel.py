@@ -212,7 +212,7 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
 
 
 def test_final_plays_as_the_last_checkpoint_does(reference, pool):
-    """Greedy trajectories of final/, loaded as any Hugging Face folder is, and of the checkpoint."""
+    """Greedy trajectories of the two are equal, loaded as any Hugging Face folder is."""
     plays = []
     for name in ("final", "checkpoints/step_000003"):
         policy, tokenizer = rl.load_policy(str(reference / name))

@@ -1,4 +1,4 @@
-"""The command train.py: every algorithm, repeated, resumed, on two processes, and given bad flags."""
+"""The command train.py: all algorithms, repeated, resumed, on two processes, with bad flags."""
 
 import copy
 import doctest
