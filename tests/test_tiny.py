@@ -12,7 +12,7 @@ from conftest import ROOT
 import envs
 import rl
 from rollout import rollout
-from worlds import webarena
+from worlds.webarena import env as webarena
 
 sys.path.insert(0, str(ROOT / "data"))
 import make_tiny  # noqa: E402
