@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 import envs
-from rollout import EnvPool, rollout
+from rollout import rollout
 
 RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -25,7 +25,7 @@ def test_the_world_in_the_readme_plays(tiny):
     assert world.reset(3) == world.reset(3)
     assert [world.step(str(n)).success for n in range(1, 21)].count(True) == 1
     assert not world.step("seven").valid
-    (t,) = rollout(*tiny, EnvPool(make=lambda name: space["Guess"]()), ["guess_3"], 2, max_tokens=4)
+    (t,) = rollout(*tiny, envs.EnvPool(make=lambda name: space["Guess"]()), ["guess_3"], 2, max_tokens=4)
     assert t.status in ("done", "horizon") and t.turns >= 1
 
 
@@ -85,8 +85,3 @@ def test_a_newcomer_can_follow_the_readme():
     done = subprocess.run([sys.executable, "experiments/readme.py", "--quick"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\nok ") > 10
-
-
-def test_every_file_of_the_top_level_is_installed():
-    modules = (ROOT / "pyproject.toml").read_text().split("py-modules = [")[1].split("]")[0]
-    assert {name.strip(' "') for name in modules.split(",")} == {path.stem for path in ROOT.glob("*.py")} - {"notebook"}
