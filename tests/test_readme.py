@@ -68,7 +68,7 @@ def test_every_command_of_the_readme_is_one():
     import eval as evaluation
     seen = 0
     for command in readme.commands(readme.pages(ROOT)):
-        for name, cfg in (("train.py", config.Config), ("eval.py", evaluation.Config)):
+        for name, cfg in (("train.py", config.Config), ("eval.py", evaluation.EvalConfig)):
             if name in command:
                 words = shlex.split(command.split(name, 1)[1].split("&&")[0], comments=True)
                 unknown = config.Parser(cfg, allow_abbrev=False).parse_args_into_dataclasses(words, return_remaining_strings=True)[1]
