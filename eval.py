@@ -130,14 +130,10 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     epilog = "a flag without a default takes the run's value, else that of train.py --help"
     cfg = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0], epilog)
 
-    # The world.
     run = run_of(cfg.model)
     trained_on = list(mixture(run["env"])) if run else []
     if not cfg.env:
-        if len(trained_on) > 1:
-            raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
-                             "choose one of them with --env")
-        cfg.env = trained_on[0] if trained_on else "babyai"
+        cfg.env = default_world(trained_on)
 
     # The run's settings and the presets. In a mixture each world has limits of its own.
     is_tiny = "tiny" in (cfg.model, run.get("model"))
@@ -161,16 +157,28 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
 
-    # The horizon. A run's says something only about the worlds that it was trained on.
+    # A run's horizon says something only about the worlds that it was trained on.
     if not cfg.horizon:
-        horizon = default["eval_horizon"]
-        if cfg.env in trained_on:
-            # Older runs have no "rounds" for each world.
-            rounds = own.get("rounds") or schedule.parse_rounds(run["horizon"], cfg.env)
-            horizon = rounds[-1]
-        cfg.horizon = str(horizon)
+        known = cfg.env in trained_on
+        cfg.horizon = str(last_horizon(own, cfg.env) if known else default["eval_horizon"])
     check_eval_config(cfg)
     return cfg
+
+
+def default_world(trained_on: list[str]) -> str:
+    """The world that a run was trained on; BabyAI without a run. Raises ValueError for several."""
+    if len(trained_on) > 1:
+        raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
+                         "choose one of them with --env")
+    return trained_on[0] if trained_on else "babyai"
+
+
+def last_horizon(run: dict, world: str) -> int:
+    """The horizon that a run's training on this world ends with. run: its config.json, with the
+    world's own settings."""
+    if "rounds" in run:
+        return run["rounds"][-1]
+    return schedule.parse_rounds(run["horizon"], world)[-1]  # an older run
 
 
 def is_served(cfg: EvalConfig) -> bool:
