@@ -1,8 +1,9 @@
 """Every flag of a training run: its type, its range, its default, and what it does.
 
-A flag whose default is None takes it from the presets below, by model and by world: the built-in tiny
-model needs other settings than a real one. `parse_config` reads the command line, fills in every default
-and refuses what cannot work before anything is written. eval.py uses the same presets and rules.
+A flag whose default is None takes it from the presets below, by model and by world: the built-in
+tiny model needs other settings than a real one. `parse_config` reads the command line, fills in
+every default and refuses what cannot work before anything is written. eval.py uses the same presets
+and rules.
 """
 
 import importlib.util
@@ -16,8 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
-# Threads that spin while they wait slow other processes down by up to five times where cores are shared.
-# PyTorch reads the variable when it is imported.
+# Threads that spin while they wait slow other processes down by up to five times where cores are
+# shared. PyTorch reads the variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
@@ -65,7 +66,8 @@ REAL = dict(
 WORLD_TINY = {  # a world's own defaults win over TINY
     # Few groups succeed here: with a penalty, most of the gradient would come from the penalty.
     "textcraft": dict(steps=90, invalid_penalty=0.0),
-    # A Java process holds 16 environments and takes a gigabyte. With more processes resets were too slow.
+    # A Java process holds 16 environments and takes a gigabyte. With more processes resets were too
+    # slow.
     "sciworld": dict(steps=40, slots=32),
     "searchqa": dict(action_format="tags", steps=300),
     # Each slot is a browser window. A low window gives short pages.
@@ -90,8 +92,10 @@ def presets(model: str, world: str) -> dict:
     else:
         horizons, table, own = PUBLISHED_HORIZONS, REAL, WORLD_REAL
     horizon = horizons.get(world, PUBLISHED_HORIZONS["babyai"])
-    chosen = dict(rounds=horizon.rounds, horizon_steps=horizon.every, eval_horizon=horizon.eval_horizon)
-    return table | own.get(world, {}) | chosen
+    return table | own.get(world, {}) | {
+        "rounds": horizon.rounds, "horizon_steps": horizon.every,
+        "eval_horizon": horizon.eval_horizon,
+    }
 
 
 # ---- ranges: each rule raises ValueError for a flag's value that makes no sense ----
@@ -130,7 +134,8 @@ def one_of(*choices: str) -> Callable[[str, str], None]:
 
 
 def check_ranges(cfg: object) -> None:
-    """Apply the rule in each field's annotation. Raises ValueError for the first value that breaks one."""
+    """Apply the rule in each field's annotation. Raises ValueError for the first value that breaks
+    one."""
     for name, hint in get_type_hints(type(cfg), include_extras=True).items():
         value = getattr(cfg, name)
         if value is None:
@@ -143,7 +148,8 @@ def check_ranges(cfg: object) -> None:
 
 
 def arg(default: object, help: str) -> Any:
-    """A flag: a field of a dataclass with its line of --help, which shows a default other than None, False or ""."""
+    """A flag: a field of a dataclass with its line of --help, which shows a default other than
+    None, False or ""."""
     if default is not None and default is not False and default != "":
         help += f" (default: {default})"
     return field(default=default, metadata={"help": help})
@@ -161,20 +167,23 @@ class WorldSettings:
     invalid_penalty: float
 
 
-# Flags that hold for every world of a mixture if they are given, and are each world's own otherwise.
+# Flags that hold for every world of a mixture if they are given, and are each world's own
+# otherwise.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 
 
 @dataclass
 class Config:
-    env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of {', '.join(PROTOCOLS)}; "
-                             "several with weights: babyai:2,textcraft:1")
+    env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
+                             f"{', '.join(PROTOCOLS)}; several with weights: babyai:2,textcraft:1")
     algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
         "grpo", "ppo | grpo | rloo | reinforce_pp")
     model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
-    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; "
-                           "of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
-    data: str = arg("", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
+    env_url: str = arg(
+        "", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; "
+            "of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
+    data: str = arg(
+        "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
@@ -182,7 +191,8 @@ class Config:
     # How much is played and trained.
     steps: Annotated[int | None, positive] = arg(None, "training steps")
     items_per_step: Annotated[int | None, positive] = arg(
-        None, "different items a step; a mixture's default is as many for each world as it has alone")
+        None, "different items a step; a mixture's default is as many for each world as it has "
+              "alone")
     rollouts_per_item: Annotated[int | None, positive] = arg(
         None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
@@ -191,8 +201,9 @@ class Config:
     # The horizon.
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
-    horizon_steps: int | None = arg(None, "training steps a stage lasts; adaptive: it compares the mean success "
-                                          "of halves of so many steps (rounded down)")
+    horizon_steps: int | None = arg(
+        None, "training steps a stage lasts; adaptive: it compares the mean success of halves of "
+              "so many steps (rounded down)")
     horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout) | "
                                                  "adaptive (a stage ends when success levels off)")
 
@@ -200,20 +211,26 @@ class Config:
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
     temperature: Annotated[float, positive] = arg(1.0, "of sampling")
-    top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling; truncation makes training off-policy")
+    top_p: Annotated[float, fraction] = arg(
+        1.0, "nucleus sampling; truncation makes training off-policy")
     top_k: Annotated[int, not_negative] = arg(0, "0: off; truncation makes training off-policy")
     min_p: Annotated[float, below_one] = arg(
-        0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; as above")
-    slots: Annotated[int | None, positive] = arg(None, "trajectories played at a time on each process")
+        0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; "
+             "as above")
+    slots: Annotated[int | None, positive] = arg(
+        None, "trajectories played at a time on each process")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
-    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are not "
-                                           "bit-for-bit repeatable; default: with --env_url")
+        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the "
+                  "reference)")
+    arrival_order: bool | None = arg(
+        None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
+              "default: with --env_url")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
-    action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(None, " | ".join(agent.FORMATS))
+    action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
+        None, " | ".join(agent.FORMATS))
     plan: bool = arg(False, "ask for a plan before the first action")
-    reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed episode, "
-                               "which is then tried again")
+    reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
+                               "episode, which is then tried again")
     env_args: str | None = arg(None, "keyword arguments of worlds in this process: "
                                      "'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
 
@@ -231,35 +248,40 @@ class Config:
     lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
         "constant", "constant | cosine (to a tenth, over --steps), after the warm-up")
     warmup_steps: Annotated[int, not_negative] = arg(
-        10, "steps over which the learning rates rise to their values (Adam's first steps are mostly noise)")
+        10, "steps over which the learning rates rise to their values (Adam's first steps are "
+            "mostly noise)")
     gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
     lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
     clip_low: Annotated[float, not_negative] = arg(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, not_negative] = arg(0.2, "and above 1 + clip_high")
-    value_clip: Annotated[float, not_negative] = arg(0.5, "how far a value may move in one step (ppo)")
+    value_clip: Annotated[float, not_negative] = arg(
+        0.5, "how far a value may move in one step (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
         None, "weight of the KL to the starting model; 0: no reference model at all")
     kl_type: Annotated[str, one_of("k1", "abs", "k2", "k3")] = arg(
         "k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
     kl_in: Annotated[str, one_of("loss", "reward")] = arg("loss", "loss | reward")
     entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
-    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small differences "
-                                    "count as much as large")
+    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small "
+                                    "differences count as much as large")
     aggregation: Annotated[str, one_of("token", "sequence")] = arg(
         "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
     max_grad_norm: Annotated[float, positive] = arg(1.0, "gradients are clipped to this norm")
 
     # Memory and precision.
-    microbatch_tokens: Annotated[int | None, positive] = arg(None, "positions in one forward and backward pass")
+    microbatch_tokens: Annotated[int | None, positive] = arg(
+        None, "positions in one forward and backward pass")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(
         None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
     gradient_checkpointing: bool | None = arg(
         None, "compute blocks again in the backward pass: a third slower, far less memory")
     lora_rank: Annotated[int, not_negative] = arg(
-        0, "0: train all weights; else LoRA's adapters of this rank alone (the extra lora), merged in final/")
+        0, "0: train all weights; else LoRA's adapters of this rank alone (the extra lora), "
+           "merged in final/")
     shard: bool | None = arg(None, "FSDP2: share out weights, gradients and optimizer; "
                                    "default: on GPUs, without --lora_rank")
-    offload: bool = arg(False, "with --shard: keep the shares in the CPU's memory and update them there")
+    offload: bool = arg(
+        False, "with --shard: keep the shares in the CPU's memory and update them there")
 
     # Stopping, saving, reporting.
     min_entropy: Annotated[float, not_negative] = arg(
@@ -274,10 +296,12 @@ class Config:
     worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `parse_config`
 
 
-# What may differ between a run and its continuation by --resume. `worlds` is compared entry by entry.
+# What may differ between a run and its continuation by --resume. `worlds` is compared entry by
+# entry.
 MAY_CHANGE = {
-    "resume", "out", "steps", "save_every", "keep", "env_url", "env_args", "deadline", "worlds", "arrival_order",
-    "shard", "offload", "gradient_checkpointing", "report_to", "min_entropy", "max_kl",
+    "resume", "out", "steps", "save_every", "keep", "env_url", "env_args", "deadline", "worlds",
+    "arrival_order", "shard", "offload", "gradient_checkpointing", "report_to", "min_entropy",
+    "max_kl",
 }
 
 
@@ -285,7 +309,8 @@ MAY_CHANGE = {
 
 
 class Parser(HfArgumentParser):
-    """An ArgumentParser over a dataclass's fields that raises ValueError instead of leaving the process."""
+    """An ArgumentParser over a dataclass's fields that raises ValueError instead of leaving the
+    process."""
 
     def __init__(self, *args: Any, **kw: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kw)
@@ -299,8 +324,10 @@ class Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def read_flags(config_class: type, argv: list[str] | None, program: str, description: str, epilog: str) -> Any:
-    """argv (default: sys.argv) -> an instance of `config_class`. Raises ValueError for an unknown flag."""
+def read_flags(config_class: type, argv: list[str] | None, program: str, description: str,
+               epilog: str) -> Any:
+    """argv (default: sys.argv) -> an instance of `config_class`. Raises ValueError for an unknown
+    flag."""
     parser = Parser(config_class, description=description, epilog=epilog)
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
@@ -309,7 +336,8 @@ def read_flags(config_class: type, argv: list[str] | None, program: str, descrip
 
 
 def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
-    """World -> its servers in --env_url; an empty list: it is played in this process. Raises ValueError.
+    """World -> its servers in --env_url; an empty list: it is played in this process. Raises
+    ValueError.
 
     >>> servers("babyai=http://a:1,http://b:1", ["babyai", "textcraft"])
     {'babyai': ['http://a:1', 'http://b:1'], 'textcraft': []}
@@ -338,7 +366,8 @@ def mixture(env: str) -> dict[str, float]:
         name, _, weight = part.strip().partition(":")
         is_number = re.fullmatch(r"(\d+(\.\d+)?)?", weight)
         if not is_number or not float(weight or 1) or name in weights:
-            raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1 with weights above 0")
+            raise ValueError(f"cannot read --env '{env}'; "
+                             "write babyai, or babyai:2,textcraft:1 with weights above 0")
         weights[name] = float(weight or 1)
     return weights
 
@@ -353,7 +382,8 @@ def merge_env_args(env_args: str | None, *defaults: str) -> str:
     """
     given = (env_args or "").split()
     named = {part.split("=")[0] for part in given}
-    added = [part for default in defaults for part in default.split() if part.split("=")[0] not in named]
+    parts = [part for default in defaults for part in default.split()]
+    added = [part for part in parts if part.split("=")[0] not in named]
     return " ".join(added + given)
 
 
@@ -367,32 +397,38 @@ def preset_tables() -> str:
     lines.append("other defaults by --model:")
     for name, table, own in (("tiny", TINY, WORLD_TINY), ("others", REAL, WORLD_REAL)):
         for label, values in ((name, table), *(("  " + world, t) for world, t in own.items())):
-            lines.append(f"  {label:9} " + ", ".join(f"{k} {v}" for k, v in values.items() if v != ""))
+            shown = [f"{flag} {value}" for flag, value in values.items() if value != ""]
+            lines.append(f"  {label:9} " + ", ".join(shown))
     return "\n".join(lines)
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
-    """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
-    cfg = read_flags(Config, argv, "train.py", "Multi-turn reinforcement learning of an LLM agent: "
-                                               "torchrun train.py --env babyai --algo grpo", preset_tables())
+    """The command line, checked and with every default filled in. Raises ValueError with one clear
+    line."""
+    description = ("Multi-turn reinforcement learning of an LLM agent: "
+                   "torchrun train.py --env babyai --algo grpo")
+    cfg = read_flags(Config, argv, "train.py", description, preset_tables())
     weights = mixture(cfg.env)
     urls = servers(cfg.env_url, weights)
     for world in weights:
         envs.check_name(world, urls[world])
     default = {world: presets(cfg.model, world) for world in weights}
 
-    # What each world has for itself. The run's own value is the largest of them, for a reader of config.json.
+    # What each world has for itself. The run's own value is the largest of them, for a reader of
+    # config.json.
     rounds = {world: rounds_of(cfg, world, default[world]["rounds"]) for world in weights}
-    limits = {world: {name: default[world][name] if getattr(cfg, name) is None else getattr(cfg, name)
-                      for name in LIMITS} for world in weights}
+    given = {name: getattr(cfg, name) for name in LIMITS if getattr(cfg, name) is not None}
+    limits = {world: {name: default[world][name] for name in LIMITS} | given for world in weights}
     cfg.worlds = {world: WorldSettings(weight, rounds[world], **limits[world])
                   for world, weight in weights.items()}
     for name in LIMITS:
         setattr(cfg, name, max(own[name] for own in limits.values()))
-    cfg.env_args = merge_env_args(cfg.env_args, *(default[w]["env_args"] for w in weights if not urls[w]))
+    in_this_process = [world for world in weights if not urls[world]]
+    cfg.env_args = merge_env_args(cfg.env_args,
+                                  *(default[world]["env_args"] for world in in_this_process))
 
-    # What the whole run shares: the first world's defaults. SearchQA and WebArena say themselves what a
-    # reply looks like, so in a mixture the action format is that of another world.
+    # What the whole run shares: the first world's defaults. SearchQA and WebArena say themselves
+    # what a reply looks like, so in a mixture the action format is that of another world.
     if cfg.action_format is None and len(weights) > 1:
         others = [default[w]["action_format"] for w in weights if w not in ("searchqa", "webarena")]
         cfg.action_format = others[0] if others else None
@@ -417,7 +453,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
 
 
 def rounds_of(cfg: Config, world: str, default: tuple[int, ...]) -> list[int]:
-    """The horizons of `world`: --horizon's, or the preset's, of which a fixed schedule takes the last."""
+    """The horizons of `world`: --horizon's, or the preset's, of which a fixed schedule takes the
+    last."""
     if cfg.horizon:
         return list(schedule.parse_rounds(cfg.horizon, world))
     if cfg.horizon_schedule == "fixed":
@@ -438,10 +475,11 @@ def written_rounds(rounds: dict[str, list[int]]) -> str:
 
 
 def items_per_world(cfg: Config) -> dict[str, int]:
-    """World -> how many of a step's items are its own: in proportion to the weights, rounded down; the
-    items that are left over go to the first worlds, one each."""
+    """World -> how many of a step's items are its own: in proportion to the weights, rounded down;
+    the items that are left over go to the first worlds, one each."""
     total = sum(own.weight for own in cfg.worlds.values())
-    counts = {world: int(cfg.items_per_step * own.weight / total) for world, own in cfg.worlds.items()}
+    counts = {world: int(cfg.items_per_step * own.weight / total)
+              for world, own in cfg.worlds.items()}
     left_over = cfg.items_per_step - sum(counts.values())
     for world in list(counts)[:left_over]:
         counts[world] += 1
@@ -462,14 +500,16 @@ def check(cfg: Config) -> None:
     options = envs.env_options(cfg.env_args, cfg.worlds)
     for world, urls in servers(cfg.env_url, cfg.worlds).items():
         if urls and options.get(world):
-            raise ValueError(f"--env_args is for worlds in this process, and {world} is played on a server")
+            raise ValueError(f"--env_args is for worlds in this process, and {world} is played "
+                             "on a server")
         envs.check_env(world, urls, **options.get(world, {}))
 
 
 def check_combinations(cfg: Config) -> None:
     """Flags that do not go together, and extras that are missing."""
     if cfg.kl_in == "loss" and cfg.kl_type == "k1":
-        raise ValueError("--kl_type k1 has no expected gradient as a loss; use k3, or --kl_in reward")
+        raise ValueError("--kl_type k1 has no expected gradient as a loss; "
+                         "use k3, or --kl_in reward")
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
@@ -497,7 +537,8 @@ def check_items(cfg: Config) -> None:
             if envs.split_item(item)[0] != world:
                 raise ValueError(f"the training set of {world} holds the item '{item}'")
         if not count:
-            raise ValueError(f"--items_per_step is {cfg.items_per_step}, which leaves none for {world}")
+            raise ValueError(f"--items_per_step is {cfg.items_per_step}, "
+                             f"which leaves none for {world}")
         if len(items) < count:
             raise ValueError(f"a step takes {count} items of {world} (--items_per_step), "
                              f"but the training set has {len(items)}")
@@ -511,7 +552,8 @@ def check_run_folder(cfg: Config) -> None:
         raise ValueError(f"cannot make the run folder {out}")
     if not cfg.resume:
         if rl.checkpoints(out):
-            raise ValueError(f"{out} holds a run already; add --resume to continue it or choose another --out")
+            raise ValueError(f"{out} holds a run already; "
+                             "add --resume to continue it or choose another --out")
         return
     if not out.is_dir():
         raise ValueError(f"nothing to resume: there is no folder {out}")

@@ -1,18 +1,25 @@
-"""The decode engine: each step is one forward pass over ONE flat row of ids, and every token is forwarded once.
+"""The decode engine of a rollout: each step is one forward pass, and each token is forwarded once.
 
-    flat row [1, N]:  one new id of each trajectory that is writing, then the whole new text of each that was told something
+A slot holds one trajectory. A slot decodes while the policy samples a reply: its only new id is
+the token that was sampled last. A slot prefills after a prompt or an observation: it has several
+new ids. The input of a step is one flat row of ids without padding:
 
-The linear layers never see padding, and prompts, observations and replies mix freely: any slot can be given to another
-trajectory at any step. Only the attention knows about slots. It is a function of ours (`attend`, registered with
-transformers' AttentionInterface): it writes the new keys and values at (slot, position) of a cache with a row for each slot
-and lets each query look at its own row: one batched call for all that are writing, one for each that reads.
+    flat row [1, N]:  the new id of each decoding slot, then all new ids of each prefilling slot
 
-`Ragged` is the engine, for Qwen2, Qwen3 and Llama; `Padded` is the model's own attention and cache, all rows in step and
-padded: the reference, and for all other models.
+The linear layers never see padding. Prompts, observations and replies mix in one step, and a free
+slot can be given to another trajectory at any step. Only the attention must know the slots. The
+function `attend`, registered with transformers' AttentionInterface, writes the new keys and values
+at (slot, position) of a cache with one entry for each slot. Each query then reads its own slot:
+decoding slots share batched calls, each prefilling slot takes a call of its own.
+
+`Ragged` is this engine, for Qwen2, Qwen3 and Llama. `Padded` uses the model's own attention and
+cache, with padded rows that advance together. It is the reference, and it plays all other models.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,66 +30,149 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from parallel import device_of
 from rl import length_dependence, packs, use_attention
 
+# ---- sampling ----
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-           min_p: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution at `uniforms`.
 
-    logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32: log_softmax(logits / temperature) at
-    the token, without truncation by top_p / top_k / min_p (which leaves out what has less than min_p times the probability
-    of the likeliest token). temperature 0 takes the argmax (log-probs as at temperature 1).
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row by inverting the cumulative distribution at `uniforms`.
+
+    logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32.
+
+    top_k keeps the k likeliest tokens (0: all), min_p the tokens with at least min_p times the
+    probability of the likeliest one, top_p the fewest likeliest tokens whose mass reaches top_p.
+    A log-prob is log_softmax(logits / temperature) at the token, without any such truncation.
+    Temperature 0 takes the argmax, with log-probs as at temperature 1.
     """
-    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
-    weights = probs = torch.softmax(logits, -1)  # [B, V]
+    logits = logits.float()
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    probs = torch.softmax(logits, -1)  # [B, V]
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        if top_k:
-            weights = weights.masked_fill(weights < weights.topk(min(top_k, weights.shape[-1]), dim=-1).values[:, -1:], 0.0)
-        if min_p:
-            weights = weights.masked_fill(weights < min_p * weights.amax(-1, keepdim=True), 0.0)
-        if top_p < 1.0:
-            ordered, order = weights.sort(dim=-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered > top_p * ordered.sum(-1, keepdim=True)] = 0.0
-            weights = torch.zeros_like(weights).scatter(-1, order, ordered)
-        tokens = invert(weights, uniforms.double())
-    return tokens, probs.gather(-1, tokens[:, None]).log().squeeze(1)
+        weights = _truncate(probs, top_p, top_k, min_p)
+        tokens = _invert_cdf(weights, uniforms.double())
+    logprobs = probs.gather(-1, tokens[:, None]).log().squeeze(1)
+    return tokens, logprobs
 
 
-def invert(weights: Tensor, uniforms: Tensor, width: int = 64) -> Tensor:
-    """The inverse of the cumulative distribution that weights [B, V] are proportional to, at uniforms [B] float64 -> [B] long. Never an
-    entry of weight 0. First among blocks of `width` entries, then inside one: sums in double are cheap, cumulative sums are not."""
-    if weights.shape[1] % width:
-        weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % width))
-    blocks = weights.view(len(weights), -1, width)  # [B, V / width, width]
-    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = uniforms[:, None] * cdf[:, -1:]  # [B, 1]
-    block = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
-    target -= torch.where(block > 0, cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
-    cdf = blocks.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)  # [B, width]
-    target = target.clamp(min=0.0).minimum(cdf[:, -1:] * (1 - 1e-12))  # the two sums may differ in their last bits
-    return (block * width + torch.searchsorted(cdf, target, right=True)).squeeze(1).clamp(max=weights.shape[1] - 1)
+def _truncate(weights: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """weights [B, V] -> the same, with 0 for each token that top_k, min_p or top_p leaves out."""
+    if top_k:
+        k = min(top_k, weights.shape[-1])
+        kth_largest = weights.topk(k, dim=-1).values[:, -1:]
+        weights = weights.masked_fill(weights < kth_largest, 0.0)
+    if min_p:
+        largest = weights.amax(-1, keepdim=True)
+        weights = weights.masked_fill(weights < min_p * largest, 0.0)
+    if top_p < 1.0:
+        ordered, order = weights.sort(dim=-1, descending=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        ordered[mass_before > top_p * ordered.sum(-1, keepdim=True)] = 0.0
+        weights = torch.zeros_like(weights).scatter(-1, order, ordered)
+    return weights
 
 
-def common_prefix_length(a: list[int], b: list[int], least: int = 0) -> int:
-    """How many ids two lists have in common from their beginning; 0 if that is not more than `least`.
+def _invert_cdf(weights: Tensor, uniforms: Tensor, block_size: int = 64) -> Tensor:
+    """Invert the cumulative distribution that `weights` [B, V] are proportional to.
 
-    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5]), common_prefix_length([1, 2, 3], [1, 2, 4, 5], least=2)
-    (2, 0)
+    uniforms [B] float64 -> tokens [B] long; never a token of weight 0. The search finds a block
+    of `block_size` tokens first, then a token in it: in float64 a sum over the vocabulary is
+    cheap, a cumulative sum is not.
     """
-    low, high = least + 1, min(len(a), len(b))
+    if weights.shape[1] % block_size:
+        padding = -weights.shape[1] % block_size
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.view(len(weights), -1, block_size)  # [B, V / block_size, block_size]
+
+    block_cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms[:, None] * block_cdf[:, -1:]  # [B, 1]
+    block = torch.searchsorted(block_cdf, target, right=True).clamp(max=block_cdf.shape[1] - 1)
+    mass_up_to_previous = block_cdf.gather(1, (block - 1).clamp(min=0))
+    target -= torch.where(block > 0, mass_up_to_previous, 0.0)
+
+    chosen_block = blocks.take_along_dim(block[..., None], 1).squeeze(1)
+    cdf = chosen_block.cumsum(-1, dtype=torch.float64)  # [B, block_size]
+    # The block's sum and the last entry of its cumulative sum may differ in their last bits.
+    target = target.clamp(min=0.0).minimum(cdf[:, -1:] * (1 - 1e-12))
+    place = torch.searchsorted(cdf, target, right=True)
+    return (block * block_size + place).squeeze(1).clamp(max=weights.shape[1] - 1)
+
+
+def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
+    """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
+
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5], threshold=2)
+    0
+    """
+    low = threshold + 1
+    high = min(len(a), len(b))
     if high < low or a[:low] != b[:low]:
         return 0
-    while low < high:  # a[:low] == b[:low] always
+    # Binary search. a[:low] == b[:low] holds throughout.
+    while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
-def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           scaling: float | None = None, ragged: "Ragged | None" = None, **_: object) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast's rotary embedding gives float32
+# ---- the engine ----
+
+
+class DecodeView(NamedTuple):
+    """One attention call of decoding slots: a rectangle of the cache, read without a copy.
+
+    A view covers all slots from the first to the last of a group, and as many keys as the longest
+    of the group has. Slots in between that do not decode are computed too, and dropped.
+    """
+
+    start: int  # the group's queries are [start:end] of the flat row
+    end: int
+    num_slots: int  # of the view, the slots in between included
+    region: tuple[slice, slice, slice]  # index of the view in keys [slots, H_kv, capacity, D]
+    places: Tensor | None  # [end - start] the group's slots within the view; None: all of them
+    mask: Tensor | None  # [num_slots, 1, 1, width] True: key is seen; None: every key is seen
+
+
+class PrefillChunk(NamedTuple):
+    """One attention call of a prefilling slot: the slot's new ids and the keys that they see."""
+
+    start: int  # the new ids are [start:end] of the flat row
+    end: int
+    slot: int
+    length: int  # number of keys of the slot, the new ones included
+    mask: Tensor | None  # [query heads per KV head * new ids, length]; None: causal, no key before
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    ragged: "Ragged | None" = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in each layer.
+
+    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
+    """
+    # Under autocast the rotary embedding returns float32.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     return ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
@@ -90,197 +180,381 @@ AttentionInterface.register("ragged", attend)
 
 
 class Ragged:
-    """The KV cache of `slots` trajectories, and the forward pass that extends it. `ids[slot]`: what the cache holds there; it
-    stays after a trajectory has ended, and whoever begins with the same ids copies their keys and values."""
+    """The KV cache of `slots` trajectories, and the forward pass that extends it.
+
+    `ids[slot]` are the ids whose keys and values the cache holds. They stay after a trajectory
+    has ended, so that a later trajectory that begins with the same ids can copy them.
+    `forwarded` counts the token positions that were computed.
+    """
 
     def __init__(self, policy: PreTrainedModel, slots: int):
-        self.policy, self.slots, self.device = policy, slots, device_of(policy)
-        self.shared = policy.config.num_attention_heads // policy.config.num_key_value_heads  # heads that share keys and values
-        self.call = 512 if self.device.type == "cpu" else 10**6  # what an attention call costs, in keys read for nothing
-        self.kv = {}  # layer -> [keys and values: 2, slots, H_kv, capacity, D]
-        self.graphs = self.device.type == "cuda"  # whether steps in which all write are CUDA graphs
-        self.inputs = torch.zeros(2, slots, dtype=torch.long, device=self.device)  # their ids and positions; recordings know its
-        self.rows = torch.arange(slots, device=self.device)  # place, and this one's
+        self.policy = policy
+        self.slots = slots
+        self.device = device_of(policy)
+        config = policy.config
+        self.query_heads_per_kv_head = config.num_attention_heads // config.num_key_value_heads
+        # The cost of one more attention call, in masked keys that could be read in the same time.
+        # A GPU takes all decoding slots in one call.
+        self.attention_call_cost = 512 if self.device.type == "cpu" else 10**6
+        self.kv_cache = {}  # layer -> keys and values [2, slots, H_kv, capacity, D]
+
+        # CUDA graphs of decode steps. A graph reads its inputs at fixed addresses, so these two
+        # tensors are never replaced.
+        self.use_graphs = self.device.type == "cuda"
+        self.graph_inputs = torch.zeros(2, slots, dtype=torch.long, device=self.device)
+        self.all_slots = torch.arange(slots, device=self.device)
         self.clear()
 
-    def clear(self, most: int = 10**9) -> None:
-        """Nothing is held any more, as after a change of the weights; `most`: a trajectory's largest number of ids. A CPU keeps
-        the memory: pages are slow to come by."""
-        self.ids, self.forwarded, self.most = [[] for _ in range(self.slots)], 0, most
-        self.steps = {}  # width -> what does a step of `_decode`
+    def clear(self, max_length: int = 10**9) -> None:
+        """Forget what the cache holds, as after a change of the weights.
+
+        max_length: the largest number of ids that a trajectory will have. On a CPU the memory is
+        kept, because the first access to fresh memory is slow.
+        """
+        self.ids = [[] for _ in range(self.slots)]
+        self.forwarded = 0
+        self.max_length = max_length
+        self.graph_steps = {}  # number of keys read -> function that runs a decode step
         if self.device.type != "cpu":
-            self.kv = {}
+            self.kv_cache = {}
 
     @staticmethod
     def lacks(policy: PreTrainedModel) -> str:
-        """Why this model cannot be played so; "" if it can."""
+        """Why this engine cannot play the model; "" if it can."""
         config = policy.config
-        return "" if packs(config) else length_dependence(config) or f"model type {config.model_type}"
+        if packs(config):
+            return ""
+        reason = length_dependence(config)
+        if reason:
+            return reason
+        return f"model type {config.model_type}"
 
     def attention(self) -> AbstractContextManager[None]:
-        """The policy's attention is ours inside."""
+        """Inside this context the policy's layers call `attend`."""
         return use_attention(self.policy.config, "ragged")
 
     def best_prefix(self, ids: list[int]) -> tuple[int, int]:
-        """-> (slot, n): the slot that holds most of the beginning of `ids`, and how much of it, the last id left out."""
-        slot, n = 0, 0
-        for other, held in enumerate(self.ids):
-            if n < len(held) and n < len(ids) - 1 and held[n] == ids[n] and (more := common_prefix_length(held, ids, n)):
-                slot, n = other, min(more, len(ids) - 1)
-        return slot, n
+        """Find the slot that holds the longest prefix of `ids` -> (slot, length of the prefix).
 
-    def begin(self, slot: int, ids: list[int], source: int, n: int) -> list[int]:
-        """Give `slot` to a trajectory that begins with `ids`, the first n of which `source` holds (see `best_prefix`).
-        -> those that still have to be forwarded: one at least, for its logits."""
-        if n and source != slot:
-            for kv in self.kv.values():
-                kv[:, slot, :, :n] = kv[:, source, :, :n]
-        self.ids[slot] = ids[:n]
-        return ids[n:]
+        The prefix never includes the last id, which must be forwarded for its logits.
+        """
+        best_slot = 0
+        best_length = 0
+        for slot, held in enumerate(self.ids):
+            if best_length >= len(held) or best_length >= len(ids) - 1:
+                continue
+            # A longer prefix agrees at the next position too. One comparison excludes most slots.
+            if held[best_length] != ids[best_length]:
+                continue
+            length = common_prefix_length(held, ids, best_length)
+            if length:
+                best_slot = slot
+                best_length = min(length, len(ids) - 1)
+        return best_slot, best_length
+
+    def begin(
+        self, slot: int, ids: list[int], source_slot: int, prefix_length: int
+    ) -> list[int]:
+        """Give `slot` to a trajectory that begins with `ids`.
+
+        The keys and values of the first `prefix_length` ids are copied from `source_slot` (see
+        `best_prefix`). -> the other ids, at least one: they must be forwarded.
+        """
+        if prefix_length and source_slot != slot:
+            for kv in self.kv_cache.values():
+                kv[:, slot, :, :prefix_length] = kv[:, source_slot, :, :prefix_length]
+        self.ids[slot] = ids[:prefix_length]
+        return ids[prefix_length:]
 
     @torch.no_grad()
     def forward(self, feed: dict[int, list[int]]) -> Tensor:
-        """feed: {slot: new ids} -> logits [len(feed), V] after the last new id of each, in the order of `feed`."""
-        if self.graphs and 2 * len(feed) >= self.slots and all(len(ids) == 1 for ids in feed.values()):
-            return self._decode(feed)
-        one = sorted(slot for slot, ids in feed.items() if len(ids) == 1)
-        more = [slot for slot, ids in feed.items() if len(ids) > 1]
-        ids, slots, positions, ends, self.chunks = [], [], [], {}, []
-        for slot in one + more:
-            new, past = feed[slot], len(self.ids[slot])
-            if len(new) > 1:
-                seen = None if not past else torch.ones(
-                    len(new), past + len(new), dtype=torch.bool, device=self.device).tril(past).repeat(self.shared, 1)
-                self.chunks.append((len(ids), len(ids) + len(new), slot, past + len(new), seen))
-            ids += new
-            slots += [slot] * len(new)
-            positions += range(past, past + len(new))
-            ends[slot] = len(ids) - 1
-            self.ids[slot] += new
-        ids, self.row, self.position = torch.tensor([ids, slots, positions], device=self.device)
-        self.forwarded += len(ids)
-        self.writing, self.longest = len(one), max(len(self.ids[slot]) for slot in feed)
-        self.views = self._views(one)
-        out = self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self,
-                          logits_to_keep=torch.tensor([ends[slot] for slot in feed], device=self.device))
+        """Append new ids to some slots and compute the logits after them.
+
+        feed: {slot: new ids, at least one} -> logits [len(feed), V] after the last new id of each
+        slot, in the order of `feed`.
+        """
+        # A graph computes all slots. It pays off if at least half of them are fed.
+        if self.use_graphs and 2 * len(feed) >= self.slots:
+            if all(len(new_ids) == 1 for new_ids in feed.values()):
+                return self._decode_with_graph(feed)
+        ids, logit_places = self._lay_out(feed)
+        out = self.policy(
+            input_ids=ids[None],
+            position_ids=self.token_positions[None],
+            use_cache=False,
+            ragged=self,
+            logits_to_keep=torch.tensor(logit_places, device=self.device),
+        )
         return out.logits[0]
 
-    def _decode(self, feed):
-        """A step in which all that are fed write, as one CUDA graph: its tensors stand at fixed places, so all slots take part. A slot
-        that is not fed writes where its next id will be written over it."""
-        inputs = torch.tensor([[feed.get(slot, [0])[0] for slot in range(self.slots)], [len(ids) for ids in self.ids]])
+    def _lay_out(self, feed):
+        """Build the flat row of a step, and set the attributes that `attend` reads.
+
+        feed: {slot: new ids} -> (ids [N], the place of each slot's last id, in the order of `feed`)
+        """
+        decoding = sorted(slot for slot, new_ids in feed.items() if len(new_ids) == 1)
+        prefilling = [slot for slot, new_ids in feed.items() if len(new_ids) > 1]
+        ids, slots, positions = [], [], []  # of each token of the flat row
+        last_place = {}  # slot -> place of its last new id in the flat row
+        self.prefill_chunks = []
+        for slot in decoding + prefilling:
+            new_ids = feed[slot]
+            past = len(self.ids[slot])
+            length = past + len(new_ids)
+            start = len(ids)
+            if len(new_ids) > 1:
+                mask = self._chunk_mask(past, len(new_ids))
+                chunk = PrefillChunk(start, start + len(new_ids), slot, length, mask)
+                self.prefill_chunks.append(chunk)
+            ids += new_ids
+            slots += [slot] * len(new_ids)
+            positions += range(past, length)
+            last_place[slot] = len(ids) - 1
+            self.ids[slot] += new_ids
+        self.forwarded += len(ids)
+
+        # One transfer to the device. token_slots, token_positions [N]: each token's cache entry.
+        flat_row = torch.tensor([ids, slots, positions], device=self.device)
+        ids_on_device, self.token_slots, self.token_positions = flat_row
+        self.decode_count = len(decoding)
+        self.needed_capacity = max(len(self.ids[slot]) for slot in feed)
+        self.decode_views = self._make_decode_views(decoding)
+        return ids_on_device, [last_place[slot] for slot in feed]
+
+    def _chunk_mask(self, past, num_new):
+        """The mask of a PrefillChunk after `past` keys.
+
+        Query heads that share a KV head stand one after the other along the queries' dimension,
+        so the mask of one head is repeated for each.
+        """
+        if not past:
+            return None
+        mask = torch.ones(num_new, past + num_new, dtype=torch.bool, device=self.device)
+        return mask.tril(past).repeat(self.query_heads_per_kv_head, 1)
+
+    def _decode_groups(self, decoding):
+        """Cut decoding slots, in order, into groups that share one attention call.
+
+        A slot joins the group before it if the keys that are then read in vain cost less than a
+        call. -> [(slots, length of the longest, sum of lengths)]
+        """
+        groups = []
+        for slot in decoding:
+            length = len(self.ids[slot])
+            if groups:
+                slots, longest, total = groups[-1]
+                longest = max(longest, length)
+                total += length
+                num_slots = slot + 1 - slots[0]
+                unneeded_keys = num_slots * longest - total
+                if unneeded_keys <= self.attention_call_cost:
+                    slots.append(slot)
+                    groups[-1] = (slots, longest, total)
+                    continue
+            groups.append(([slot], length, length))
+        return groups
+
+    def _make_decode_views(self, decoding):
+        """The attention calls of this step's decoding slots -> [DecodeView]."""
+        views = []
+        start = 0
+        for slots, longest, total in self._decode_groups(decoding):
+            end = start + len(slots)
+            first_slot = slots[0]
+            num_slots = slots[-1] + 1 - first_slot
+            last_keys = self.token_positions[start:end]  # the last key that each query sees
+            places = None
+            mask = None
+            if num_slots > len(slots):
+                places = self.token_slots[start:end] - first_slot
+                # A slot in between sees its first key: a softmax over no key would be NaN.
+                last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
+            if total < num_slots * longest:
+                key_positions = torch.arange(longest, device=self.device)
+                mask = (key_positions <= last_keys[:, None])[:, None, None]
+            region = (slice(first_slot, first_slot + num_slots), slice(None), slice(longest))
+            views.append(DecodeView(start, end, num_slots, region, places, mask))
+            start = end
+        return views
+
+    def _decode_with_graph(self, feed):
+        """A step in which all slots of `feed` decode, as one CUDA graph -> logits [len(feed), V].
+
+        A graph repeats its kernels on the same addresses, so the shapes are fixed and all slots
+        take part. A slot that is not fed writes a key and a value at its next position, where its
+        next id overwrites them before they are read.
+        """
+        new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
+        positions = [len(ids) for ids in self.ids]
+        inputs = torch.tensor([new_ids, positions])
         for slot, ids in feed.items():
             self.ids[slot] += ids
         self.forwarded += self.slots
-        self.longest = 1 + max(map(len, self.ids))
-        # of the keys that are read; a graph for each
-        width = min(1 << max(8, (self.longest - 1).bit_length()), max(self.longest, self.most + 1))
-        if any(kv.shape[3] < width for kv in self.kv.values()) or not self.kv:
-            self.longest = width
-            for layer, kv in self.kv.items():
-                self._room(layer, kv[0, 0])
-        self.inputs.copy_(inputs, non_blocking=True)  # before a recording, which writes keys and values where they say
-        if width not in self.steps:
-            self.steps[width] = self._graph(width)
-        return self.steps[width]()[list(feed)]
+        self.needed_capacity = 1 + max(map(len, self.ids))
 
-    def _graph(self, width):
-        """-> a function: `inputs` (ids and positions, [2, slots]) -> logits [slots, V]; on a GPU it replays a recording."""
-        def step():
-            (ids, self.position), self.row, self.chunks, self.writing = self.inputs, self.rows, [], self.slots
-            seen = (torch.arange(width, device=self.device) <= self.position[:, None])[:, None, None]
-            self.views = [(0, self.slots, (slice(None), slice(None), slice(width)), None, seen)]
-            return self.policy(input_ids=ids[None], position_ids=self.position[None], use_cache=False, ragged=self).logits[0]
+        # The number of keys that are read is a power of two, for few graphs, but no larger than a
+        # trajectory can become.
+        width = 1 << max(8, (self.needed_capacity - 1).bit_length())
+        width = min(width, max(self.needed_capacity, self.max_length + 1))
+        if not self.kv_cache or any(kv.shape[3] < width for kv in self.kv_cache.values()):
+            self.needed_capacity = width
+            for layer, kv in self.kv_cache.items():
+                self._layer_cache(layer, kv[0, 0])
+
+        # Building a graph runs the step, which writes keys and values: the inputs come first.
+        self.graph_inputs.copy_(inputs, non_blocking=True)
+        if width not in self.graph_steps:
+            self.graph_steps[width] = self._make_graph_step(width)
+        logits = self.graph_steps[width]()
+        return logits[list(feed)]
+
+    def _make_graph_step(self, width: int) -> Callable[[], Tensor]:
+        """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V].
+
+        width: number of keys that are read in each slot. On a GPU the function replays a graph.
+        """
+
+        def decode():
+            ids, self.token_positions = self.graph_inputs
+            self.token_slots = self.all_slots
+            self.prefill_chunks = []
+            self.decode_count = self.slots
+            key_positions = torch.arange(width, device=self.device)
+            mask = (key_positions <= self.token_positions[:, None])[:, None, None]
+            region = (slice(None), slice(None), slice(width))
+            self.decode_views = [DecodeView(0, self.slots, self.slots, region, None, mask)]
+            out = self.policy(
+                input_ids=ids[None],
+                position_ids=self.token_positions[None],
+                use_cache=False,
+                ragged=self,
+            )
+            return out.logits[0]
 
         if self.device.type != "cuda":
-            step()  # as often as below, so that tests see what it leaves behind
-            return step
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what is set up on first use must not be recorded
+            decode()  # a warm-up, as on a GPU, so that tests on a CPU cover its side effects
+            return decode
+
+        # Warm up outside the recording: the first calls allocate and initialize.
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
+                decode()
+        torch.cuda.current_stream().wait_stream(side_stream)
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = step()
-        return lambda: graph.replay() or logits
+            logits = decode()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """query [H, N, D], key and value [H_kv, N, D] of the flat row -> [N, H, D]."""
-        (H, N, D), G = query.shape, len(key)
-        keys, values = self._room(layer, key)  # [slots, G, capacity, D]
-        keys[self.row, :, self.position] = key.transpose(0, 1)
-        values[self.row, :, self.position] = value.transpose(0, 1)
+        def replay():
+            graph.replay()
+            return logits
+
+        return replay
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Attention of one layer over the flat row: store new keys and values, then read.
+
+        query [H, N, D], key and value [H_kv, N, D] -> [N, H, D].
+        """
+        H, N, D = query.shape
+        H_kv = len(key)
+        keys, values = self._layer_cache(layer, key)  # each [slots, H_kv, capacity, D]
+        keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
+        values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
         out = query.new_empty(N, H, D)
-        # heads that share keys stand where a sequence's queries would
-        writing = query[:, :self.writing].transpose(0, 1).reshape(-1, G, H // G, D)
-        for begin, end, view, spread, seen in self.views:
-            q = writing[begin:end]
-            if spread is not None:
-                q = q.new_zeros(view[0].stop - view[0].start, *q.shape[1:]).index_copy_(0, spread, q)
-            o = scaled_dot_product_attention(q, keys[view], values[view], seen, scale=scaling)
-            out[begin:end] = (o if spread is None else o[spread]).reshape(-1, H, D)
-        for begin, end, slot, length, seen in self.chunks:
-            q, k, v = query[:, begin:end], keys[None, slot, :, :length], values[None, slot, :, :length]
-            if seen is None:  # nothing before it
-                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=H != G)
+
+        # Decoding slots have one query each. The query heads that share a KV head stand where the
+        # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
+        queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
+        for start, end, num_slots, region, places, mask in self.decode_views:
+            q = queries[start:end]
+            if places is not None:
+                q = q.new_zeros(num_slots, *q.shape[1:]).index_copy_(0, places, q)
+            o = scaled_dot_product_attention(q, keys[region], values[region], mask, scale=scaling)
+            if places is not None:
+                o = o[places]
+            out[start:end] = o.reshape(-1, H, D)
+
+        # Each prefilling slot has several queries, and sees the keys of its own slot.
+        for start, end, slot, length, mask in self.prefill_chunks:
+            q = query[:, start:end]
+            k = keys[None, slot, :, :length]
+            v = values[None, slot, :, :length]
+            if mask is None:
+                q = q[None]
+                o = scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scaling, enable_gqa=H != H_kv
+                )
             else:
-                o = scaled_dot_product_attention(q.reshape(1, G, -1, D), k, v, seen, scale=scaling)
-            out[begin:end] = o.reshape(H, -1, D).transpose(0, 1)
+                q = q.reshape(1, H_kv, -1, D)
+                o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
+            out[start:end] = o.reshape(H, -1, D).transpose(0, 1)
         return out
 
-    def _views(self, writing):
-        """Cut the slots that are writing into runs of about equal length, each one view of the cache and one call.
-        -> [(first, end, view, their places in it or None for all, mask [rows, 1, 1, width] or None)]; first, end: of the row."""
-        runs, views, n = [], [], 0  # runs: (slots, width, sum of lengths)
-        for slot in writing:
-            length = len(self.ids[slot])
-            if runs:
-                slots, width, total = runs[-1]
-                wider, total = max(width, length), total + length
-                if (slot + 1 - slots[0]) * wider - total <= self.call:
-                    runs[-1] = [*slots, slot], wider, total
-                    continue
-            runs.append(([slot], length, length))
-        for slots, width, total in runs:
-            rows, last, spread, seen = slots[-1] + 1 - slots[0], self.position[n:n + len(slots)], None, None
-            if rows > len(slots):
-                spread = self.row[n:n + len(slots)] - slots[0]
-                last = last.new_zeros(rows).index_copy_(0, spread, last)  # those between look at their first key
-            if total < rows * width:
-                seen = (torch.arange(width, device=self.device) <= last[:, None])[:, None, None]
-            views.append((n, n + len(slots), (slice(slots[0], slots[-1] + 1), slice(None), slice(width)), spread, seen))
-            n += len(slots)
-        return views
+    def _layer_cache(self, layer, like):
+        """The layer's cache [2, slots, H_kv, capacity, D], with room for this step.
 
-    def _room(self, layer, key):
-        """The layer's cache, large enough for this step; key [H_kv, N, D]."""
-        old, (heads, _, size) = self.kv.get(layer), key.shape
-        if old is None or old.shape[3] < self.longest or old.dtype != key.dtype:
-            shape = 2, self.slots, heads, max(self.longest, min(2 * self.longest, self.most)), size
-            # zeros: what was never written is masked, but 0 times not-a-number would be seen
-            if key.device.type == "cpu":  # numpy's cost nothing until they are touched
-                new = torch.from_numpy(np.zeros(math.prod(shape) * key.itemsize, np.uint8)).view(key.dtype).view(shape)
-            else:
-                new = key.new_zeros(shape)
-            if old is not None:
-                new[..., :old.shape[3], :] = old
-            self.kv[layer], self.steps = new, {}  # recordings know the old one's place
-        return self.kv[layer]
+        like: a tensor [H_kv, any, D] of the keys' dtype and device.
+        """
+        cache = self.kv_cache.get(layer)
+        fits = (
+            cache is not None
+            and cache.shape[3] >= self.needed_capacity
+            and cache.dtype == like.dtype
+        )
+        if fits:
+            return cache
+        return self._grow_layer_cache(layer, like)
+
+    def _grow_layer_cache(self, layer, like):
+        """Replace the layer's cache by one of about twice the needed capacity, with its content."""
+        H_kv, _, D = like.shape
+        capacity = max(self.needed_capacity, min(2 * self.needed_capacity, self.max_length))
+        shape = (2, self.slots, H_kv, capacity, D)
+        # Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN.
+        if like.device.type == "cpu":
+            # numpy's zeros take memory only where they are written; torch's are all written at
+            # once. As bytes, because numpy has no bfloat16.
+            num_bytes = math.prod(shape) * like.itemsize
+            new = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
+        else:
+            new = like.new_zeros(shape)
+        old = self.kv_cache.get(layer)
+        if old is not None:
+            new[..., : old.shape[3], :] = old
+        self.kv_cache[layer] = new
+        self.graph_steps = {}  # recorded graphs use the old cache's address
+        return new
+
+
+# ---- the reference ----
 
 
 class Padded:
-    """The KV cache of rows that all are forwarded in step. Each chunk of new tokens is padded on the left to one width; the 2-D
-    `seen` mask over all columns keeps the padding out of the attention, and positions count real tokens only."""
+    """The KV cache of rows that advance together, on the model's own attention.
+
+    The new ids of a step are padded on the left to one width. The attention mask over all columns
+    hides the padding, and positions count real tokens only.
+    """
 
     def __init__(self, policy: PreTrainedModel):
-        self.policy, self.kv, self.device = policy, DynamicCache(), device_of(policy)
-        self.seen, self.length, self.forwarded = None, None, 0  # seen [B, C] bool, length [B] long
+        self.policy = policy
+        self.device = device_of(policy)
+        self.kv_cache = DynamicCache()
+        self.attention_mask = None  # [B, columns] bool, True: a real token
+        self.lengths = None  # [B] long, real tokens of each row
+        self.forwarded = 0  # token positions computed, padding included
 
     def start(self, chunks: list[list[int]]) -> Tensor:
-        """The first forward: rows that begin alike (the samples of one item) are computed once and copied."""
-        place = {}
+        """The first forward pass: equal rows (the samples of an item) are computed once.
+
+        chunks: B lists of ids -> logits [B, V] after each row's last id.
+        """
+        place = {}  # chunk -> its row among the distinct ones
         for chunk in chunks:
             place.setdefault(tuple(chunk), len(place))
         logits = self.forward([list(chunk) for chunk in place])
@@ -290,25 +564,42 @@ class Padded:
 
     @torch.no_grad()
     def forward(self, chunks: list[list[int]]) -> Tensor:
-        """chunks: B lists of ids, [] for a row that waits -> logits [B, V] after each row's last id."""
-        B, W = len(chunks), max(map(len, chunks))
-        ids, real = torch.zeros(B, W, dtype=torch.long), torch.zeros(B, W, dtype=torch.bool)
+        """Append ids to the rows and compute the logits after them.
+
+        chunks: B lists of ids, [] for a row that waits -> logits [B, V] after each row's last id.
+        """
+        B = len(chunks)
+        width = max(map(len, chunks))
+        ids = torch.zeros(B, width, dtype=torch.long)
+        is_real = torch.zeros(B, width, dtype=torch.bool)
         for row, chunk in enumerate(chunks):
             if chunk:
-                ids[row, W - len(chunk):], real[row, W - len(chunk):] = torch.tensor(chunk), True
-        ids, real = ids.to(self.device), real.to(self.device)
-        if self.seen is None:
-            self.seen = real[:, :0]
-            self.length = torch.zeros(B, dtype=torch.long, device=self.device)
-        self.seen = torch.cat([self.seen, real], dim=1)  # [B, C + W]
-        positions = (self.length[:, None] + real.cumsum(1) - 1).clamp(min=0)  # [B, W]
-        self.length = self.length + real.sum(1)
-        self.forwarded += B * W
-        out = self.policy(input_ids=ids, attention_mask=self.seen.long(), position_ids=positions,
-                          past_key_values=self.kv, use_cache=True, logits_to_keep=1)
+                start = width - len(chunk)
+                ids[row, start:] = torch.tensor(chunk)
+                is_real[row, start:] = True
+        ids = ids.to(self.device)
+        is_real = is_real.to(self.device)
+
+        if self.attention_mask is None:
+            self.attention_mask = is_real[:, :0]
+            self.lengths = torch.zeros(B, dtype=torch.long, device=self.device)
+        self.attention_mask = torch.cat([self.attention_mask, is_real], dim=1)
+        positions = (self.lengths[:, None] + is_real.cumsum(1) - 1).clamp(min=0)  # [B, width]
+        self.lengths = self.lengths + is_real.sum(1)
+        self.forwarded += B * width
+        out = self.policy(
+            input_ids=ids,
+            attention_mask=self.attention_mask.long(),
+            position_ids=positions,
+            past_key_values=self.kv_cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return out.logits[:, -1]
 
     def keep(self, rows: list[int]) -> None:
+        """Replace the rows by these of them: a row may be left out, or repeated."""
         rows = torch.tensor(rows, device=self.device)
-        self.kv.batch_select_indices(rows)
-        self.seen, self.length = self.seen[rows], self.length[rows]
+        self.kv_cache.batch_select_indices(rows)
+        self.attention_mask = self.attention_mask[rows]
+        self.lengths = self.lengths[rows]

@@ -1,12 +1,17 @@
-"""Environments: the `Env` protocol, the registry of worlds, item ids, and the client of AgentGym's HTTP protocol.
+"""Environments: the `Env` protocol, the registry of worlds, item ids, and a pool of environments.
 
-A world is a text game. `reset(item)` starts episode number `item` (the same number is the same episode on
-every machine) and returns the first observation; `step(action)` takes one parsed action. To add a world, write
-`worlds/NAME.py` with a subclass of `Env` and add one line to `WORLDS` (the README shows all 30 lines).
+A world is a text game. An environment plays one episode of a world at a time: `reset(item)` starts
+the episode of item number `item` and returns the first observation; `step(action)` takes one
+action. The same item number gives the same episode on every machine.
 
-    python envs.py serve --env babyai --port 36001      # a world of ours for AgentGym's clients: serve.py
+To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line to `WORLDS`
+(the README has a complete example).
+
+    python envs.py serve --env babyai --port 36001   # serve a world in AgentGym's HTTP protocol
+    python envs.py play --env textcraft --item 3     # play a world in the terminal
 """
 
+import argparse
 import importlib
 import inspect
 import json
@@ -20,13 +25,11 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import requests
 
-WORLDS = {"babyai": "worlds.babyai:BabyAI", "textcraft": "worlds.textcraft:TextCraft", "sciworld": "worlds.sciworld:SciWorld",
-          "searchqa": "worlds.searchqa:SearchQA", "webarena": "worlds.webarena:WebArena"}
-DATA = Path(__file__).parent / "data"
+# ---- the protocol ----
 
 
 class EnvError(RuntimeError):
@@ -39,44 +42,129 @@ class ItemError(ValueError):
 
 @dataclass
 class Step:
+    """What an environment returns for one action."""
+
     observation: str
     reward: float = 0.0  # this step's increment; a trajectory's return is the sum over its steps
-    score: float = 0.0  # the world's own measure of the episode so far, 0..1
-    done: bool = False
+    score: float = 0.0  # the world's own measure of the episode so far, from 0 to 1
+    done: bool = False  # the episode is over
     success: bool = False  # the task is fulfilled
-    valid: bool = True  # the action was one (well-formed and possible); False makes --invalid_penalty count
-    progress: float = 0.0  # 0..1, how far the task has come, in worlds that can tell: what --shaping pays for
+    valid: bool = True  # the action was well-formed and possible; --invalid_penalty needs False
+    progress: float = 0.0  # from 0 to 1, how far the task has come; --shaping pays for it
 
 
 class Env:
-    """One episode at a time; reused by `reset`. Faults raise `EnvError`, an unknown item `ValueError`."""
+    """A world that plays one episode at a time and is reused by `reset`.
+
+    Failures of the environment raise `EnvError`, an unknown item raises `ValueError`.
+    """
 
     prompt = ""  # the instructions, shown once at the start of every conversation
-    whole_reply = False  # `step` takes the agent's reply as it is, not the action parsed from it
-    stop = ()  # strings that end a reply, and belong to it
-    instant = False  # `step` is a moment of Python and cannot hang: on a CPU the rollout takes it in its own thread, and goes on at once
-    remote = False  # played on a server
+    whole_reply = False  # `step` takes the agent's whole reply, not the action parsed from it
+    stop = ()  # strings that end a reply; the string itself belongs to the reply
+    # `step` is fast and cannot hang. On a CPU the rollout then calls it in its own thread, without
+    # a switch to the environment's thread.
+    instant = False
+    remote = False  # the episode is played on a server
 
     def reset(self, item: int) -> str:
-        """Begin the episode `item` (the same item is the same episode everywhere) -> the first observation."""
+        """Begin the episode of `item` -> the first observation."""
         raise NotImplementedError
 
     def step(self, action: str) -> Step:
-        """Take the agent's action, any text: what is no action is a `Step` with valid=False, not an exception."""
+        """Take the agent's action. Any text is allowed: an invalid action gives valid=False."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what the episode holds: processes, connections."""
+        """Release what the episode holds: processes, connections."""
 
 
-def agentgym() -> Any:
-    """The module with the client of AgentGym's servers, loaded by name: it imports this one."""
+# ---- the registry ----
+
+WORLDS = {  # name -> "module:class"
+    "babyai": "worlds.babyai:BabyAI",
+    "textcraft": "worlds.textcraft:TextCraft",
+    "sciworld": "worlds.sciworld:SciWorld",
+    "searchqa": "worlds.searchqa:SearchQA",
+    "webarena": "worlds.webarena.env:WebArena",
+}
+
+
+def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
+    """Make the world `name`: in this process, or on the AgentGym server at `url`.
+
+    Keyword arguments go to the world's class, or to `worlds.agentgym.RemoteEnv` if there is a
+    `url`. Raises ValueError for an unknown name, an unknown argument or a missing package, and
+    EnvError if the server fails.
+    """
+    check_name(name, url)
+    if url:
+        return _make_remote(name, url, kw)
+    return _make_local(name, kw)
+
+
+def _make_local(name, kw):
+    try:
+        world = _world_class(name)
+        parameters = inspect.signature(world).parameters
+        unknown = kw.keys() - parameters.keys()
+        if unknown:
+            takes = ", ".join(parameters) or "none"
+            raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {takes}")
+        return world(**kw)
+    except ModuleNotFoundError as e:
+        raise _missing_package(name, e) from e
+
+
+def _make_remote(name, url, kw):
+    client = _agentgym_client()
+    prompt = ""
+    stop = ()
+    instant = False
+    if name in client.PROTOCOLS:
+        prompt = client.PROTOCOLS[name].prompt
+    if name in WORLDS:
+        try:
+            world = _world_class(name)
+        except ModuleNotFoundError as e:
+            # The world runs on the server. Only its prompt is needed here.
+            if not prompt:
+                raise _missing_package(name, e) from e
+        else:
+            prompt = world.prompt
+            stop = world.stop
+            instant = world.instant
+    return client.RemoteEnv(name, url, prompt, stop, instant, **kw)
+
+
+def _world_class(name):
+    """Import the class of a world of `WORLDS`."""
+    module, class_name = WORLDS[name].split(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _missing_package(name, error):
+    """The ValueError that says how to install what the world `name` needs."""
+    if name in ("babyai", "textcraft"):  # part of a plain install
+        install = error.name
+    else:  # every other world has an extra of its own name
+        install = f'-e ".[{name}]"'
+    needs = f"environment '{name}' needs the package '{error.name}'"
+    return ValueError(f"{needs}: pip install {install}")
+
+
+def _agentgym_client():
+    """Return the module `worlds.agentgym`, loaded by name because it imports this file."""
     return importlib.import_module("worlds.agentgym")
 
 
 def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
-    """Raises ValueError unless there is a world `name`: in this process or, given the `url` (any, or a list) of servers, there."""
-    protocols = agentgym().PROTOCOLS
+    """Raise ValueError unless there is a world `name`.
+
+    url: an address of a server, or a list of them. With it the worlds that only AgentGym's
+    servers have are allowed too.
+    """
+    protocols = _agentgym_client().PROTOCOLS
     if name in protocols and name not in WORLDS and not url:
         raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
     known = {**WORLDS, **protocols} if url else WORLDS
@@ -84,86 +172,68 @@ def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
         raise ValueError(f"unknown environment '{name}'; choose from {', '.join(known)}")
 
 
-def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
-    """The world `name`: in this process, or on the AgentGym server at `url`. Keyword arguments go to the world's class, or
-    to `RemoteEnv`. Raises ValueError for an unknown name or a missing package, EnvError if the server does not do its part."""
-    check_name(name, url)
-    protocols = agentgym().PROTOCOLS
-    prompt, world = protocols[name].prompt if name in protocols else "", None
-    try:
-        if name in WORLDS:
-            module, cls = WORLDS[name].split(":")
-            world = getattr(importlib.import_module(module), cls)
-            if not url:
-                if unknown := kw.keys() - inspect.signature(world).parameters.keys():
-                    raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {', '.join(inspect.signature(world).parameters) or 'none'}")
-                return world(**kw)
-            prompt = world.prompt
-    except ModuleNotFoundError as e:
-        if not (url and prompt):  # what is played elsewhere needs no more than its prompt here
-            how = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'  # the extras: all other worlds
-            raise ValueError(f"environment '{name}' needs the package '{e.name}': pip install {how}") from e
-    return agentgym().RemoteEnv(name, url, prompt, getattr(world, "stop", ()), getattr(world, "instant", False), **kw)
-
-
 def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
-    """Raises ValueError, one line, unless the world `name` can be played: in this process, with these arguments, or on every one of the servers
-    `urls`, each of which gets one request and 10 s at most."""
+    """Raise ValueError, with one line, unless the world `name` can be played.
+
+    Without `urls` the world is made once in this process, with the arguments `kw`. Otherwise each
+    server gets one request and at most 10 s.
+    """
     check_name(name, urls)
     if not urls:
         make_env(name, **kw).close()
     for url in urls:
         try:
-            requests.get(url, timeout=(5, 5), stream=True).raise_for_status()  # the head will do: a body may trickle
+            # The status line and headers suffice: reading a slow body could exceed the limit.
+            requests.get(url, timeout=(5, 5), stream=True).raise_for_status()
         except (requests.RequestException, ValueError) as e:
-            raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
-                             "start one or drop --env_url") from e
+            raise ValueError(
+                f"no environment server answers at {url} ({type(e).__name__}); "
+                "start one or drop --env_url"
+            ) from e
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
-    """World -> its keyword arguments in --env_args, whole numbers as such. Raises ValueError for what cannot be read.
+    """World -> its keyword arguments in --env_args. Whole numbers become ints.
+
+    names: the worlds that may have arguments. Raises ValueError for what cannot be read.
 
     >>> env_options("searchqa.topk=5 searchqa.corpus=wiki.jsonl", ["searchqa"])
     {'searchqa': {'topk': 5, 'corpus': 'wiki.jsonl'}}
     """
-    found = {}
+    options = {}
     for part in env_args.split():
         match = re.fullmatch(r"(\w+)\.([a-z]\w*)=(.*)", part)
         if not match or match[1] not in names:
-            raise ValueError(f"cannot read --env_args '{part}'; write {next(iter(names))}.NAME=VALUE")
-        found.setdefault(match[1], {})[match[2]] = int(match[3]) if match[3].isdecimal() else match[3]
-    return found
+            example = f"{next(iter(names))}.NAME=VALUE"
+            raise ValueError(f"cannot read --env_args '{part}'; write {example}")
+        world, key, value = match.groups()
+        if value.isdecimal():
+            value = int(value)
+        options.setdefault(world, {})[key] = value
+    return options
 
 
-# ---- items: which episodes are trained on, which are held out ----
+# ---- items: the episodes that are trained on, and those that are held out ----
 
-
-def _item_file(env: str, split: str, data=None) -> Path:
-    root = Path(data or DATA)
-    path = {"train": root / f"AgentItemId/{env}_train.json", "test": root / f"AgentEval/{env}/{env}_test.json"}.get(split)
-    if path is None:
-        raise ValueError(f"unknown split '{split}'; choose from train, test")
-    if not path.exists():
-        raise ValueError(f"no items for '{env}': {path} does not exist")
-    return path
-
-
-def _read_items(path: Path) -> list[str]:
-    try:
-        return [entry["item_id"] for entry in json.loads(path.read_text())]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f'{path} is no list of {{"item_id": ...}}') from e
+DATA = Path(__file__).parent / "data"
 
 
 def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
-    """Item ids such as "babyai_17", in the layout of AgentGym-RL-Data-ID under the folder `data` (default: ours)."""
+    """Item ids such as "babyai_17" of the split "train" or "test".
+
+    data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
+    """
     return _read_items(_item_file(env, split, data))
 
 
 def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
-    """Test item -> category: the files beside the test file, each named after the category it lists."""
-    test = _item_file(env, "test", data)
-    return {item: path.stem for path in sorted(test.parent.glob("*.json")) if path != test for item in _read_items(path)}
+    """Test item -> category. Each file beside the test file lists the items of one category."""
+    test_file = _item_file(env, "test", data)
+    found = {}
+    for path in sorted(test_file.parent.glob("*.json")):
+        if path != test_file:
+            found.update(dict.fromkeys(_read_items(path), path.stem))
+    return found
 
 
 def split_item(item: str) -> tuple[str, int]:
@@ -174,16 +244,55 @@ def split_item(item: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
+def _item_file(env, split, data):
+    root = Path(data or DATA)
+    if split == "train":
+        path = root / f"AgentItemId/{env}_train.json"
+    elif split == "test":
+        path = root / f"AgentEval/{env}/{env}_test.json"
+    else:
+        raise ValueError(f"unknown split '{split}'; choose from train, test")
+    if not path.exists():
+        raise ValueError(f"no items for '{env}': {path} does not exist")
+    return path
+
+
+def _read_items(path):
+    try:
+        return [entry["item_id"] for entry in json.loads(path.read_text())]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f'{path} is no list of {{"item_id": ...}}') from e
+
+
 # ---- environments in threads ----
 
 
 class Worker:
-    """An environment in a daemon thread. `call` returns a Future; a worker that misses its deadline is abandoned."""
+    """An environment in a daemon thread of its own, so that a slow one delays no other.
+
+    The environment is made in the thread, with the first call. A worker that misses its deadline
+    is abandoned: Python cannot end a thread that hangs.
+    """
 
     def __init__(self, make: Callable[[], Env]):
-        self.make, self.inbox = make, queue.SimpleQueue()
+        self.make = make
         self.env: Env | None = None
+        self.inbox = queue.SimpleQueue()  # jobs; None ends the thread
         self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
+        """Call function(environment, *args) in the environment's thread -> a Future.
+
+        here: call it at once, in the caller's thread. The environment's thread must be idle.
+        """
+        future = Future()
+        if here:
+            self._do(future, function, args)
+            return future
+        self.inbox.put((future, function, args))
+        if not self.thread.ident:  # not started yet
+            self.thread.start()
+        return future
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -196,77 +305,93 @@ class Worker:
             if self.env is None:
                 self.env = self.make()
             future.set_result(function(self.env, *args))
-        except Exception as e:  # handed to whoever waits on the future
+        except Exception as e:  # whoever waits for the future gets it
             future.set_exception(e)
-        except SystemExit as e:  # a world must not end the run; Ctrl-C and SIGTERM, which may come while it is played here, do
+        except SystemExit as e:
+            # A world must not end the run. KeyboardInterrupt is not caught: Ctrl-C and SIGTERM may
+            # arrive while a world is played in the main thread, and must end the run.
             future.set_exception(RuntimeError(repr(e)))
-
-    def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
-        """function(environment, *args), in the environment's thread; `here`: at once in the caller's, while the other has nothing to do."""
-        future = Future()
-        if here:
-            self._do(future, function, args)
-            return future
-        self.inbox.put((future, function, args))
-        if not self.thread.ident:
-            self.thread.start()
-        return future
 
 
 class EnvPool:
-    """Environments by name, made when first needed and reused by `reset`. `with EnvPool(...) as pool:` closes all of them
-    in the end: a server keeps an episode until it is told that it is over."""
+    """Environments by world, made when first needed and reused by `reset`.
 
-    def __init__(self, urls: Sequence[str] | dict[str, list[str]] = (), make: Callable[..., Env] = make_env,
-                 options: dict[str, dict] | None = None):
-        """urls: the servers, or world -> its servers; without any a world is played in this process.
-        options: world -> keyword arguments of its class there."""
-        self.make, self.urls, self.options, self.free, self.workers, self.dropped = make, urls, options or {}, {}, [], []
-        self.made = int(os.environ.get("RANK", 0))  # each process begins at another server
+    Use it as `with EnvPool(...) as pool:`. The end of the block closes all environments, because a
+    server keeps an episode until it is closed.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str] | dict[str, list[str]] = (),  # servers, or world -> its servers
+        make: Callable[..., Env] = make_env,
+        options: dict[str, dict] | None = None,  # world -> keyword arguments of its class
+    ):
+        """Without `urls` a world is played in this process; only then it gets its `options`."""
+        self.urls = urls
+        self.make = make
+        self.options = options or {}
+        self.free: dict[str, list[Worker]] = {}
+        self.workers: list[Worker] = []  # those in use and the free ones
+        self.dropped: list[Worker] = []  # their threads may still run
+        # Numbers of new environments start at the rank: each process begins at another server.
+        self.next_number = int(os.environ.get("RANK", 0))
 
     def take(self, name: str) -> Worker:
-        """A free one, else a new one: it is made in its thread, with its first call."""
+        """Return a free worker of the world `name`, or a new one."""
         try:
             return self.free[name].pop()
-        except (KeyError, IndexError):  # none is free, or another thread was faster
+        except (KeyError, IndexError):  # none is free, or another thread took the last one
             pass
-        first, self.made = self.made, self.made + 1
-        self.workers.append(Worker(lambda: self._make(name, first)))  # its thread starts with the first call: none can get lost
-        return self.workers[-1]
+        number = self.next_number
+        self.next_number += 1
+        worker = Worker(lambda: self._make(name, number))
+        # The thread starts with the first call, after the worker is in the list: `close` finds it.
+        self.workers.append(worker)
+        return worker
+
+    def give_back(self, name: str, worker: Worker) -> None:
+        """Make the worker free for the next episode of its world `name`."""
+        self.free.setdefault(name, []).append(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Of a worker that is not to be trusted any more: its environment is closed, unless it hangs."""
+        """Remove a worker that failed. Its environment is closed, unless it hangs."""
         worker.inbox.put(None)
         self.workers.remove(worker)
-        self.dropped = [w for w in self.dropped if w.thread.is_alive()] + [worker]
+        still_running = [w for w in self.dropped if w.thread.is_alive()]
+        self.dropped = [*still_running, worker]
 
-    def _make(self, name, first):
-        """On the servers by turns; where one fails, the others get its share by turns."""
-        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
+    def close(self) -> None:
+        """Close every environment, also those still in use. Waits for at most 5 seconds."""
+        for worker in self.workers:
+            worker.inbox.put(None)
+        deadline = time.monotonic() + 5
+        for worker in self.workers + self.dropped:
+            if worker.thread.ident:  # started
+                worker.thread.join(max(0.0, deadline - time.monotonic()))
+        self.free = {}
+        self.workers = []
+        self.dropped = []
+
+    def _make(self, name, number):
+        """Make environment `number` (0, 1, ...) of the world `name`.
+
+        Servers take turns. If one fails, its environments are spread over the others, in turns.
+        """
+        urls = self.urls
+        if isinstance(urls, dict):
+            urls = urls.get(name)
         if not urls:
             return self.make(name, **self.options.get(name, {}))
-        turn, own = divmod(first, len(urls))
-        others = urls[:own] + urls[own + 1:]
-        for url in [urls[own], *(others[(turn + i) % len(others)] for i in range(len(others)))]:
+
+        turn, first = divmod(number, len(urls))
+        others = urls[:first] + urls[first + 1:]
+        fallbacks = [others[(turn + i) % len(others)] for i in range(len(others))]
+        for url in [urls[first], *fallbacks]:
             try:
                 return self.make(name, url=url)
             except EnvError as e:
                 error = e
         raise error
-
-    def give_back(self, name: str, worker: Worker) -> None:
-        """It is free for the next episode of this world."""
-        self.free.setdefault(name, []).append(worker)
-
-    def close(self) -> None:
-        """Close every environment, also one that a rollout left behind; a few seconds at most."""
-        for worker in self.workers:
-            worker.inbox.put(None)
-        until = time.monotonic() + 5
-        for worker in self.workers + self.dropped:
-            if worker.thread.ident:
-                worker.thread.join(max(0.0, until - time.monotonic()))
-        self.free, self.workers, self.dropped = {}, [], []
 
     def __enter__(self):
         return self
@@ -276,17 +401,39 @@ class EnvPool:
 
 
 def outcome(future: Future, until: float, deadline: float) -> tuple[Any, str]:
-    """-> (result, "") or (None, what went wrong). Calls that began together share the moment `until`."""
+    """Wait for a worker's call -> (its result, "") or (None, what went wrong).
+
+    until: the moment, by `time.monotonic`, at which waiting ends. Calls that began together share
+    it. deadline: the limit of a call in seconds, for the message.
+    """
     try:
         return future.result(timeout=max(0.0, until - time.monotonic())), ""
     except TimeoutError as e:
-        return None, f"crash: {type(e).__name__}: {e}" if future.done() else f"timeout: no answer within {deadline:g} s"  # or the world's own
+        if future.done():  # the world itself raised it
+            return None, _crash(e)
+        return None, f"timeout: no answer within {deadline:g} s"
     except EnvError as e:
         return None, f"fault: {e}"
-    except Exception as e:  # a crash inside a world is that episode's env_error, not the end of the run
-        return None, f"crash: {type(e).__name__}: {e}"
+    except Exception as e:  # a world's crash is an env_error of its episode, no end of the run
+        return None, _crash(e)
+
+
+def _crash(error):
+    return f"crash: {type(error).__name__}: {error}"
+
+
+# ---- the command ----
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ValueError for bad flags, for commands that print one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of printing the usage and exiting."""
+        raise ValueError(message)
 
 
 if __name__ == "__main__":
+    # An unknown command goes to worlds/serve.py, too: its parser says which commands there are.
     command = "play" if sys.argv[1:2] == ["play"] else "serve"
     sys.exit(importlib.import_module(f"worlds.{command}").main())

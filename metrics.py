@@ -1,4 +1,5 @@
-"""What a training step reports: its row of metrics, the curves of a run, and when training cannot go on."""
+"""What a training step reports: its row of metrics, the curves of a run, and when training cannot
+go on."""
 
 import json
 import math
@@ -29,7 +30,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
-    """Statistics of a step's trajectories. Failed environments are left out; their share is `env_error`."""
+    """Statistics of a step's trajectories. Failed environments are left out; their share is
+    `env_error`."""
     played = [t for t in trajectories if t.status != "env_error"]
     failed = [t for t in trajectories if t.status == "env_error"]
     turns = max(1, sum(t.turns for t in played))
@@ -45,7 +47,7 @@ def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
         # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
         "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
-        "cut_replies": sum(t.cut_replies for t in played) / turns,  # replies that reached max_tokens
+        "cut_replies": sum(t.cut_replies for t in played) / turns,  # that reached max_tokens
         "env_error": 1 - len(played) / len(trajectories),
         "truncated": mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": mean([t.status == "length" for t in played]),
@@ -58,25 +60,31 @@ def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
     return row
 
 
-WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error", "zero_gradient_groups")
+WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error",
+                 "zero_gradient_groups")
 
 
-def world_metrics(trajectories: "Sequence[Trajectory]", horizons: dict[str, int]) -> dict[str, dict[str, float]]:
+def world_metrics(trajectories: "Sequence[Trajectory]",
+                  horizons: dict[str, int]) -> dict[str, dict[str, float]]:
     """World -> the statistics of its own trajectories, and its horizon."""
-    return {world: rollout_metrics([t for t in trajectories if t.env == world]) | {"horizon": horizon}
-            for world, horizon in horizons.items()}
+    by_world = {}
+    for world, horizon in horizons.items():
+        own = [t for t in trajectories if t.env == world]
+        by_world[world] = rollout_metrics(own) | {"horizon": horizon}
+    return by_world
 
 
-def mixture_columns(of_world: dict[str, dict[str, float]]) -> dict[str, float]:
+def mixture_columns(by_world: dict[str, dict[str, float]]) -> dict[str, float]:
     """"success/babyai" and so on, for a run of several worlds; {} for one."""
-    if len(of_world) == 1:
+    if len(by_world) == 1:
         return {}
-    return {f"{name}/{world}": row[name] for world, row in of_world.items() for name in WORLD_METRICS}
+    return {f"{name}/{world}": row[name]
+            for world, row in by_world.items() for name in WORLD_METRICS}
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
-    """1 - Var(return - value) / Var(return) over the masked tokens [B, T]: 1 for a perfect critic, 0 for a
-    constant one or without any variance."""
+    """1 - Var(return - value) / Var(return) over the masked tokens [B, T]: 1 for a perfect critic,
+    0 for a constant one or without any variance."""
     pairs = torch.stack([returns[mask], values[mask]], 1).double().numpy()  # [S, 2]
     spread = pairs[:, 0].var() if len(pairs) else 0.0
     return float(1 - (pairs[:, 0] - pairs[:, 1]).var() / spread) if spread else 0.0
@@ -95,8 +103,8 @@ def alarm(row: dict, cfg: "Config") -> str:
         if not math.isfinite(row[name]):
             return f"{name} is {row[name]}"
     if row["entropy"] < cfg.min_entropy:
-        return (f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy {cfg.min_entropy:g}: "
-                "the policy has collapsed")
+        return (f"the entropy is {row['entropy']:.2g} nats a token, "
+                f"below --min_entropy {cfg.min_entropy:g}: the policy has collapsed")
     name = max("kl", "kl_behaviour", key=row.get)
     if row[name] > cfg.max_kl:
         return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large"
@@ -137,13 +145,15 @@ PLOTS = (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["v
 
 
 def stages(rows: list[dict]) -> list[int]:
-    """The rows of metrics whose horizon differs from that of the row before (in a mixture: of any world)."""
+    """The rows of metrics whose horizon differs from that of the row before (in a mixture: of any
+    world)."""
     horizons = [[v for k, v in row.items() if k.split("/")[0] == "horizon"] for row in rows]
     return [i for i in range(1, len(rows)) if horizons[i] != horizons[i - 1]]
 
 
 def draw_curves(run: str | Path) -> None:
-    """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour each."""
+    """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
+    each."""
     run = Path(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = rows[0] if rows else {}
@@ -168,13 +178,14 @@ def draw_curves(run: str | Path) -> None:
 
 
 def draw_curve(ax: Axes, rows: list[dict], key: str, colour: str, label: str | None) -> None:
-    """One column of metrics: each step in a light colour, and the mean of five steps in a dark one."""
+    """One column of metrics: each step in a light colour, and the mean of five steps in a dark
+    one."""
     steps = [row["step"] for row in rows]
     values = np.array([row[key] for row in rows], float)
     if key.split("/")[0] == "horizon":
         of_one_world = label is not None
-        ax.plot(steps, values, color=colour if of_one_world else "0.6", ls=":" if of_one_world else "-",
-                drawstyle="steps-post")
+        colour, style = (colour, ":") if of_one_world else ("0.6", "-")
+        ax.plot(steps, values, color=colour, ls=style, drawstyle="steps-post")
         return
     if len(values) < 5:
         ax.plot(steps, values, color=colour, label=label)

@@ -11,8 +11,9 @@ import torch
 
 import algos
 import rl
-from envs import items, make_env
-from rollout import EnvPool, rollout, show
+from envs import EnvPool, items, make_env
+from rollout import rollout, show
+from update import collate
 
 model, tokenizer = rl.load_policy("tiny")  # or a folder, or a hub id
 num_parameters = sum(p.numel() for p in model.parameters())
@@ -38,14 +39,14 @@ pool = EnvPool()
 names = items("babyai", "train")[:4]
 trajectories = rollout(model, tokenizer, pool, names, horizon=4, samples=8, seed=0)
 show(next(t for t in trajectories if t.success), tokenizer)
-for group, name in enumerate(names):
-    print(f"rewards of {name}:", [t.reward for t in trajectories if t.group == group])
+rewards_by_item = [[t.reward for t in trajectories if t.group == group] for group in range(4)]
+print("rewards by item:", rewards_by_item)
 
 # %% [markdown]
 # Tokens are canonical: a new forward pass gives the log-probs that were recorded while sampling.
 
 # %%
-batch = rl.collate(trajectories, rewards=[t.rewards for t in trajectories])  # tensors [B, T]
+batch = collate(trajectories, rewards=[t.rewards for t in trajectories])  # tensors [B, T]
 mask, rewards = batch["mask"], batch["rewards"]
 with torch.no_grad():
     before, _ = rl.token_logprobs(model, batch["ids"], mask)

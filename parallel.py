@@ -1,9 +1,9 @@
 """The processes of a run, a model sharded over them (FSDP2), and the signals that end a run.
 
-Every rank plays and trains on its share. Without sharding each rank holds the whole model, and gradients are
-summed after the backward pass; this suits small models and LoRA. With sharding a rank holds its part of the
-float32 weights, of their gradients and of the optimizer's state, and `fully_shard` gathers each transformer
-block when it is computed.
+Every rank plays and trains on its share. Without sharding each rank holds the whole model, and
+gradients are summed after the backward pass; this suits small models and LoRA. With sharding a rank
+holds its part of the float32 weights, of their gradients and of the optimizer's state, and
+`fully_shard` gathers each transformer block when it is computed.
 """
 
 import os
@@ -51,8 +51,8 @@ def ranks() -> tuple[int, int]:
 
 
 def gather(part: list) -> list:
-    """Every rank's list, interleaved (entry 0 of rank 0, entry 0 of rank 1, entry 1 of rank 0, ...): the inverse
-    of `whole[rank::num_ranks]`."""
+    """Every rank's list, interleaved (entry 0 of rank 0, entry 0 of rank 1, entry 1 of rank 0,
+    ...): the inverse of `whole[rank::num_ranks]`."""
     _, num_ranks = ranks()
     if num_ranks == 1:
         return part
@@ -75,17 +75,19 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's transformer blocks: the units that are sharded, and recomputed in a backward pass."""
+    """The model's transformer blocks: the units that are sharded, and recomputed in a backward
+    pass."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
-def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offload: bool = False) -> nn.Module:
+def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
+          offload: bool = False) -> nn.Module:
     """Shard the model over all ranks with FSDP2, in place -> the model.
 
-    Each block is one group of parameters, all others are another. Weights, sums of gradients and the optimizer's
-    state keep the weights' own precision; blocks are gathered and computed in `dtype`. offload: the shards stay
-    in the CPU's memory and are updated there.
+    Each block is one group of parameters, all others are another. Weights, sums of gradients and
+    the optimizer's state keep the weights' own precision; blocks are gathered and computed in
+    `dtype`. offload: the shards stay in the CPU's memory and are updated there.
     """
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -116,15 +118,16 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def through(model: nn.Module, function: Callable[..., Any], *args: object) -> Any:
-    """function(*args), with the parameters gathered that a sharded model holds outside its blocks. For functions that
-    call parts of the model (its body, its head) one by one."""
+    """function(*args), with the parameters gathered that a sharded model holds outside its blocks.
+    For functions that call parts of the model (its body, its head) one by one."""
     return model.call(function, *args) if sharded(model) else function(*args)
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, a sharded model's parameters are whole, in the dtype it computes in, so that forward passes need no
-    other rank and each rank can make as many as it likes. The device must hold a copy of the weights."""
+    """Inside, a sharded model's parameters are whole, in the dtype it computes in, so that forward
+    passes need no other rank and each rank can make as many as it likes. The device must hold a
+    copy of the weights."""
     parts = [m for m in model.modules() if sharded(m)]
     if not parts or getattr(model, "whole", False):  # nothing to gather, or gathered already
         yield
@@ -139,7 +142,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.whole = False
         for m in parts:
             m.reshard()
-            # The backward pass needs the root's parameters first, so the root keeps them after a forward pass.
+            # The backward pass needs the root's parameters first, so the root keeps them after a
+            # forward pass.
             m.set_reshard_after_forward(m is not model, recurse=False)
 
 
@@ -151,8 +155,8 @@ class Terminated(BaseException):
 
 
 class Sigterm:
-    """Note SIGTERM when it comes. Inside `with`, which surrounds rollouts, it raises Terminated at once; outside,
-    an update is finished first."""
+    """Note SIGTERM when it comes. Inside `with`, which surrounds rollouts, it raises Terminated at
+    once; outside, an update is finished first."""
 
     def __init__(self) -> None:
         self.came = False

@@ -1,12 +1,12 @@
-"""The policy as a trainable thing: loading, LoRA, the critic, token log-probs, checkpoints. Knows no text.
+"""The policy as a module to train: loading, LoRA, the critic, token log-probs, checkpoints.
 
-Log-probs are computed on packed rows where the model allows it: trajectories stand one after the other in
-one row, without padding, and each attends to itself alone. A checkpoint is complete or absent, holds
-safetensors only, and can be read by any number of processes:
+Log-probs are computed on packed rows where the model allows it: trajectories stand one after the
+other in one row, without padding, and each attends to itself alone. A checkpoint is complete or
+absent, holds safetensors only, and can be read by any number of processes:
 
-    checkpoints/step_000050/   the policy as a plain Hugging Face folder, which can be loaded and played with
-        training/              the optimizers' moments, the critic, LoRA's adapters, in pieces as the ranks
-                               hold them (torch.distributed.checkpoint)
+    checkpoints/step_000050/   the policy as a plain Hugging Face folder
+        training/              the optimizers' moments, the critic, LoRA's adapters, in pieces as
+                               the ranks hold them (torch.distributed.checkpoint)
         state.json             the step; without this file the checkpoint is not complete
 """
 
@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -35,33 +36,36 @@ import algos
 from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
-MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # computed at a time: in float32 64 MB, and half a gigabyte
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
 
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy" and "critic" -> (module, its optimizer)
+# "policy" and, with PPO, "critic" -> (module, its optimizer)
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 # ---- models ----
 
 
 def model_path(name: str) -> str:
-    """"tiny" -> the built-in model's folder; a folder or a hub id stays as it is. Raises ValueError if
-    there is no such folder."""
+    """"tiny" -> the built-in model's folder; a folder or a hub id stays as it is. Raises ValueError
+    if there is no such folder."""
     if name == "tiny":
         return str(TINY_MODEL)
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
             raise ValueError(f"the model folder '{name}' has no config.json")
         return name
-    looks_like_a_hub_id = name.count("/") == 1 and name[0] not in "./~" and not Path(name).parent.is_dir()
-    if not looks_like_a_hub_id:
+    starts_like_a_path = name[:1] in (".", "/", "~") or Path(name).parent.is_dir()
+    if name.count("/") != 1 or starts_like_a_path:
         raise ValueError(f"no model folder '{name}'; give 'tiny', a folder, "
                          "or a hub id such as Qwen/Qwen2.5-3B-Instruct")
     return name
 
 
 def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
-                dtype: str | torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """-> (causal LM, tokenizer). Weights are read from safetensors only. Raises ValueError if that fails."""
+                dtype: str | torch.dtype = torch.float32,
+                ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """-> (causal LM, tokenizer). Weights are read from safetensors only. Raises ValueError if that
+    fails."""
     path = model_path(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
@@ -71,14 +75,14 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
 
 
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:
-    """The context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in bfloat16 would
-    not learn: an optimizer step of 1e-6 is far below their resolution."""
+    """The context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in
+    bfloat16 would not learn: an optimizer step of 1e-6 is far below their resolution."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
-    """Add LoRA's adapters to all linear layers but the head, in place; nothing else is trained. Adapters are
-    float32 and change nothing at first. Needs the package peft."""
+    """Add LoRA's adapters to all linear layers but the head, in place; nothing else is trained.
+    Adapters are float32 and change nothing at first. Needs the package peft."""
     from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear")
     with torch.random.fork_rng():
@@ -103,8 +107,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Gradient checkpointing, in place: a block keeps its input only, and is computed again in the backward
-    pass."""
+    """Gradient checkpointing, in place: a block keeps its input only, and is computed again in the
+    backward pass."""
     def recomputed(forward):
         def run(*args, **kwargs):
             if not torch.is_grad_enabled():
@@ -123,10 +127,11 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 class Critic(nn.Module):
-    """PPO's value function: a model of its own, started from the policy's weights, with a linear head that is
-    0 at the start."""
+    """PPO's value function: a model of its own, started from the policy's weights, with a linear
+    head that is 0 at the start."""
 
-    def __init__(self, name: str, device: str | torch.device = "cpu", dtype: str | torch.dtype = torch.float32):
+    def __init__(self, name: str, device: str | torch.device = "cpu",
+                 dtype: str | torch.dtype = torch.float32):
         super().__init__()
         self.body = AutoModel.from_pretrained(model_path(name), dtype=dtype, use_safetensors=True)
         self.config = self.body.config
@@ -136,8 +141,8 @@ class Critic(nn.Module):
         self.to(device)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the masked tokens
-        were sampled (the states before them); zero elsewhere."""
+        """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the
+        masked tokens were sampled (the states before them); zero elsewhere."""
         hidden = hidden_before(self.body, ids, mask)  # [S, D], S sampled tokens
         values = torch.zeros(mask.shape, device=ids.device)
         # The head is float32: in bfloat16 values near 1 would be multiples of 0.004.
@@ -154,11 +159,12 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
                    entropy_gradient: bool = True) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the sampled tokens under `model`.
 
-    ids [B, T] long, padded on the right (under a causal mask the padding reaches no other token); mask [B, T]
-    bool, never True in the first column -> logprobs [B, T], entropies [B, T] float32, zero outside the mask.
-    logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]], as the rollout records it. Only
-    positions before a sampled token go through the head, and at most MAX_LOGITS logits exist at a time.
-    entropy_gradient: whether the entropies can be differentiated.
+    ids [B, T] long, padded on the right (under a causal mask the padding reaches no other token);
+    mask [B, T] bool, never True in the first column -> logprobs [B, T], entropies [B, T] float32,
+    zero outside the mask. logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]],
+    as the rollout records it. Only positions before a sampled token go through the head, and at
+    most MAX_LOGITS logits exist at a time. entropy_gradient: whether the entropies can be
+    differentiated.
     """
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
 
@@ -185,8 +191,8 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
 
 
 def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The head applied to hidden states [S, D] -> logits [S, V] float32, scaled as the model's own forward
-    pass scales them."""
+    """The head applied to hidden states [S, D] -> logits [S, V] float32, scaled as the model's own
+    forward pass scales them."""
     logits = model.get_output_embeddings()(hidden).float()
     config = model.config
     # (name in the config, whether logits are multiplied or divided): Cohere, Falcon-H1, Granite
@@ -201,11 +207,11 @@ def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S, D], in the
-    order of the mask.
+    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S,
+    D], in the order of the mask.
 
-    Where the model packs, the rows stand in one row, without padding and without what follows the last
-    sampled token.
+    Where the model packs, the rows stand in one row, without padding and without what follows the
+    last sampled token.
     """
     if not packs(body.config):
         return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
@@ -213,7 +219,8 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     lengths = (place * mask).amax(1).clamp(min=1)  # [B], the last sampled token is not fed
     fed = place < lengths[:, None]  # [B, T]
     with use_attention(body.config, "within"):
-        out = body(input_ids=ids[fed][None], position_ids=place.expand_as(ids)[fed][None], use_cache=False,
+        positions = place.expand_as(ids)
+        out = body(input_ids=ids[fed][None], position_ids=positions[fed][None], use_cache=False,
                    lengths=lengths.tolist())
     return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
 
@@ -222,8 +229,8 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def length_dependence(config: PreTrainedConfig) -> str:
-    """What in this model depends on the number of columns of a batch, so that padding would change its
-    result; "" if nothing does."""
+    """What in this model depends on the number of columns of a batch, so that padding would change
+    its result; "" if nothing does."""
     all_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if not all_full or window:
@@ -236,19 +243,20 @@ def length_dependence(config: PreTrainedConfig) -> str:
 
 
 def steady_length(config: PreTrainedConfig) -> float:
-    """The largest length, in tokens, at which the model's rotary embeddings do not depend on the length.
-    In longer sequences cached keys differ from those of a fresh forward pass."""
+    """The largest length, in tokens, at which the model's rotary embeddings do not depend on the
+    length. In longer sequences cached keys differ from those of a fresh forward pass."""
     if not length_dependence(config).startswith("rotary"):
         return float("inf")
     rope = config.rope_parameters
     name = "original_max_position_embeddings"
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return min((part[name] for part in parts if name in part), default=config.max_position_embeddings)
+    known = [part[name] for part in parts if name in part]
+    return min(known, default=config.max_position_embeddings)
 
 
 def packs(config: PreTrainedConfig) -> bool:
-    """Whether the model's sequences can stand in one row: its attention can be any function, and looks at
-    all that is before."""
+    """Whether the model's sequences can stand in one row: its attention can be any function, and
+    looks at all that is before."""
     return config.model_type in ("qwen2", "qwen3", "llama") and not length_dependence(config)
 
 
@@ -263,12 +271,14 @@ def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                  scaling: float | None = None, lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
+def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                  attention_mask: Tensor | None, scaling: float | None = None,
+                  lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
     """transformers' attention function for packed rows: each sequence sees itself alone.
 
-    query [1, H, N, D], key and value [1, H_kv, N, D], the `lengths` add up to N -> [1, N, H, D]. On a GPU it
-    is one call of flash attention for sequences of different lengths, elsewhere one SDPA call a sequence.
+    query [1, H, N, D], key and value [1, H_kv, N, D], the `lengths` add up to N -> [1, N, H, D]. On
+    a GPU it is one call of flash attention for sequences of different lengths, elsewhere one SDPA
+    call a sequence.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]  # several query heads share a key
@@ -292,10 +302,11 @@ AttentionInterface.register("within", attend_within)
 
 
 def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into the weights that they adapt; {} on
-    the other ranks. Called by all ranks."""
+    """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into the weights that they
+    adapt; {} on the other ranks. Called by all ranks."""
     if sharded(model):
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
     elif ranks()[0] == 0:
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     else:
@@ -313,8 +324,8 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
 
 
 def training_tensors(trained: Trained) -> dict[str, Tensor]:
-    """What a run holds beside the policy's weights, by name: the critic, LoRA's adapters, AdamW's moments.
-    Moments that do not exist before the first optimizer step are made, as zeros."""
+    """What a run holds beside the policy's weights, by name: the critic, LoRA's adapters, AdamW's
+    moments. Moments that do not exist before the first optimizer step are made, as zeros."""
     tensors = {}
     for name, (module, optimizer) in trained.items():
         for key, p in module.named_parameters():
@@ -325,7 +336,8 @@ def training_tensors(trained: Trained) -> dict[str, Tensor]:
             state = optimizer.state[p]
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment not in state:
-                    state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+                    zeros = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    state[moment] = zeros.detach()
                 tensors[f"{name}.{key}.{moment}"] = state[moment]
             device = p.device if optimizer.defaults.get("fused") else None
             state.setdefault("step", torch.zeros((), device=device))
@@ -333,11 +345,12 @@ def training_tensors(trained: Trained) -> dict[str, Tensor]:
 
 
 def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-         state: dict | None = None, trained: Trained | None = None, dtype: torch.dtype | None = None) -> None:
+         state: dict | None = None, trained: Trained | None = None,
+         dtype: torch.dtype | None = None) -> None:
     """Write a checkpoint, or, with state None, a plain Hugging Face folder with weights in `dtype`.
 
-    The folder gets its name when it is complete. state: what JSON can hold. Called by all ranks; the folder
-    must be one that all of them see.
+    The folder gets its name when it is complete. state: what JSON can hold. Called by all ranks;
+    the folder must be one that all of them see.
     """
     folder, rank = Path(folder), ranks()[0]
     partial = folder.with_name(folder.name + ".partial")
@@ -345,7 +358,8 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
-    # The policy as a plain folder. A model of the plain class has neither FSDP's nor peft's wrappers.
+    # The policy as a plain folder. A model of the plain class has neither FSDP's nor peft's
+    # wrappers.
     weights = full_state_dict(model, dtype)
     if rank == 0:
         with torch.device("meta"):
@@ -357,15 +371,19 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     # What training needs besides, written by all ranks together.
     if state is not None:
         tensors = training_tensors(trained)
-        optimizer_steps = {name: max((float(s["step"]) for s in optimizer.state.values()), default=0.0)
-                           for name, (_, optimizer) in trained.items()}
+        optimizer_steps = {}
+        for name, (_, optimizer) in trained.items():
+            taken = [float(s["step"]) for s in optimizer.state.values()]
+            optimizer_steps[name] = max(taken, default=0.0)
         writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
         with warnings.catch_warnings(action="ignore"):  # that this is a single process
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         if rank == 0:
-            (partial / "state.json").write_text(json.dumps(state | {"optimizer_steps": optimizer_steps}))
+            state = state | {"optimizer_steps": optimizer_steps}
+            (partial / "state.json").write_text(json.dumps(state))
 
-    # The new folder takes the place of the old one. Half deleted, the old one must not count as complete.
+    # The new folder takes the place of the old one. Half deleted, the old one must not count as
+    # complete.
     if rank == 0:
         (folder / "state.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -396,17 +414,20 @@ def drop_old(run: str | Path, keep: int) -> None:
 
 
 def resume(folder: str | Path, trained: Trained) -> dict:
-    """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded by
-    `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if it is broken."""
+    """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded
+    by `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if it is
+    broken."""
     try:
         state = json.loads((Path(folder) / "state.json").read_text())
         reader = HuggingFaceStorageReader(str(Path(folder) / "training"))
         with warnings.catch_warnings(action="ignore"):
-            dcp.load(training_tensors(trained), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(training_tensors(trained), storage_reader=reader,
+                     no_dist=not dist.is_initialized())
         for name, (_, optimizer) in trained.items():
             for s in optimizer.state.values():
                 s["step"].fill_(state["optimizer_steps"][name])
         return state
     except (OSError, RuntimeError, ValueError, KeyError, AssertionError, SafetensorError,
             CheckpointException) as e:
-        raise ValueError(f"the checkpoint {folder} is broken; delete it to go on from the one before") from e
+        raise ValueError(f"the checkpoint {folder} is broken; "
+                         "delete it to go on from the one before") from e

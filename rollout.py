@@ -1,14 +1,15 @@
 """Multi-turn rollouts, token by token, with one KV cache that is kept across turns.
 
-    feed new ids -> sample a token for each trajectory -> send complete replies to their environments
+    feed new ids -> sample a token for each trajectory -> send complete replies to environments
 
-There is no barrier between trajectories. A fixed number of slots each hold one trajectory, at its own
-pace. While an environment computes its answer, the other trajectories go on writing. When a trajectory
-ends, its slot goes to the next one.
+There is no barrier between trajectories. A fixed number of slots each hold one trajectory, at its
+own pace. While an environment computes its answer, the other trajectories go on writing. When a
+trajectory ends, its slot goes to the next one.
 
 Tokens are canonical. A trajectory's tokens are appended once and never rebuilt from text. `mask` is
-written when a token is appended, and the recorded log-prob comes from the very logits that the token
-was drawn from. Each trajectory draws from its own generator, keyed by (seed, step, item, sample).
+written when a token is appended, and the recorded log-prob comes from the very logits that the
+token was drawn from. Each trajectory draws from its own generator, keyed by (seed, step, item,
+sample).
 """
 
 import concurrent.futures
@@ -84,11 +85,13 @@ class Trajectory:
                          {"role": "assistant", "content": "OK"},
                          {"role": "user", "content": observation}]
 
-    def record_turn(self, reply: str, step: Step, restarts: bool, invalid_penalty: float = 0.0) -> None:
+    def record_turn(self, reply: str, step: Step, restarts: bool,
+                    invalid_penalty: float = 0.0) -> None:
         """Credit the environment's answer to the turn that has just been played.
 
-        The turn's reward goes to the last token in `rewards`, which is the last token sampled in the
-        turn. restarts: the episode failed and will be played again, so what it earned does not count.
+        The turn's reward goes to the last token in `rewards`, which is the last token sampled in
+        the turn. restarts: the episode failed and will be played again, so what it earned does not
+        count.
         """
         self.turns += 1
         self.valid_actions += step.valid
@@ -128,14 +131,15 @@ class RolloutConfig:
     action_format: str = "react"
     plan: bool = False  # ask for a plan before the first action
     reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
-    invalid_penalty: float | dict[str, float] = 0.0  # taken off the reward of an invalid action's turn
+    invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
     deadline: float = 60.0  # seconds that an environment has to answer
     retries: int = 2  # how often an episode is played again after its environment failed
     arrival_order: bool = False  # take answers as they come; else at fixed decode steps
 
     @classmethod
     def from_flags(cls, flags: object, **changes: object) -> "RolloutConfig":
-        """The fields that `flags` (train.py's or eval.py's) has under the same name, then `changes`."""
+        """The fields that `flags` (train.py's or eval.py's) has under the same name, then
+        `changes`."""
         own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
         return cls(**own | changes)
 
@@ -162,11 +166,12 @@ class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
-    waited for until the moment `until`. Made, it resets its environment, in the environment's thread.
+    waited for until the moment `until`. Made, it resets its environment, in the environment's
+    thread.
     """
 
-    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig, chat: agent.Chat,
-                 pool: EnvPool, on_cpu: bool):
+    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
+                 chat: agent.Chat, pool: EnvPool, on_cpu: bool):
         self.trajectory = trajectory
         self.horizon = horizon
         self.config = config
@@ -180,15 +185,17 @@ class Episode:
         self.pending: list[int] = []
         self.reply: list[int] = []
         self.reply_logprobs: list[float] = []
-        self.dialogue = agent.Dialogue(split_item(trajectory.item)[1], horizon, config.action_format,
-                                       config.plan, config.reflect)
+        _, number = split_item(trajectory.item)
+        self.dialogue = agent.Dialogue(number, horizon, config.action_format, config.plan,
+                                       config.reflect)
         self.worker = pool.take(trajectory.env)
         self._call(self._reset)
 
     def _uniforms(self) -> Iterator[float]:
         """The trajectory's random numbers: no rank, slot or batch enters the key."""
         t = self.trajectory
-        generator = np.random.default_rng([self.config.seed, t.step, zlib.crc32(t.item.encode()), t.sample])
+        item_key = zlib.crc32(t.item.encode())
+        generator = np.random.default_rng([self.config.seed, t.step, item_key, t.sample])
         while True:
             yield from generator.random(64).tolist()
 
@@ -197,7 +204,8 @@ class Episode:
         self.future = self.worker.call(function, *args, here=here)
         self.until = time.monotonic() + self.config.deadline
 
-    # The next two run in the environment's thread, so that text and tokenization cost this one nothing.
+    # The next two run in the environment's thread, so that text and tokenization cost this one
+    # nothing.
 
     def _reset(self, env: Env) -> tuple[str, str, list[int]]:
         instructions, observation = self.dialogue.begin(env)
@@ -210,8 +218,8 @@ class Episode:
         return text, step, self.chat.turn(step.observation, closed)
 
     def answers_at_once(self) -> bool:
-        """Whether the answer is taken before the next forward pass. On a GPU it never is: the CPU can
-        work on it while the GPU computes."""
+        """Whether the answer is taken before the next forward pass. On a GPU it never is: the CPU
+        can work on it while the GPU computes."""
         return self.on_cpu and self.worker.env.instant
 
     def ready(self) -> bool:
@@ -219,29 +227,30 @@ class Episode:
         return self.future.done() or time.monotonic() >= self.until
 
     def add_token(self, token: int, logprob: float) -> bool:
-        """Take a token that the policy sampled. -> whether the reply is complete: then the environment
-        has been sent it, and `take_answer` must follow."""
+        """Take a token that the policy sampled. -> whether the reply is complete: then the
+        environment has been sent it, and `take_answer` must follow."""
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
         self.pending = [token]
-        if not self._complete(token):
+        if not self.reply_is_complete(token):
             return False
         closed = token == self.chat.end_id
         cut = not closed and len(self.reply) >= self.max_tokens
         self.trajectory.append(self.reply, self.reply_logprobs)
         self.trajectory.cut_replies += cut
-        # Threads of one process take turns at running Python. For an instant world a change of threads
-        # costs more than the step itself, so this thread plays it.
+        # Threads of one process take turns at running Python. For an instant world a change of
+        # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
         self._call(self._step, self.reply, closed, here=here)
         self.reply = []
         self.reply_logprobs = []
         return True
 
-    def _complete(self, token: int) -> bool:
+    def reply_is_complete(self, token: int) -> bool:
         """Whether the reply ends with this token."""
-        length = len(self.trajectory.tokens) + len(self.reply)
-        if token == self.chat.end_id or len(self.reply) >= self.max_tokens or length >= self.max_length:
+        if token == self.chat.end_id or len(self.reply) >= self.max_tokens:
+            return True
+        if len(self.trajectory.tokens) + len(self.reply) >= self.max_length:
             return True
         stop_strings = self.worker.env.stop
         if not stop_strings:
@@ -250,8 +259,8 @@ class Episode:
         return any(s in text for s in stop_strings)
 
     def take_answer(self) -> bool:
-        """Take the environment's answer, waiting for it until its deadline. -> whether the trajectory
-        goes on. Raises ItemError if there is no such item."""
+        """Take the environment's answer, waiting for it until its deadline. -> whether the
+        trajectory goes on. Raises ItemError if there is no such item."""
         t = self.trajectory
         result, error = outcome(self.future, self.until, self.config.deadline)
         resetting = not t.messages
@@ -302,11 +311,12 @@ class Episode:
 # ---- all trajectories of a call ----
 
 
-class Batch:
+class TrajectoryQueue:
     """The trajectories of one call of `rollout`: to be played, being played, finished."""
 
-    def __init__(self, items: list[str], step: int, slots: int, make_episode: Callable[[Trajectory], Episode],
-                 config: RolloutConfig, stats: dict[str, int], progress: Callable[[Trajectory], object] | None):
+    def __init__(self, items: list[str], step: int, slots: int,
+                 make_episode: Callable[[Trajectory], Episode], config: RolloutConfig,
+                 stats: dict[str, int], progress: Callable[[Trajectory], object] | None):
         self.items = items
         self.step = step
         self.slots = slots
@@ -343,12 +353,13 @@ class Batch:
         if self.progress is not None:
             self.progress(t)
 
-    def sample(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
-        """logits [n, V] -> (token, log-prob) for each of the n episodes, each by its own random number.
-        Raises FloatingPointError if the logits are not finite."""
+    def draw_tokens(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
+        """logits [n, V] -> (token, log-prob) for each of the n episodes, each by its own random
+        number. Raises FloatingPointError if the logits are not finite."""
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
         c = self.config
-        tokens, logprobs = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
+        tokens, logprobs = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p,
+                                  c.top_k, c.min_p)
         tokens, logprobs = tokens.tolist(), logprobs.tolist()
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
@@ -359,7 +370,8 @@ class Batch:
 
 
 def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
-    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model that it does not support."""
+    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model that it does not
+    support."""
     lacks = Ragged.lacks(policy)
     if lacks:
         print(f"rollout: {lacks}: played on the model's own attention, all trajectories in step",
@@ -368,29 +380,32 @@ def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
     return Ragged(policy, slots)
 
 
-def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool, items: list[str],
-            horizon: int | dict[str, int], config: RolloutConfig | None = None, *, step: int = 0,
+def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
+            items: list[str], horizon: int | dict[str, int],
+            config: RolloutConfig | None = None, *, step: int = 0,
             engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
-            progress: Callable[[Trajectory], object] | None = None, **changes: object) -> list[Trajectory]:
+            progress: Callable[[Trajectory], object] | None = None,
+            **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
-    A turn ends with the chat template's end-of-turn token, with one of the world's stop strings, or after
-    `max_tokens`. A trajectory ends when its environment says so, at `horizon` turns, or when `max_length`
-    tokens are full. An episode whose environment fails or misses its deadline is played again up to
-    `retries` times; then the trajectory has status "env_error". With `arrival_order` answers are taken
-    as they come, and a seeded run does not repeat bit for bit; else at fixed decode steps.
+    A turn ends with the chat template's end-of-turn token, with one of the world's stop strings, or
+    after `max_tokens`. A trajectory ends when its environment says so, at `horizon` turns, or when
+    `max_length` tokens are full. An episode whose environment fails or misses its deadline is
+    played again up to `retries` times; then the trajectory has status "env_error". With
+    `arrival_order` answers are taken as they come, and a seeded run does not repeat bit for bit;
+    else at fixed decode steps.
 
     policy: a causal LM. items: ids such as "babyai_17". horizon: one number, or one for each world:
-    {"babyai": 4, "textcraft": 8}. config: see `RolloutConfig`; its fields may also be given one by one,
-    as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's random key.
-    engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf": the model's own
-    attention, all trajectories in step. progress: called with each trajectory that has ended.
-    stats: receives "forwarded" (token positions computed, padding included), "steps" (forward passes
-    that were sampled from), "busy" (slots that were fed, summed over the steps) and "room" (slots that
-    could be fed: no more than trajectories that have not ended).
+    {"babyai": 4, "textcraft": 8}. config: see `RolloutConfig`; its fields may also be given one by
+    one, as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's
+    random key. engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf":
+    the model's own attention, all trajectories in step. progress: called with each trajectory that
+    has ended. stats: receives "forwarded" (token positions computed, padding included), "steps"
+    (forward passes that were sampled from), "busy" (slots that were fed, summed over the steps) and
+    "room" (slots that could be fed: no more than trajectories that have not ended).
 
-    -> the trajectories in the order of items, the samples of an item side by side. Raises ValueError for
-    a bad item, FloatingPointError if the policy's logits are not finite.
+    -> the trajectories in the order of items, the samples of an item side by side. Raises
+    ValueError for a bad item, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or RolloutConfig(), **changes)
     stats = {} if stats is None else stats
@@ -404,40 +419,44 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     if engine == "ragged":
         engine = make_engine(policy, min(config.slots, len(items) * config.samples))
     slots = config.slots if engine == "hf" else engine.slots
-    batch = Batch(items, step, slots, make_episode, config, stats, progress)
+    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress)
     try:
         with gathered(policy):
             if engine == "hf":
-                forwarded = decode_in_step(policy, batch)
+                forwarded = decode_in_step(policy, queue)
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
-                forwarded = Decoder(engine, batch).run()
+                forwarded = Decoder(engine, queue).run()
                 engine.clear()
     finally:
-        for episode in batch.alive:  # left over only if the rollout was interrupted
+        for episode in queue.alive:  # left over only if the rollout was interrupted
             episode.leave()
     stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-    return [batch.finished[key] for key in batch.keys]
+    return [queue.finished[key] for key in queue.keys]
 
 
 # ---- the decode loop ----
 
-MAX_NEW_IDS = 8192  # no further trajectory starts in a decode step that brings this many ids already
-SHARED_PREFIX = 16  # a trajectory waits a step for another one if it can then copy this many more ids
+# No further trajectory starts in a decode step whose new trajectories bring this many ids already.
+MAX_NEW_IDS = 8192
+# A trajectory waits one decode step for another one if it can then copy this many more ids.
+SHARED_PREFIX = 16
 
 
 class Decoder:
-    """Continuous decoding on the `Ragged` engine: every decode step feeds each slot what is new there.
+    """Continuous decoding on the `Ragged` engine: every decode step feeds each slot what is new
+    there.
 
-    playing: slot -> its episode. waiting: slot -> the decode step at which its environment's answer is
-    collected. starting: episodes that get the next free slots; their environments are being reset.
+    playing: slot -> its episode. waiting: slot -> the decode step at which its environment's answer
+    is collected. starting: episodes that get the next free slots; their environments are being
+    reset.
     """
 
-    def __init__(self, engine: Ragged, batch: Batch):
+    def __init__(self, engine: Ragged, queue: TrajectoryQueue):
         self.engine = engine
-        self.batch = batch
-        self.arrival_order = batch.config.arrival_order
+        self.queue = queue
+        self.arrival_order = queue.config.arrival_order
         self.free = list(range(engine.slots))
         self.starting: list[Episode] = []
         self.playing: dict[int, Episode] = {}
@@ -447,15 +466,15 @@ class Decoder:
         """Decode until every episode has ended -> number of token positions computed.
 
         An environment's answer is collected at a fixed decode step (instant worlds: the next one;
-        others: the one after), waiting if necessary, so that the batches never depend on timing. With
-        `arrival_order` it is collected as soon as it is ready.
+        others: the one after), waiting if necessary, so that the batches never depend on timing.
+        With `arrival_order` it is collected as soon as it is ready.
         """
         with self.engine.attention():
             for now in itertools.count():
                 for slot in self.answered_slots(now):
                     self.collect(slot)
-                while self.batch.todo and len(self.starting) < self.starters_wanted():
-                    self.starting.append(self.batch.begin())
+                while self.queue.todo and len(self.starting) < self.starters_wanted():
+                    self.starting.append(self.queue.begin())
                 if not self.playing and not self.starting:
                     return self.engine.forwarded
                 self.fill_free_slots()
@@ -486,10 +505,11 @@ class Decoder:
                                 return_when=concurrent.futures.FIRST_COMPLETED)
 
     def collect(self, slot: int) -> None:
-        """Take the answer for the episode in `slot`, which frees the slot if the trajectory ends."""
+        """Take the answer for the episode in `slot`, which frees the slot if the trajectory
+        ends."""
         del self.waiting[slot]
         if not self.playing[slot].take_answer():
-            self.batch.end(self.playing.pop(slot))
+            self.queue.end(self.playing.pop(slot))
             self.free.append(slot)
 
     def starters_wanted(self) -> int:
@@ -497,7 +517,8 @@ class Decoder:
         return len(self.free) + min(8, self.engine.slots // 4)
 
     def fill_free_slots(self) -> None:
-        """Give free slots to starting episodes. Each copies the longest prefix that a slot holds."""
+        """Give free slots to starting episodes. Each copies the longest prefix that a slot
+        holds."""
         new_ids = 0
         started = []  # the ids of the episodes that start in this decode step
         for episode in list(self.starting):
@@ -507,11 +528,12 @@ class Decoder:
                 continue
             if not episode.pending and not episode.take_answer():  # its reset failed
                 self.starting.remove(episode)
-                self.batch.end(episode)
+                self.queue.end(episode)
                 continue
             ids = episode.pending
             source, n = self.engine.best_prefix(ids)
-            # A longer prefix of this episode is computed in this step: from the next step on it can be copied.
+            # A longer prefix of this episode is computed in this step: from the next step on it can
+            # be copied.
             if any(common_prefix_length(ids, other, n + SHARED_PREFIX) for other in started):
                 continue
             started.append(ids)
@@ -528,53 +550,55 @@ class Decoder:
             return
         logits = self.engine.forward(feed)
         episodes = [self.playing[slot] for slot in feed]
-        for slot, episode, (token, logprob) in zip(feed, episodes, self.batch.sample(logits, episodes)):
+        sampled = self.queue.draw_tokens(logits, episodes)
+        for slot, episode, (token, logprob) in zip(feed, episodes, sampled):
             if episode.add_token(token, logprob):
                 self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
 
 
-def decode_in_step(policy: PreTrainedModel, batch: Batch) -> int:
-    """The reference: as many trajectories as there are slots take their turns together, on the model's
-    own attention, and wait for the slowest. -> number of token positions computed."""
-    slots = 1 if length_dependence(policy.config) else batch.slots  # padding would change such a model
+def decode_in_step(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
+    """The reference: as many trajectories as there are slots take their turns together, on the
+    model's own attention, and wait for the slowest. -> number of token positions computed."""
+    # Padding would change the results of a model that depends on the length of its rows.
+    slots = 1 if length_dependence(policy.config) else queue.slots
     forwarded = 0
-    while batch.todo:
+    while queue.todo:
         cache = Padded(policy)
         rows = []  # the episodes, one in each row of the cache
-        for episode in [batch.begin() for _ in range(min(slots, len(batch.todo)))]:
+        for episode in [queue.begin() for _ in range(min(slots, len(queue.todo)))]:
             if episode.take_answer():
                 rows.append(episode)
             else:
-                batch.end(episode)
+                queue.end(episode)
         while rows:
-            write_replies(cache, rows, batch)
-            rows = collect_answers(cache, rows, batch)
+            write_replies(cache, rows, queue)
+            rows = collect_answers(cache, rows, queue)
         forwarded += cache.forwarded
     return forwarded
 
 
-def write_replies(cache: Padded, rows: list[Episode], batch: Batch) -> None:
+def write_replies(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> None:
     """Decode until the reply in every row is complete."""
     forward = cache.forward if cache.forwarded else cache.start
     logits = forward([e.pending for e in rows])
     writing = list(rows)
     while True:
         logits = logits[[place for place, e in enumerate(rows) if e in writing]]
-        sampled = batch.sample(logits, writing)
-        writing = [e for e, (token, logprob) in zip(writing, sampled) if not e.add_token(token, logprob)]
+        sampled = queue.draw_tokens(logits, writing)
+        writing = [e for e, draw in zip(writing, sampled) if not e.add_token(*draw)]
         if not writing:
             return
         logits = cache.forward([e.pending if e in writing else [] for e in rows])
 
 
-def collect_answers(cache: Padded, rows: list[Episode], batch: Batch) -> list[Episode]:
+def collect_answers(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> list[Episode]:
     """Take the answer for every row, and keep the cache's rows of the episodes that go on."""
     kept = []
     for place, episode in enumerate(rows):
         if episode.take_answer():
             kept.append(place)
         else:
-            batch.end(episode)
+            queue.end(episode)
     if kept and len(kept) < len(rows):
         cache.keep(kept)
     return [rows[place] for place in kept]

@@ -1,12 +1,15 @@
-"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantages, update, log, save.
+"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantages, update, log,
+save.
 
-    python train.py --env babyai --algo grpo          # the built-in tiny model, two CPU cores, minutes
-    torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct
+    python train.py --env babyai --algo grpo          # the built-in tiny model, two CPU cores,
+    minutes torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model
+    Qwen/Qwen2.5-7B-Instruct
 
-The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates from the
-original in three points. A turn's reward sits on the last token that the policy sampled in the turn; in the
-original it is lost to PPO and REINFORCE++. A loss has one denominator an optimizer step; in the original it is
-a mean of micro-batch means. A failed environment leaves the statistics; in the original it is a reward of 0.
+The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates
+from the original in three points. A turn's reward sits on the last token that the policy sampled in
+the turn; in the original it is lost to PPO and REINFORCE++. A loss has one denominator an optimizer
+step; in the original it is a mean of micro-batch means. A failed environment leaves the statistics;
+in the original it is a reward of 0.
 """
 
 import json
@@ -65,8 +68,9 @@ class Run:
 
 
 def train(cfg: Config) -> None:
-    """A run from its first or next step to its last, in this process or as one of torchrun's. Raises SystemExit
-    where it must stop. Environments are closed however it ends, unless the process is killed outright."""
+    """A run from its first or next step to its last, in this process or as one of torchrun's.
+    Raises SystemExit where it must stop. Environments are closed however it ends, unless the
+    process is killed outright."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     with EnvPool(servers(cfg.env_url, cfg.worlds), options=options) as pool:
         sigterm = Sigterm()
@@ -79,8 +83,8 @@ def train(cfg: Config) -> None:
         except envs.ItemError as e:
             usage_error(e)
         except FloatingPointError as e:
-            sys.exit(f"train.py: {e} at step {run.step}; the last step's trajectories and checkpoints "
-                     f"are in {run.folder}")
+            sys.exit(f"train.py: {e} at step {run.step}; "
+                     f"the last step's trajectories and checkpoints are in {run.folder}")
         finally:
             sigterm.end()
 
@@ -97,11 +101,11 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             run.step = step
             began = time.perf_counter()
             horizons = horizons_at(run, step)
-            items = items_at(run, step)
+            items = items_of_step(run, step)
             set_learning_rates(run, step)
 
             # Rollout: each rank plays its share of the items.
-            trajectories, counts = play(run, pool, sigterm, items, horizons)
+            trajectories, counts = play_items(run, pool, sigterm, items, horizons)
             if trajectories is None:  # SIGTERM came
                 stop(run)
                 break
@@ -133,7 +137,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-                save(run, step + 1)
+                save_checkpoint(run, step + 1)
         else:
             finish(run)
 
@@ -142,8 +146,8 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
 
 
 def start(cfg: Config) -> Run | None:
-    """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it is finished.
-    Nothing is written before all that can be broken has been read."""
+    """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it
+    is finished. Nothing is written before all that can be broken has been read."""
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -183,10 +187,11 @@ def start(cfg: Config) -> Run | None:
 
 
 def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
-    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference model or None.
-    Raises ValueError for a model that cannot be loaded or trained."""
+    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
+    model or None. Raises ValueError for a model that cannot be loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
-    # Frozen LoRA bases may stay in the compute dtype; trained weights are float32; shards are widened after loading.
+    # Frozen LoRA bases may stay in the compute dtype; trained weights are float32; shards are
+    # widened after loading.
     dtype = torch.float32
     if cfg.shard:
         dtype = "auto"
@@ -197,8 +202,9 @@ def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be cut into turns
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
-        raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change with the length, "
-                         f"and with them the log-probs of earlier tokens: give --max_length {steady_length}")
+        raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
+                         "with the length, and with them the log-probs of earlier tokens: "
+                         f"give --max_length {steady_length}")
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
     if cfg.algo == "ppo":
@@ -241,12 +247,16 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
     """World -> the state of its adaptive schedule, resumed or fresh; {} for the other schedules."""
     if cfg.horizon_schedule != "adaptive":
         return {}
-    return {world: resumed.get(world) or schedule.adaptive_start(own.rounds, max(2, own.horizon_steps // 2))
-            for world, own in cfg.worlds.items()}
+    states = {}
+    for world, own in cfg.worlds.items():
+        window = max(2, own.horizon_steps // 2)
+        states[world] = resumed.get(world) or schedule.adaptive_start(own.rounds, window)
+    return states
 
 
 def prepare_folder(cfg: Config, folder: Path, step: int) -> None:
-    """Make the run folder, and delete what an earlier process wrote after the checkpoint at `step`."""
+    """Make the run folder, and delete what an earlier process wrote after the checkpoint at
+    `step`."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder)
     shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
@@ -269,11 +279,12 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
         if run.adaptive:
             horizons[world] = own.rounds[run.adaptive[world]["stage"]]
         else:
-            horizons[world] = schedule.horizon_at(step, own.rounds, own.horizon_steps, run.cfg.horizon_schedule)
+            horizons[world] = schedule.horizon_at(step, own.rounds, own.horizon_steps,
+                                                  run.cfg.horizon_schedule)
     return horizons
 
 
-def items_at(run: Run, step: int) -> list[str]:
+def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
     counts = items_per_world(run.cfg)
     return [item for world, count in counts.items()
@@ -290,15 +301,17 @@ def set_learning_rates(run: Run, step: int) -> None:
                 group["lr"] = lr * factor
 
 
-def play(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
+def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
          horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
-    """Play this rank's share of the items -> the trajectories of all ranks, in the order of items, and how many
-    positions were computed for them. None in place of the trajectories if SIGTERM came on any rank."""
+    """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
+    and how many positions were computed for them. None in place of the trajectories if SIGTERM came
+    on any rank."""
     own, stats, samples = [], {}, run.cfg.rollouts_per_item
     try:
         # The parameters are gathered outside `sigterm`: no rank may leave while others gather.
         with gathered(run.policy), sigterm, rl.compute_in(run.cfg.dtype, run.device):
-            own = rollout(run.policy, run.tokenizer, pool, items[run.rank::run.num_ranks], horizons, run.rollouts,
+            own_items = items[run.rank::run.num_ranks]
+            own = rollout(run.policy, run.tokenizer, pool, own_items, horizons, run.rollouts,
                           step=run.step, engine=run.engine, stats=stats)
     except Terminated:
         pass
@@ -318,7 +331,8 @@ def play(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
     """Raise SystemExit if nothing was played, in any world or in one world for want of room."""
     if all(t.status == "env_error" for t in trajectories):
-        sys.exit(f"train.py: every environment failed at step {run.step}; the first: {trajectories[0].error}")
+        sys.exit(f"train.py: every environment failed at step {run.step}; "
+                 f"the first: {trajectories[0].error}")
     for world, own in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns):
@@ -326,7 +340,8 @@ def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
 
 
 def advance_adaptive_horizons(run: Run, by_world: dict[str, dict[str, float]]) -> None:
-    """Let the adaptive schedule, if there is one, see this step. A world that failed says nothing."""
+    """Let the adaptive schedule, if there is one, see this step. A world that failed says
+    nothing."""
     for world, state in run.adaptive.items():
         if by_world[world]["env_error"] < 1:
             _, run.adaptive[world] = schedule.adaptive_horizon(state, by_world[world])
@@ -353,11 +368,12 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
 
 def summary(row: dict) -> str:
     """A row of metrics in short, for the progress bar."""
-    return (f"reward {row['reward']:.2f} success {row['success']:.2f} turns {row['turns']:.1f}/{row['horizon']} "
-            f"kl {row['kl']:.4f} entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
+    return (f"reward {row['reward']:.2f} success {row['success']:.2f} "
+            f"turns {row['turns']:.1f}/{row['horizon']} kl {row['kl']:.4f} "
+            f"entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
 
 
-def save(run: Run, step: int) -> None:
+def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint to continue from at `step`, and draw the curves anew."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
@@ -371,7 +387,7 @@ def save(run: Run, step: int) -> None:
 def stop(run: Run) -> None:
     """After SIGTERM: save what the step under way began with."""
     if run.saved != run.step:
-        save(run, run.step)
+        save_checkpoint(run, run.step)
     if run.rank == 0:
         print(f"SIGTERM: saved before step {run.step}; --resume goes on")
 
@@ -381,7 +397,8 @@ def finish(run: Run) -> None:
     rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
         world = next(iter(run.cfg.worlds))
-        print(f"done: {run.folder}/final; next: python eval.py --env {world} --model {run.folder}/final")
+        print(f"done: {run.folder}/final; "
+              f"next: python eval.py --env {world} --model {run.folder}/final")
 
 
 def usage_error(e: Exception) -> NoReturn:

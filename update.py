@@ -1,11 +1,12 @@
-"""From a step's trajectories to new weights: shaped rewards, advantages, and passes over mini-batches.
+"""From a step's trajectories to new weights: rewards, advantages, and passes over mini-batches.
 
-Every rank holds all trajectories of a step, since they are small, and computes gradients for its share of the
-micro-batches. Gradients are summed over ranks. The denominator of a loss is counted once over the whole
-mini-batch, so the result is the same however it is cut into micro-batches and over however many ranks.
+Every rank holds all trajectories of a step, since they are small, and computes gradients for its
+share of the micro-batches. Gradients are summed over ranks. The denominator of a loss is counted
+once over the whole mini-batch, so the result is the same however it is cut into micro-batches and
+over however many ranks.
 
-A batch is a dict of tensors with one row a trajectory: "ids", "mask", "old_logprobs" and further columns, all
-[B, T] and padded on the right, and "lengths" [B], the number of tokens of each row.
+A batch is a dict of tensors with one row a trajectory: "ids", "mask", "old_logprobs" and further
+columns, all [B, T] and padded on the right, and "lengths" [B], the number of tokens of each row.
 """
 
 import heapq
@@ -33,9 +34,10 @@ LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 # ---- rewards and advantages of a step ----
 
 
-def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none", turn_cost: float = 0.0,
-                  gamma: float = 1.0) -> None:
-    """Add what --shaping (none | potential | progress) and --turn_cost say to the turns' rewards, in place."""
+def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
+                  turn_cost: float = 0.0, gamma: float = 1.0) -> None:
+    """Add what --shaping (none | potential | progress) and --turn_cost say to the turns' rewards,
+    in place."""
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
@@ -49,25 +51,28 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none", t
             extra = algos.shaping_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
         for end, more in zip(ends, extra):
             t.rewards[end - 1] += more - turn_cost
-        if shaping == "potential":  # potentials add up to 0; rounding must not make equal returns unequal
+        if shaping == "potential":
+            # Potentials add up to 0. Rounding must not make equal returns unequal.
             t.reward = t.reward - turn_cost * turns
         else:
             t.reward = math.fsum(t.rewards)
 
 
 def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: torch.device,
-                  reference: PreTrainedModel | None = None, critic: rl.Critic | None = None) -> Batch:
+                  reference: PreTrainedModel | None = None,
+                  critic: rl.Critic | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
-    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are put aside.
-    -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also "old_values" and
-    "returns". Each trajectory's `advantage` is set for its record.
+    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are put
+    aside. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
+    "old_values" and "returns". Each trajectory's `advantage` is set for its record.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])  # [B]
     mask = batch["mask"] & valid[:, None]  # [B, T]
     rewards = batch["rewards"]
-    # The return is not the sum over a row: that sum's rounding would depend on where the rewards stand.
+    # The return is not the sum over a row: that sum's rounding would depend on where the rewards
+    # stand.
     scores = torch.tensor([t.reward for t in trajectories])  # [B]
     groups = torch.tensor([t.group for t in trajectories])
 
@@ -92,7 +97,8 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
     else:
         with rl.compute_in(cfg.dtype, device):
-            values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch, cfg.microbatch_tokens)
+            values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
+                              cfg.microbatch_tokens)
         advantages, returns = algos.gae(rewards * mask, values, mask, cfg.gamma, cfg.lam)
         advantages = algos.whiten(advantages, mask)
         batch |= {"old_values": values, "returns": returns}
@@ -101,8 +107,10 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
     return batch
 
 
-def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor, per_token: bool) -> None:
-    """Set `Trajectory.advantage` from advantages [B, T]: a list, or the one number of its sampled tokens."""
+def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor,
+                      per_token: bool) -> None:
+    """Set `Trajectory.advantage` from advantages [B, T]: a list, or the one number of its sampled
+    tokens."""
     for t, row in zip(trajectories, advantages):
         own = row[: len(t.tokens)].tolist()
         if per_token:
@@ -115,11 +123,13 @@ def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor, 
 
 
 def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", step: int,
-           policy: PreTrainedModel, optimizer: torch.optim.Optimizer, critic: rl.Critic | None = None,
+           policy: PreTrainedModel, optimizer: torch.optim.Optimizer,
+           critic: rl.Critic | None = None,
            critic_optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
     """`epochs` passes over one step's trajectories, an optimizer step for each mini-batch.
 
-    batch: from `advantages_of`. -> the metrics of the update, means over optimizer steps or over tokens.
+    batch: from `advantages_of`. -> the metrics of the update, means over optimizer steps or over
+    tokens.
     """
     usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
     has_advantage = (batch["advantages"] != 0).any(1).tolist()
@@ -171,18 +181,20 @@ def minibatches(usable: list[int], cfg: "Config", step: int, epoch: int) -> list
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> int:
-    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens, or its rows."""
+    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens, or
+    its rows."""
     count = int(mask.sum()) if aggregation == "token" else len(mask)
     return max(1, count)
 
 
 def policy_objective(policy: PreTrainedModel, part: Batch, cfg: "Config",
                      denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss, stats, which
-    are sums over its tokens."""
+    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss,
+    stats, which are sums over its tokens."""
     mask = part["mask"]
     with rl.compute_in(cfg.dtype, part["ids"].device):
-        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature, cfg.entropy_coef > 0)
+        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature,
+                                          entropy_gradient=cfg.entropy_coef > 0)
     loss, stats = algos.policy_loss(logp, part["old_logprobs"], part["advantages"], mask,
                                     cfg.clip_low, cfg.clip_high)
     stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
@@ -226,8 +238,8 @@ def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, 
 
 def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
             **columns: Sequence[Sequence[float] | float]) -> Batch:
-    """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B, T] ...,
-    "lengths" [B] long}.
+    """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B,
+    T] ..., "lengths" [B] long}.
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
     """
@@ -252,19 +264,24 @@ def select(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
     """Some rows of a batch, on `device`, no wider than the longest of them."""
     lengths = batch["lengths"][rows]
     width = max(2, int(lengths.max()))
-    return {name: (x[rows, :width] if x.dim() == 2 else x[rows]).to(device) for name, x in batch.items()}
+    selected = {name: x[rows] if x.dim() == 1 else x[rows, :width] for name, x in batch.items()}
+    return {name: x.to(device) for name, x in selected.items()}
 
 
-def micro_batches(lengths: list[int], max_tokens: int, num_ranks: int = 1, packed: bool = True) -> list[list[int]]:
-    """Cut trajectories into micro-batches of at most `max_tokens` positions, or of one longer trajectory.
+def micro_batches(lengths: list[int], max_tokens: int, num_ranks: int = 1,
+                  packed: bool = True) -> list[list[int]]:
+    """Cut trajectories into micro-batches of at most `max_tokens` positions, or of one longer
+    trajectory.
 
-    -> lists of indices, a multiple of `num_ranks` of them: micro-batch i belongs to rank i % num_ranks, and is
-    empty where there is none left. Packed, the longest trajectory that is left goes to the emptiest
-    micro-batch, which makes them about equal. Else trajectories of similar lengths are put together, and
-    padding counts.
+    -> lists of indices, a multiple of `num_ranks` of them: micro-batch i belongs to rank i %
+    num_ranks, and is empty where there is none left. Packed, the longest trajectory that is left
+    goes to the emptiest micro-batch, which makes them about equal. Else trajectories of similar
+    lengths are put together, and padding counts.
 
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10), micro_batches([5, 9, 4, 5], max_tokens=10, num_ranks=2)
-    ([[1], [0, 2], [3]], [[1], [0], [3], [2]])
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10)
+    [[1], [0, 2], [3]]
+    >>> micro_batches([5, 9, 4, 5], max_tokens=10, num_ranks=2)
+    [[1], [0], [3], [2]]
     >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
     [[2, 0], [3], [1]]
     """
@@ -302,11 +319,12 @@ def cut_padded(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return cuts
 
 
-def own_micro_batches(model: nn.Module, lengths: list[int], max_tokens: int) -> Iterator[tuple[list[int], bool]]:
+def own_micro_batches(model: nn.Module, lengths: list[int],
+                      max_tokens: int) -> Iterator[tuple[list[int], bool]]:
     """This rank's micro-batches, and whether each counts.
 
-    The ranks of a sharded model compute together. A rank that has none left computes the shortest trajectory
-    again, which does not count.
+    The ranks of a sharded model compute together. A rank that has none left computes the shortest
+    trajectory again, which does not count.
     """
     rank, num_ranks = ranks()
     cuts = micro_batches(lengths, max_tokens, num_ranks, rl.packs(model.config))
@@ -318,10 +336,10 @@ def own_micro_batches(model: nn.Module, lengths: list[int], max_tokens: int) -> 
 
 
 @torch.no_grad()
-def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module, batch: Batch,
-             max_tokens: int) -> Tensor:
-    """function(model, ids, mask) -> [b, t], over a whole batch in micro-batches, shared among the ranks.
-    -> [B, T] float32 on the CPU."""
+def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module,
+             batch: Batch, max_tokens: int) -> Tensor:
+    """function(model, ids, mask) -> [b, t], over a whole batch in micro-batches, shared among the
+    ranks. -> [B, T] float32 on the CPU."""
     mine = []
     for rows, counts in own_micro_batches(model, batch["lengths"].tolist(), max_tokens):
         part = select(batch, rows, device_of(model))
@@ -336,14 +354,16 @@ def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.
     return out
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, rows: Sequence[int],
-                   loss_of: LossFunction, max_tokens: int, max_grad_norm: float = 1.0) -> dict[str, float]:
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch,
+                   rows: Sequence[int], loss_of: LossFunction, max_tokens: int,
+                   max_grad_norm: float = 1.0) -> dict[str, float]:
     """One optimizer step over one mini-batch: these rows of the batch.
 
-    loss_of(micro-batch) -> (loss, stats): its share of the loss, already divided by the mini-batch's one
-    denominator, and 0-d tensors that add up over micro-batches. -> stats, summed over micro-batches and ranks,
-    with "loss", "grad_norm" and the number of positions computed, with and without padding ("padded" and
-    "unpadded"). Weights stay as they are if the gradient is not finite.
+    loss_of(micro-batch) -> (loss, stats): its share of the loss, already divided by the
+    mini-batch's one denominator, and 0-d tensors that add up over micro-batches. -> stats, summed
+    over micro-batches and ranks, with "loss", "grad_norm" and the number of positions computed,
+    with and without padding ("padded" and "unpadded"). Weights stay as they are if the gradient is
+    not finite.
     """
     # Forward and backward pass of each of this rank's micro-batches.
     _, num_ranks = ranks()

@@ -1,15 +1,22 @@
-"""`python bench.py rollout`: ours against (a) Hugging Face's `generate` on the whole history every turn, in lock-step, (b)
-`generate` with the cache kept across turns, in lock-step, (c) transformers' continuous batching (`generate_batch`'s manager),
-which replaces a request the moment it ends. All get the same conversations: 64 slots, 192 trajectories of 8 turns; a reply ends
-after as many tokens as a law and a seed say, never by a token; all sample at temperature 1. Workloads:
+"""`python bench.py rollout`: our rollouts against three ways of Hugging Face's to play them.
+
+    reprefill    `generate` on the whole history in every turn, all rows in lock-step
+    cached       `generate` with the KV cache kept across turns, all rows in lock-step
+    continuous   transformers' continuous batching (the manager behind `generate_batch`), which
+                 replaces a request as soon as it has ended
+
+All play the same conversations: 64 slots, 192 trajectories of 8 turns, sampled at temperature 1.
+The number of tokens of each reply is drawn from a seed, and no token ends a reply. Workloads:
 
     short   replies of 3 to 20 tokens, environments that answer at once
-    long    heavy-tailed thoughts: 5 to 300 tokens, log-uniform
-    slow    replies of 3 to 20 tokens, environments that take 1 to 500 ms: log-normal, median 30 ms, sigma 1.2, cut
+    long    replies with a heavy tail: 5 to 300 tokens, log-uniform
+    slow    replies of 3 to 20 tokens, environments that take 1 to 500 ms
+            (log-normal, median 30 ms, sigma 1.2, cut)
 
-The limit is a loop over the forward passes that ours made (and the copies of common beginnings) with nothing between them.
-Lock-step's batches of 64 do not touch each other, so (a) and (b) play one of the three and count three times its time; (c)
-plays 16 trajectories in `long`, where without --full everybody plays 6 turns.
+The limit repeats the forward passes that ours made (and its copies of common prefixes) with
+nothing in between. The batches of 64 in lock-step are independent of each other, so reprefill and
+cached play one of the three and count three times its time. In `long`, continuous plays 16
+trajectories, and without --full all ways play 6 turns.
 """
 
 import concurrent.futures
@@ -24,99 +31,167 @@ from logging import CRITICAL, getLogger
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StoppingCriteriaList
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StoppingCriteriaList,
+)
 
 import agent
 import rl
 import rollout as ro
 from engine import Ragged
-from envs import Env, Step
+from envs import Env, EnvPool, Step
 
 SLOTS, TRAJECTORIES, TURNS = 64, 192, 8
 TARGETS = {  # workload -> what must be reached, on the tiny model
-    "short": {"ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, "limit_share": 0.85, "occupancy": 0.9},
-    "long": {"ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, "limit_share": 0.85, "occupancy": 0.9},
-    "slow": {"ratio_cached": 3, "ratio_continuous": 1}}
+    "short": {
+        "ratio_reprefill": 4,
+        "ratio_cached": 1.15,
+        "ratio_continuous": 1,
+        "limit_share": 0.85,
+        "occupancy": 0.9,
+    },
+    "long": {
+        "ratio_reprefill": 10,
+        "ratio_cached": 5,
+        "ratio_continuous": 1,
+        "limit_share": 0.85,
+        "occupancy": 0.9,
+    },
+    "slow": {"ratio_cached": 3, "ratio_continuous": 1},
+}
 WORDS = "the red ball is left of a grey door and you see one key in this room".split()
 
 
+# ---- the conversations ----
+
+
 @functools.cache
-def law(workload, item):
+def script(workload, item):
     """-> (reply lengths [TURNS] in tokens, latencies [TURNS] in seconds) of a trajectory."""
     rng = np.random.default_rng([17, item])
     if workload == "long":
         lengths = np.exp(rng.uniform(math.log(5), math.log(301), TURNS))
     else:
         lengths = rng.integers(3, 21, TURNS)
-    latencies = np.clip(0.03 * np.exp(1.2 * rng.standard_normal(TURNS)), 0.001, 0.5) if workload == "slow" else np.zeros(TURNS)
+    if workload == "slow":
+        latencies = np.clip(0.03 * np.exp(1.2 * rng.standard_normal(TURNS)), 0.001, 0.5)
+    else:
+        latencies = np.zeros(TURNS)
     return lengths.astype(int).tolist(), latencies.tolist()
 
 
 @functools.cache
-def says(item, turn):
-    return " ".join(np.random.default_rng([18, item, turn]).choice(WORDS, 25))
+def observation_text(item, turn):
+    rng = np.random.default_rng([18, item, turn])
+    return " ".join(rng.choice(WORDS, 25))
 
 
-class Told(Env):
-    """A world that says about 25 words a turn, after the law's latency."""
+class ScriptedEnv(Env):
+    """A world whose observations have 25 words, after the latency of the script."""
+
     prompt = "You are in a room. Say what you do. " + " ".join(WORDS * 3)
 
     def __init__(self, workload):
-        self.workload, self.instant = workload, workload != "slow"
+        self.workload = workload
+        self.instant = workload != "slow"
 
     def reset(self, item):
-        self.latencies, self.turn, self.item = law(self.workload, item)[1], 0, item
-        return says(item, 0)
+        _, self.latencies = script(self.workload, item)
+        self.turn = 0
+        self.item = item
+        return observation_text(item, 0)
 
     def step(self, action):
         if self.workload == "slow":
             time.sleep(self.latencies[self.turn % TURNS])
         self.turn += 1
-        return Step(says(self.item, self.turn), 0.0, 0.0, False, False)
+        return Step(observation_text(self.item, self.turn), 0.0, 0.0, False, False)
 
 
-def models():
-    """-> {name: model}, both with the tiny model's tokenizer, and name' with a copy for continuous batching, which changes it."""
+def load_models():
+    """-> ({name: model}, the tiny model's tokenizer), which all of them use.
+
+    Continuous batching changes a model, so it gets a copy: `name` with an apostrophe.
+    """
     tiny, tokenizer = rl.load_policy("tiny")
     torch.manual_seed(0)
-    size = dict(vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, intermediate_size=768, tie_word_embeddings=True, max_position_embeddings=8192)
-    found = {"tiny": tiny.eval(), "3.7M": Qwen2ForCausalLM(Qwen2Config(**size)).eval()}
-    return found | {name + "'": copy.deepcopy(model) for name, model in found.items()}, tokenizer
+    config = Qwen2Config(
+        vocab_size=tiny.config.vocab_size,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=768,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    )
+    models = {"tiny": tiny.eval(), "3.7M": Qwen2ForCausalLM(config).eval()}
+    copies = {name + "'": copy.deepcopy(model) for name, model in models.items()}
+    return models | copies, tokenizer
 
 
 # ---- ours ----
 
 
-def ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS, engine=None):
+def play_ours(
+    model,
+    tokenizer,
+    workload,
+    trajectories=TRAJECTORIES,
+    slots=SLOTS,
+    turns=TURNS,
+    engine=None,
+):
     """-> (seconds, trajectories, stats)."""
 
-    class Scripted(ro.Episode):
+    class ScriptedEpisode(ro.Episode):
+        """Replies end after the script's number of tokens."""
+
         def __init__(self, *args):
             super().__init__(*args)
-            self.lengths = law(workload, int(self.t.item.split("_")[1]))[0]
+            item = int(self.trajectory.item.split("_")[1])
+            self.lengths, _ = script(workload, item)
 
-        def complete(self, token):
-            return len(self.reply) >= self.lengths[self.t.turns % TURNS]
+        def reply_is_complete(self, token):
+            return len(self.reply) >= self.lengths[self.trajectory.turns % TURNS]
 
-    before, ro.Episode, stats = ro.Episode, Scripted, {}
+    if engine is None:
+        engine = Ragged(model, slots)
+    items = [f"told_{i}" for i in range(trajectories)]
+    stats = {}
+    original_episode = ro.Episode
+    ro.Episode = ScriptedEpisode
     try:
-        with ro.EnvPool(make=lambda name: Told(workload)) as pool:
-            begin = time.perf_counter()
-            played = ro.rollout(model, tokenizer, pool, [f"told_{i}" for i in range(trajectories)], turns, slots=slots,
-                                max_length=10**6, action_format="plain", engine=engine or Ragged(model, slots),
-                                arrival=workload == "slow", stats=stats)
-            return time.perf_counter() - begin, played, stats
+        with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
+            start = time.perf_counter()
+            played = ro.rollout(
+                model,
+                tokenizer,
+                pool,
+                items,
+                turns,
+                slots=slots,
+                max_length=10**6,
+                action_format="plain",
+                engine=engine,
+                arrival_order=workload == "slow",
+                stats=stats,
+            )
+            return time.perf_counter() - start, played, stats
     finally:
-        ro.Episode = before
+        ro.Episode = original_episode
 
 
-class Recorder(Ragged):
-    """Writes down what it is asked for, to be repeated."""
+class RecordingEngine(Ragged):
+    """An engine that records the calls that compute, so that they can be repeated."""
 
     def __init__(self, *args):
-        self.calls = []
+        self.calls = []  # arguments of `begin` (tuples) and of `forward` (dictionaries)
         super().__init__(*args)
 
     def begin(self, *args):
@@ -128,111 +203,169 @@ class Recorder(Ragged):
         return super().forward(feed)
 
 
-def limit(recorder):
-    """Seconds of the same forward passes with nothing between them: no sampling, no environments, no text."""
+def replay_seconds(recorder):
+    """The limit: the same forward passes without sampling, environments and text."""
     engine = Ragged(recorder.policy, recorder.slots)
-    engine.kv = recorder.kv
-    begin = time.perf_counter()
+    engine.kv_cache = recorder.kv_cache
+    start = time.perf_counter()
     with engine.attention():
         for call in recorder.calls:
-            engine.forward(call) if isinstance(call, dict) else engine.begin(*call)
-    return time.perf_counter() - begin
+            if isinstance(call, dict):
+                engine.forward(call)
+            else:
+                engine.begin(*call)
+    return time.perf_counter() - start
 
 
-# ---- theirs ----
+# ---- Hugging Face's ways ----
+
+PAGE = 32
+GENERATION = dict(
+    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
+)
 
 
-class Lengths:
+class ReplyLengths:
     """A stopping criterion of `generate`: each row ends after its own number of new tokens."""
 
     def __init__(self, start, lengths):
-        self.start, self.lengths = start, torch.tensor(lengths)
+        self.start = start
+        self.lengths = torch.tensor(lengths)
 
     def __call__(self, input_ids, scores, **_):
         return input_ids.shape[1] - self.start >= self.lengths
 
 
-def padded(rows):
-    """Lists of ids -> ids and mask, [B, W], padded on the left."""
-    ids, mask = torch.zeros(2, len(rows), max(map(len, rows)), dtype=torch.long)
+def pad_left(rows):
+    """Lists of ids -> ids and mask, [B, W] long, padded on the left."""
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
-        ids[i, ids.shape[1] - len(row):], mask[i, ids.shape[1] - len(row):] = torch.tensor(row), 1
+        ids[i, width - len(row) :] = torch.tensor(row)
+        mask[i, width - len(row) :] = 1
     return ids, mask
 
 
-PAGE = 32
-GENERATION = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0)
+def step_all(worlds, texts, workload, threads):
+    """Step each environment; those of the slow workload in parallel, one thread each."""
+    if workload == "slow":
+        futures = [threads.submit(world.step, text) for world, text in zip(worlds, texts)]
+        return [future.result() for future in futures]
+    return [world.step(text) for world, text in zip(worlds, texts)]
 
 
 @torch.no_grad()
-def lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
-    """`generate` turn by turn, all rows together; environments step in parallel, one thread each. -> (seconds, histories)"""
-    chat, worlds = agent.Chat(tokenizer), [Told(workload) for _ in range(rows)]
-    laws = [law(workload, i)[0] for i in range(rows)]
+def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
+    """`generate` turn by turn, all rows together -> (seconds, histories).
+
+    cached: keep the KV cache across turns; else each turn starts from the whole history.
+    """
+    chat = agent.Chat(tokenizer)
+    worlds = [ScriptedEnv(workload) for _ in range(rows)]
+    reply_lengths = [script(workload, i)[0] for i in range(rows)]
     with concurrent.futures.ThreadPoolExecutor(rows) as threads:
-        begin = time.perf_counter()
-        new = [chat.start(w.prompt, w.reset(i)) for i, w in enumerate(worlds)]
-        histories, cache = [list(n) for n in new], DynamicCache(config=model.config)
+        start = time.perf_counter()
+        new = [chat.start(world.prompt, world.reset(i)) for i, world in enumerate(worlds)]
+        histories = [list(ids) for ids in new]
+        cache_argument = {}
+        if cached:
+            cache_argument = {"past_key_values": DynamicCache(config=model.config)}
         ids = mask = torch.zeros(rows, 0, dtype=torch.long)
         for turn in range(turns):
-            lengths = [one[turn] for one in laws]
+            # The prompts of this turn.
             if cached:
-                chunk, real = padded(new)
-                ids, mask = torch.cat([ids, chunk], 1), torch.cat([mask, real], 1)
+                new_ids, new_mask = pad_left(new)
+                ids = torch.cat([ids, new_ids], 1)
+                mask = torch.cat([mask, new_mask], 1)
             else:
-                ids, mask = padded(histories)
+                ids, mask = pad_left(histories)
+
+            # The replies, until the longest is complete.
             width = ids.shape[1]
-            how = GenerationConfig(max_new_tokens=max(lengths), **GENERATION)
-            ids = model.generate(ids, attention_mask=mask, generation_config=how,
-                                 stopping_criteria=StoppingCriteriaList([Lengths(width, lengths)]),
-                                 **({"past_key_values": cache} if cached else {}))
-            mask = torch.cat([mask, (torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]).long()], 1)
-            replies = [row[width:width + n].tolist() for row, n in zip(ids, lengths)]
-            texts = [tokenizer.decode(r) for r in replies]
-            if workload == "slow":
-                steps = [s.result() for s in [threads.submit(w.step, text) for w, text in zip(worlds, texts)]]
-            else:
-                steps = [w.step(text) for w, text in zip(worlds, texts)]
-            new = [chat.turn(s.observation, closed=False) for s in steps]
+            lengths = [of_turns[turn] for of_turns in reply_lengths]
+            ids = model.generate(
+                ids,
+                attention_mask=mask,
+                generation_config=GenerationConfig(max_new_tokens=max(lengths), **GENERATION),
+                stopping_criteria=StoppingCriteriaList([ReplyLengths(width, lengths)]),
+                **cache_argument,
+            )
+            in_reply = torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]
+            mask = torch.cat([mask, in_reply.long()], 1)
+            replies = [row[width : width + n].tolist() for row, n in zip(ids, lengths)]
+
+            # The environments' observations.
+            texts = [tokenizer.decode(reply) for reply in replies]
+            steps = step_all(worlds, texts, workload, threads)
+            new = [chat.turn(step.observation, closed=False) for step in steps]
             for history, reply, observation in zip(histories, replies, new):
-                history += reply + observation * (turn < turns - 1)
-        return time.perf_counter() - begin, histories
+                history += reply
+                if turn < turns - 1:
+                    history += observation
+        return time.perf_counter() - start, histories
 
 
 @torch.no_grad()
-def continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS):
-    """Continuous batching: every turn is a request with the whole history. -> (seconds, histories)"""
-    chat, queue, histories, done = agent.Chat(tokenizer), deque(range(trajectories)), {}, {}
-    threads, thinking, worlds, turn = concurrent.futures.ThreadPoolExecutor(slots), {}, {}, {}
-    # small pages, so that a turn may find most of the history's keys and values in pages that are shared
-    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=slots * 3072 // PAGE, max_batch_tokens=1024, seed=0)
-    with model.continuous_batching_context_manager(generation_config=GenerationConfig(max_new_tokens=1, **GENERATION),
-                                                   continuous_batching_config=pages, block=True, timeout=5) as manager:
-        begin = time.perf_counter()  # once it is warm
+def play_continuous(
+    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS
+):
+    """Continuous batching: every turn is a request with the whole history.
 
-        def ask(i):
-            manager.add_request(histories[i], request_id=str(i), max_new_tokens=law(workload, i)[0][turn[i]])
+    -> (seconds, histories)
+    """
+    chat = agent.Chat(tokenizer)
+    threads = concurrent.futures.ThreadPoolExecutor(slots)
+    waiting = deque(range(trajectories))  # trajectories that have not started
+    histories = {}  # trajectory -> its ids
+    worlds = {}  # running trajectory -> its environment
+    turn = {}  # trajectory -> number of its current turn
+    steps = {}  # trajectory -> future of its environment's step
+    num_done = 0
+    # Small pages, so that a turn finds most keys and values of its history in shared pages.
+    pages = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=slots * 3072 // PAGE, max_batch_tokens=1024, seed=0
+    )
+    context = model.continuous_batching_context_manager(
+        generation_config=GenerationConfig(max_new_tokens=1, **GENERATION),
+        continuous_batching_config=pages,
+        block=True,
+        timeout=5,
+    )
+    with context as manager:
+        start = time.perf_counter()  # after the manager's warm-up
 
-        while len(done) < trajectories:
-            while queue and len(worlds) < slots:
-                i = queue.popleft()
-                worlds[i], turn[i] = Told(workload), 0
+        def request_reply(i):
+            lengths, _ = script(workload, i)
+            manager.add_request(histories[i], request_id=str(i), max_new_tokens=lengths[turn[i]])
+
+        while num_done < trajectories:
+            # Start trajectories while there are free slots.
+            while waiting and len(worlds) < slots:
+                i = waiting.popleft()
+                worlds[i] = ScriptedEnv(workload)
+                turn[i] = 0
                 histories[i] = chat.start(worlds[i].prompt, worlds[i].reset(i))
-                ask(i)
-            for i in [i for i, step in thinking.items() if step.done()]:
-                observation = thinking.pop(i).result().observation
+                request_reply(i)
+
+            # Collect observations, and request the next replies.
+            for i in [i for i, step in steps.items() if step.done()]:
+                observation = steps.pop(i).result().observation
                 turn[i] += 1
                 if turn[i] == turns:
-                    done[i] = worlds.pop(i)
+                    del worlds[i]
+                    num_done += 1
                 else:
                     histories[i] = histories[i] + chat.turn(observation, closed=False)
-                    ask(i)
+                    request_reply(i)
+
+            # Give a complete reply to its environment.
             result = manager.get_result(timeout=0.001)
             if result is not None and result.is_finished():
                 i = int(result.request_id)
                 histories[i] = histories[i] + list(result.generated_tokens)
-                thinking[i] = threads.submit(worlds[i].step, tokenizer.decode(result.generated_tokens))
-        seconds = time.perf_counter() - begin
+                text = tokenizer.decode(result.generated_tokens)
+                steps[i] = threads.submit(worlds[i].step, text)
+        seconds = time.perf_counter() - start
     threads.shutdown()
     return seconds, [histories[i] for i in range(trajectories)]
 
@@ -240,70 +373,157 @@ def continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOT
 # ---- the table ----
 
 
-def rollouts(full, names, workloads=("short", "long", "slow")):
+def median_of(repeats, function):
+    return statistics.median(function() for _ in range(repeats))
+
+
+def compare(models, tokenizer, name, workload, full):
+    """Time all ways on one model and workload -> figures."""
+    model = models[name]
+    turns = TURNS
+    if workload == "long" and not full:
+        turns = 6
+    if full:
+        our_repeats, their_repeats = 5, 5
+    elif workload == "long":
+        our_repeats, their_repeats = 1, 1
+    else:
+        our_repeats, their_repeats = 3, 1
+
+    # Fill the caches of the conversations, warm up, and let the engine allocate its memory: it
+    # keeps it, as it does from the second training step on.
+    for item in range(TRAJECTORIES):
+        script(workload, item)
+        for turn in range(turns + 1):
+            observation_text(item, turn)
+    recorder = RecordingEngine(model, SLOTS)
+    play_ours(model, tokenizer, workload, SLOTS, turns=2, engine=recorder)
+    play_lockstep(model, tokenizer, workload, True, turns=1)
+
+    # Ours and the limit take turns, so that other load on the machine slows both.
+    our_seconds, limit_seconds = [], []
+    for _ in range(our_repeats):
+        recorder.calls = []
+        seconds, trajectories, stats = play_ours(
+            model, tokenizer, workload, turns=turns, engine=recorder
+        )
+        our_seconds.append(seconds)
+        limit_seconds.append(replay_seconds(recorder))
+    row = {
+        "ours": statistics.median(our_seconds),
+        "limit": statistics.median(limit_seconds),
+    }
+
+    def lockstep_seconds(cached):
+        return play_lockstep(model, tokenizer, workload, cached, turns=turns)[0]
+
+    num_batches = TRAJECTORIES // SLOTS
+    row["reprefill"] = num_batches * median_of(their_repeats, lambda: lockstep_seconds(False))
+    row["cached"] = num_batches * median_of(their_repeats, lambda: lockstep_seconds(True))
+
+    # Continuous batching plays only 16 of the `long` trajectories. Its time for all of them is
+    # scaled by ours: all trajectories over these 16.
+    few = 16 if workload == "long" else TRAJECTORIES
+    ours_on_few = row["ours"]
+    if few != TRAJECTORIES:
+        ours_on_few = play_ours(model, tokenizer, workload, few, few, turns)[0]
+    continuous_on_few = play_continuous(models[name + "'"], tokenizer, workload, few, turns=turns)
+    row["continuous"] = row["ours"] / ours_on_few * continuous_on_few[0]
+
+    for way in ("reprefill", "cached", "continuous"):
+        row[f"ratio_{way}"] = row[way] / row["ours"]
+    limit_shares = [limit / ours for ours, limit in zip(our_seconds, limit_seconds)]
+    num_tokens = sum(len(t.tokens) for t in trajectories)
+    return row | {
+        "limit_share": statistics.median(limit_shares),
+        "occupancy": stats["busy"] / stats["room"],
+        "forwarded_per_kept": stats["forwarded"] / num_tokens,
+        "tokens": num_tokens,
+        "tokens_per_second": num_tokens / row["ours"],
+    }
+
+
+PRINTED = (
+    "ours",
+    "ratio_reprefill",
+    "ratio_cached",
+    "ratio_continuous",
+    "limit_share",
+    "occupancy",
+    "forwarded_per_kept",
+)
+
+
+def measure_rollouts(full, names, workloads=("short", "long", "slow")):
     """-> {model: {workload: figures}}"""
-    found, (nets, tokenizer) = {}, models()
-    median = lambda f: statistics.median(f() for _ in range(5 if full else 1))  # noqa: E731
+    models, tokenizer = load_models()
+    figures = {}
     jobs = [(name, workload) for name in names for workload in workloads]
     for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
-        net, few = nets[name], TRAJECTORIES if workload != "long" else 16
-        turns = TURNS if full or workload != "long" else 6
-        for item in range(TRAJECTORIES):  # what is said is made once, in nobody's time
-            for turn in range(turns + 1):
-                says(item, turn), law(workload, item)
-        recorder = Recorder(net, SLOTS)
-        ours(net, tokenizer, workload, SLOTS, turns=2, engine=recorder)  # its memory, as from the second training step on
-        lockstep(net, tokenizer, workload, True, turns=1)
-
-        def play():
-            recorder.calls = []
-            seconds, play.trajectories, play.stats = ours(net, tokenizer, workload, turns=turns, engine=recorder)
-            return seconds
-
-        both = [(play(), limit(recorder)) for _ in range(5 if full else 1 if workload == "long" else 3)]  # in turns: what else the machine does falls on both
-        row = {"ours": statistics.median(pair[0] for pair in both), "limit": statistics.median(pair[1] for pair in both),
-               "reprefill": 3 * median(lambda: lockstep(net, tokenizer, workload, False, turns=turns)[0]),
-               "cached": 3 * median(lambda: lockstep(net, tokenizer, workload, True, turns=turns)[0])}
-        alone = row["ours"] if few == TRAJECTORIES else ours(net, tokenizer, workload, few, few, turns)[0]
-        row["continuous"] = row["ours"] / alone * continuous(nets[name + "'"], tokenizer, workload, few, turns=turns)[0]
-        kept = sum(len(t.tokens) for t in play.trajectories)
-        found.setdefault(name, {})[workload] = row | {
-            **{f"ratio_{k}": row[k] / row["ours"] for k in ("reprefill", "cached", "continuous")},
-            "limit_share": statistics.median(pair[1] / pair[0] for pair in both), "occupancy": play.stats["busy"] / play.stats["room"],
-            "forwarded_per_kept": play.stats["forwarded"] / kept, "tokens": kept, "tokens_per_second": kept / row["ours"]}
-        line = found[name][workload]
-        tqdm.write(f"{name:5} {workload:6}" + "".join(f"  {k} {line[k]:.2f}" for k in (
-            "ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share", "occupancy", "forwarded_per_kept"))
-            + f"  {line['tokens_per_second']:.0f} tokens/s")
-    return found
+        row = compare(models, tokenizer, name, workload, full)
+        figures.setdefault(name, {})[workload] = row
+        columns = "".join(f"  {key} {row[key]:.2f}" for key in PRINTED)
+        tokens_per_second = f"{row['tokens_per_second']:.0f} tokens/s"
+        tqdm.write(f"{name:5} {workload:6}{columns}  {tokens_per_second}")
+    return figures
 
 
-def scale(net, tokenizer):
-    """More trajectories, and more turns, in 16 slots: what a trajectory and a token cost. -> rows for the table"""
-    engine, rows = Ragged(net, 16), []
-    ours(net, tokenizer, "short", 16, 16, 80, engine)  # its memory
+def measure_scale(model, tokenizer):
+    """The cost of a trajectory and of a token, with more trajectories and turns in 16 slots.
+
+    -> rows of figures
+    """
+    engine = Ragged(model, 16)
+    play_ours(model, tokenizer, "short", 16, 16, 80, engine)  # allocates the engine's memory
+    rows = []
     for trajectories, turns in [(16, 8), (64, 8), (512, 8), (32, 5), (32, 20), (32, 80)]:
-        runs = [ours(net, tokenizer, "short", trajectories, 16, turns, engine) for _ in range(3 if trajectories > 64 or turns > 20 else 9)]
-        seconds, played = statistics.median(run[0] for run in runs), runs[0][1]
-        tokens = sum(len(t.tokens) for t in played)
-        rows.append({"trajectories": trajectories, "turns": turns, "ms_per_trajectory": 1000 * seconds / trajectories,
-                     "us_per_token": 1e6 * seconds / tokens, "tokens_per_trajectory": tokens / trajectories})
-        tqdm.write("  ".join(f"{k} {v:.0f}" for k, v in rows[-1].items()))
+        is_long = trajectories > 64 or turns > 20
+        runs = [
+            play_ours(model, tokenizer, "short", trajectories, 16, turns, engine)
+            for _ in range(3 if is_long else 9)
+        ]
+        seconds = statistics.median(run[0] for run in runs)
+        played = runs[0][1]
+        num_tokens = sum(len(t.tokens) for t in played)
+        row = {
+            "trajectories": trajectories,
+            "turns": turns,
+            "ms_per_trajectory": 1000 * seconds / trajectories,
+            "us_per_token": 1e6 * seconds / num_tokens,
+            "tokens_per_trajectory": num_tokens / trajectories,
+        }
+        rows.append(row)
+        tqdm.write("  ".join(f"{key} {value:.0f}" for key, value in row.items()))
     return rows
 
 
 def add_flags(parser):
-    parser.add_argument("--scale", action="store_true", help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns")
-    parser.add_argument("--workloads", type=lambda text: text.split(","), default=["short", "long", "slow"])
+    parser.add_argument(
+        "--scale",
+        action="store_true",
+        help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns",
+    )
+    parser.add_argument(
+        "--workloads",
+        type=lambda text: text.split(","),
+        default=["short", "long", "slow"],
+    )
 
 
 def measure(args):
-    """-> what goes into --out, and the ratios that were missed"""
-    getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)  # it misses psutil, which it needs on GPUs only
+    """-> (figures for --out, one line for each target that was missed)"""
+    # It warns that psutil is missing, which it needs on GPUs only.
+    getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)
     if args.scale:
-        nets, tokenizer = models()
-        return scale(nets["tiny"], tokenizer), []
-    found = rollouts(args.full, ["tiny", "3.7M"] if args.full else ["tiny"], args.workloads)
-    return found["tiny"] | {"models": found}, [
-        f"{w}: {k} is {found['tiny'][w][k]:.2f}, not {least}" for w in args.workloads for k, least in TARGETS[w].items()
-        if found["tiny"][w][k] < least]
+        models, tokenizer = load_models()
+        return measure_scale(models["tiny"], tokenizer), []
+
+    names = ["tiny", "3.7M"] if args.full else ["tiny"]
+    figures = measure_rollouts(args.full, names, args.workloads)
+    missed = []
+    for workload in args.workloads:
+        for key, target in TARGETS[workload].items():
+            value = figures["tiny"][workload][key]
+            if value < target:
+                missed.append(f"{workload}: {key} is {value:.2f}, not {target}")
+    return figures["tiny"] | {"models": figures}, missed

@@ -1,4 +1,4 @@
-"""Success by level of a BabyAI run, in blocks of steps: `python experiments/by_level.py runs/NAME [steps a block]`."""
+"""Success by level of a BabyAI run: `python experiments/by_level.py runs/NAME [steps per line]`."""
 
 import json
 import sys
@@ -9,17 +9,38 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs import split_item  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
 
-if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
-    sys.exit(__doc__)
-run, block = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
-rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-files = sorted(run.glob("trajectories/*.jsonl"))
-for begin in range(0, len(rows), block):
-    wins, part = defaultdict(list), rows[begin:begin + block]
-    for file in files[begin:begin + block]:
-        for line in file.read_text().splitlines():
-            trajectory = json.loads(line)
-            wins[LEVELS[split_item(trajectory["item"])[1] % len(LEVELS)]].append(trajectory["success"])
-    means = "  ".join(f"{name} {sum(r[name] for r in part) / len(part):.3f}" for name in ("success", "entropy", "valid_actions", "turns"))
-    print(f"step {begin}  horizon {part[-1]['horizon']}  {means}  |  "
-          + "  ".join(f"{level} {sum(w) / len(w):.2f}" for level, w in sorted(wins.items())))
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def success_by_level(files):
+    """-> {level: [success of each trajectory]}"""
+    found = defaultdict(list)
+    for file in files:
+        for trajectory in read_lines(file):
+            number = split_item(trajectory["item"])[1]
+            found[LEVELS[number % len(LEVELS)]].append(trajectory["success"])
+    return found
+
+
+def main(run, block=10):
+    """Print a line for each block of `block` training steps."""
+    metrics = read_lines(run / "metrics.jsonl")
+    files = sorted(run.glob("trajectories/*.jsonl"))
+    for begin in range(0, len(metrics), block):
+        rows = metrics[begin : begin + block]
+        means = []
+        for name in ("success", "entropy", "valid_actions", "turns"):
+            means.append(f"{name} {sum(row[name] for row in rows) / len(rows):.3f}")
+        levels = []
+        for level, wins in sorted(success_by_level(files[begin : begin + block]).items()):
+            levels.append(f"{level} {sum(wins) / len(wins):.2f}")
+        horizon = rows[-1]["horizon"]
+        print(f"step {begin}  horizon {horizon}  {'  '.join(means)}  |  {'  '.join(levels)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:3]))

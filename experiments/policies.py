@@ -1,7 +1,12 @@
-"""What policies that know nothing reach on held-out items: `python experiments/policies.py WORLD [episodes an item [horizon [FOLDER]]]`.
+"""What policies that know nothing reach on held-out items.
+
+    python experiments/policies.py WORLD [episodes per item [horizon [FOLDER]]]
+
 FOLDER: item sets other than those in data/.
 
-uniform: any of the valid actions, where there is a list of them. imitated: the random policy that the built-in model learned its manners from."""
+uniform: any of the valid actions, in worlds that list them.
+imitated: the random policy that the built-in model was trained to imitate.
+"""
 
 import random
 import sys
@@ -10,40 +15,66 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "data")]
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import envs  # noqa: E402
-import schedule  # noqa: E402
+from config import TINY_HORIZONS  # noqa: E402
 from eval import bootstrap  # noqa: E402
 from make_tiny import draw, random_policy, world  # noqa: E402
 
 
 def main(name, episodes=1, horizon=None, data=None):
-    env, horizon, items = world(name), int(horizon or schedule.TINY[name].eval_rounds), envs.items(name, "test", data)
+    env = world(name)
+    horizon = int(horizon or TINY_HORIZONS[name].eval_horizon)
+    items = envs.items(name, "test", data) * int(episodes)
     category = envs.categories(name, data)
-    policies = {"uniform": lambda rng, read: rng.choice(env.valid_actions()),
-                "imitated": lambda rng, read: draw(random_policy(env, name, read), rng)[1]}
-    if not hasattr(env, "valid_actions"):  # SearchQA and WebArena: there is no list of them
+
+    def uniform(rng, read):
+        return rng.choice(env.valid_actions())
+
+    def imitated(rng, read):
+        return draw(random_policy(env, name, read), rng)[1]
+
+    policies = {"uniform": uniform, "imitated": imitated}
+    if not hasattr(env, "valid_actions"):  # SearchQA and WebArena list no valid actions
         del policies["uniform"]
     for label, policy in policies.items():
-        rng, success, score = random.Random(0), {}, {}
-        for item in tqdm(items * int(episodes), desc=label, leave=False):
-            read = [env.reset(envs.split_item(item)[1])]
-            for _ in range(horizon):
-                step = env.step(policy(rng, read))
-                read.append(step.observation)
-                if step.done:
-                    break
+        rng = random.Random(0)
+        success = {}
+        score = {}
+        for item in tqdm(items, desc=label, leave=False):
+            step = play(env, item, horizon, policy, rng)
             success.setdefault(item, []).append(step.success)
             score.setdefault(item, []).append(step.score)
-        for what, by_item in (("success", success), ("score", score)):
-            means = [np.mean(values) for values in by_item.values()]
-            low, high = bootstrap(means, 0)
-            print(f"{label:9} {what:8} {np.mean(means):.3f} [{low:.3f}, {high:.3f}]  " + "  ".join(
-                f"{c} {np.mean([m for i, m in zip(by_item, means) if category.get(i) == c]):.3f}" for c in sorted(set(category.values()))))
+        print(f"{label:9} {'success':8} {summary(success, category)}")
+        print(f"{label:9} {'score':8} {summary(score, category)}")
     env.close()
 
 
+def play(env, item, horizon, policy, rng):
+    """One episode -> the last step. `policy(rng, observations) -> action`."""
+    observations = [env.reset(envs.split_item(item)[1])]
+    for _ in range(horizon):
+        step = env.step(policy(rng, observations))
+        observations.append(step.observation)
+        if step.done:
+            break
+    return step
+
+
+def summary(by_item, category):
+    """The mean over items, its interval, and the mean of each category, as text."""
+    means = {item: np.mean(values) for item, values in by_item.items()}
+    low, high = bootstrap(list(means.values()), 0)
+    parts = []
+    for c in sorted(set(category.values())):
+        part = np.mean([mean for item, mean in means.items() if category.get(item) == c])
+        parts.append(f"{c} {part:.3f}")
+    return f"{np.mean(list(means.values())):.3f} [{low:.3f}, {high:.3f}]  {'  '.join(parts)}"
+
+
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in schedule.TINY:
-        sys.exit(f"usage: policies.py {'|'.join(schedule.TINY)} [episodes an item [horizon [FOLDER]]]")
+    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in TINY_HORIZONS:
+        worlds = "|".join(TINY_HORIZONS)
+        sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER]]]")
     main(*sys.argv[1:])

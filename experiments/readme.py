@@ -1,6 +1,10 @@
-"""Follow the README as a newcomer would: python experiments/readme.py [--quick]. Clones this repository, makes a virtual environment, and
-runs every line of every bash block, of the README and then of docs/*.md, in order; those that cannot run here are listed with the reason. --quick: two training steps and
-eight items, else as it stands (half an hour on two cores). Exit code 1 if a command failed."""
+"""Follow the README as a newcomer would: `python experiments/readme.py [--quick]`.
+
+Clones this repository, makes a virtual environment, and runs every line of every bash block, of
+the README and then of docs/*.md, in order. Commands that cannot run here are listed with the
+reason. --quick: two training steps and eight items per command; without it the commands run as
+printed (half an hour on two cores). Exit code 1 if a command failed.
+"""
 
 import re
 import subprocess
@@ -10,7 +14,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NOT_HERE = {  # what a command mentions -> why it is not run
+MEASUREMENT = "a measurement of minutes on a quiet machine: by hand"
+NOT_HERE = {  # pattern of a command -> why it is not run
     r"hf download": "a hub",
     r"Qwen/|nproc_per_node|nnodes": "needs GPUs and a model from a hub",
     r"make_tiny": "an hour",
@@ -19,28 +24,44 @@ NOT_HERE = {  # what a command mentions -> why it is not run
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
-    r"bench.py rollout|bench.py update|kill.py|load.py|experiments/gpu": "a measurement of minutes on a quiet machine: by hand",
+    r"bench.py rollout|bench.py update|kill.py|load.py|experiments/gpu": MEASUREMENT,
     r"study.py|test_time.py": "hours",
 }
-QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}
+QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}  # pattern -> added flags
 
 
 def commands(text):
-    """The lines of all bash blocks, those that end with a backslash joined with the next, without comments."""
+    """The command lines of all bash blocks, without comments. Continued lines are joined."""
     for block in re.findall(r"```bash\n(.*?)```", text, re.S):
         for line in block.replace("\\\n", " ").splitlines():
-            if not line.startswith("#") and (line := line.split("  #")[0].strip()):
-                yield line
+            if line.startswith("#"):
+                continue
+            command = line.split("  #")[0].strip()
+            if command:
+                yield command
 
 
 def pages(repo):
-    """The README and what it sends its reader to, as one text."""
-    return "\n".join(path.read_text() for path in (repo / "README.md", *sorted((repo / "docs").glob("*.md"))))
+    """The README and the pages of docs/, as one text."""
+    paths = (repo / "README.md", *sorted((repo / "docs").glob("*.md")))
+    return "\n".join(path.read_text() for path in paths)
 
 
 def reason(command):
-    """Why it cannot be run here; "" if it can."""
-    return next((why for mark, why in NOT_HERE.items() if re.search(mark, command)), "")
+    """Why the command cannot be run here; "" if it can."""
+    for pattern, why in NOT_HERE.items():
+        if re.search(pattern, command):
+            return why
+    return ""
+
+
+def shortened(command):
+    """The command as --quick runs it."""
+    for pattern, flags in QUICK.items():
+        # The flags go to the end of the command, before a pipe or an "&&".
+        match = re.compile(rf"{pattern}[^&|]*")
+        command = match.sub(lambda m, flags=flags: m[0].rstrip() + flags, command)
+    return command.replace("python -m pytest", "python -m pytest tests/test_algos.py")
 
 
 def main(quick=False):
@@ -50,22 +71,30 @@ def main(quick=False):
         subprocess.run(["git", "clone", "-q", str(ROOT), str(repo)], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(Path(folder) / "venv")], check=True)
         for command in commands(pages(repo)):
-            if why := reason(command):
+            why = reason(command)
+            if why:
                 print(f"not run   {command}\n          ({why})", flush=True)
                 continue
-            run = command
-            if quick:
-                for mark, more in QUICK.items():
-                    run = re.sub(rf"({mark}[^&|]*)", lambda m, more=more: m[1].rstrip() + more, run)
-                run = run.replace("python -m pytest", "python -m pytest tests/test_algos.py")
+            run = shortened(command) if quick else command
             begin = time.monotonic()
-            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            print(f"{'ok' if done.returncode == 0 else 'FAILED':9} {command}   {time.monotonic() - begin:.0f} s", flush=True)
+            done = subprocess.run(
+                ["bash", "-c", f". ../venv/bin/activate && {run}"],
+                cwd=repo,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            word = "FAILED" if done.returncode else "ok"
+            print(f"{word:9} {command}   {time.monotonic() - begin:.0f} s", flush=True)
             if done.returncode:
                 failed.append(command)
-                print("          " + "\n          ".join(done.stdout.strip().splitlines()[-15:]), flush=True)
+                end = done.stdout.strip().splitlines()[-15:]
+                print("          " + "\n          ".join(end), flush=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main("--quick" in sys.argv) if sys.argv[1:] in ([], ["--quick"]) else __doc__)
+    if sys.argv[1:] not in ([], ["--quick"]):
+        sys.exit(__doc__)
+    sys.exit(main("--quick" in sys.argv))

@@ -1,6 +1,11 @@
-"""Item sets of some of SciWorld's tasks alone: `python experiments/sciworld_tasks.py FOLDER find-non-living-thing`, then
-`python train.py --env sciworld --data FOLDER`; eval.py plays a run on the folder's held-out items. Training items are the
-package's training variations, held-out ones its test variations, at most 300 and 100 of each task."""
+"""Item sets of some of SciWorld's tasks alone.
+
+    python experiments/sciworld_tasks.py FOLDER find-non-living-thing
+    python train.py --env sciworld --data FOLDER
+
+eval.py plays such a run on the folder's held-out items. Training items are the package's training
+variations, held-out items its test variations: at most 300 and 100 of each task.
+"""
 
 import json
 import random
@@ -12,21 +17,27 @@ from worlds.sciworld import ENDS, TASKS, SciWorld  # noqa: E402
 
 
 def main(folder, *tasks):
-    rng, env, train = random.Random(0), SciWorld(), []
+    rng = random.Random(0)
+    env = SciWorld()
+    train = []
+    test = []
     for path in ("AgentItemId", "AgentEval/sciworld"):
         (Path(folder) / path).mkdir(parents=True)
-    test = []
     for task in tasks:
-        begin = ENDS[list(TASKS).index(task)] - TASKS[task]
-        env.reset(begin)
-        numbers = {split: env.variations(split) for split in ("train", "test")}
-        train += [begin + n for n in rng.sample(numbers["train"], min(300, len(numbers["train"])))]
-        held = [begin + n for n in rng.sample(numbers["test"], min(100, len(numbers["test"])))]
-        write(Path(folder) / f"AgentEval/sciworld/{task}.json", held)
-        test += held
+        first = ENDS[list(TASKS).index(task)] - TASKS[task]  # the task's first item
+        env.reset(first)
+        variations = {split: env.variations(split) for split in ("train", "test")}
+        train += [first + n for n in sample(rng, variations["train"], 300)]
+        held_out = [first + n for n in sample(rng, variations["test"], 100)]
+        write(Path(folder) / f"AgentEval/sciworld/{task}.json", held_out)
+        test += held_out
     write(Path(folder) / "AgentEval/sciworld/sciworld_test.json", test)
     write(Path(folder) / "AgentItemId/sciworld_train.json", train)
     print(f"{len(train)} training items, {len(test)} held out")
+
+
+def sample(rng, numbers, most):
+    return rng.sample(numbers, min(most, len(numbers)))
 
 
 def write(path, numbers):

@@ -1,13 +1,19 @@
-"""The web world at work: `python experiments/web.py screenshots | solve [N] | load [EPISODES STEPS] | step | navigate FOLDER` (cwd: the repository; needs Chromium).
+"""Measurements of the world webarena (needs Chromium).
 
-screenshots: docs/web_*.png. solve: N items of the held-out set (default 100) by their plans. load: EPISODES at once (default 32), a random
-valid action each, STEPS each (default 100): steps a second, memory, and whether an episode saw another's mark; the browser is killed by
-its process id in the middle with `kill` as the last word. step: how long a step and a reset take, one episode alone.
-navigate: item sets of the easiest tasks, those done by one click, for train.py's --data FOLDER.
+    python experiments/web.py COMMAND
+
+COMMAND: screenshots, solve [N], load [EPISODES STEPS], step (the default) or navigate FOLDER.
+
+screenshots: docs/web_*.png.
+solve: play N items of the held-out set (default 100) by their plans.
+load: EPISODES at once (default 32) with STEPS random valid actions each (default 100). Prints steps
+    per second, memory, and whether an episode saw another's mark. With `kill` as the last word one
+    browser is killed in the middle, by its process id.
+step: how long a step and a reset take, with one episode alone.
+navigate: item sets of the easiest tasks, those that one click solves, for train.py's --data FOLDER.
 """
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -15,154 +21,252 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 from envs import EnvError, items, make_env, split_item  # noqa: E402
-from worlds.websites import browser, tasks  # noqa: E402
+from experiments.load import process_tree  # noqa: E402
+from websites import tasks  # noqa: E402
+from worlds.webarena import browser, plans, tree  # noqa: E402
+from worlds.webarena.env import embedded_websites  # noqa: E402
 
-EPISODE = 50  # steps; WebArena's have 30 at most
-SHOTS = {"shop": "/category/kitchen", "forum": "/f/books?sort=top", "code": "{}/-/issues?state=open", "admin": "/"}
+EPISODE = 50  # steps of an episode under load; WebArena's have 30 at most
+SHOTS = {  # site -> path
+    "shop": "/category/kitchen",
+    "forum": "/f/books?sort=top",
+    "code": "{}/-/issues?state=open",
+    "admin": "/",
+}
 
 
 def navigate(folder):
-    tasks.load()
-    easy = [n for n, t in enumerate(tasks.TEMPLATES) if t.kind == "navigate" and all(len(tasks.make(n + len(tasks.TEMPLATES) * s)[1]) == 1 for s in range(9))]
-    for path, seeds in (("AgentItemId/webarena_train.json", range(100)), ("AgentEval/webarena/webarena_test.json", range(1000, 1030)),
-                        *((f"AgentEval/webarena/{site}.json", range(1000, 1030)) for site in tasks.PLACE)):
-        file = Path(folder) / path
+    """Write item sets of the navigation tasks whose plans have a single step."""
+    templates = tasks.TEMPLATES
+
+    def is_one_click(number):
+        solutions = [tasks.make(number + len(templates) * seed)[1] for seed in range(9)]
+        return all(len(plan) == 1 for plan in solutions)
+
+    def item_numbers(easy, seeds):
+        return [number + len(templates) * seed for seed in seeds for number in easy]
+
+    easy = [n for n, t in enumerate(templates) if t.kind == "navigate" and is_one_click(n)]
+    held_out = range(1000, 1030)
+    sets = {
+        "AgentItemId/webarena_train": item_numbers(easy, range(100)),
+        "AgentEval/webarena/webarena_test": item_numbers(easy, held_out),
+    }
+    for site in tasks.PLACE:
+        of_site = [n for n in easy if templates[n].site == site]
+        sets[f"AgentEval/webarena/{site}"] = item_numbers(of_site, held_out)
+    for name, numbers in sets.items():
+        file = Path(folder) / f"{name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        numbers = [n + len(tasks.TEMPLATES) * s for s in seeds for n in easy if file.stem in (tasks.TEMPLATES[n].site, "webarena_train", "webarena_test")]
-        file.write_text(json.dumps([{"item_id": f"webarena_{n}"} for n in numbers], indent=0) + "\n")
-    print("\n".join(f"{tasks.TEMPLATES[n].site:6} {tasks.TEMPLATES[n].sentence}" for n in easy))
+        rows = [{"item_id": f"webarena_{n}"} for n in numbers]
+        file.write_text(json.dumps(rows, indent=0) + "\n")
+    print("\n".join(f"{templates[n].site:6} {templates[n].sentence}" for n in easy))
 
 
 def memory():
-    """Bytes of this process and all it started (proportional set size: shared pages are shared out)."""
-    parents, total = {}, 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    """Bytes of this process and everything below it (PSS: a shared page is divided among its
+    users)."""
+    kib = 0
+    for pid in process_tree():
         try:
-            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            pass
-    ours = {os.getpid()}
-    while more := {p for p, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    for p in ours:
-        try:
-            total += 1024 * next(int(line.split()[1]) for line in Path(f"/proc/{p}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-        except (OSError, StopIteration):
-            pass
-    return total
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # the process has ended
+            continue
+        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 1024 * kib
 
 
 def screenshots():
-    browser.FLAGS = [flag for flag in browser.FLAGS if "compositing" not in flag]  # there is no picture without it
+    # With the flags against compositing there is no picture.
+    browser.FLAGS = [flag for flag in browser.FLAGS if "compositing" not in flag]
     env = make_env("webarena", height=720, width=1100)
     env.reset(0)
-    from worlds.webarena import websites
     for name, path in SHOTS.items():
-        if name == "code":
-            db = websites().episodes[env.episode][0]
-            path = path.format("/" + db.execute("select path from project order by stars desc").fetchone()[0])
-        env.browser.call(env.window.goto, websites().address(name) + path)
-        file = Path(__file__).parent.parent / f"docs/web_{name}.png"
+        if name == "code":  # the project with the most stars
+            db = embedded_websites().episodes[env.episode][0]
+            query = "select path from project order by stars desc"
+            path = path.format("/" + db.execute(query).fetchone()[0])
+        env.browser.call(env.window.goto, embedded_websites().address(name) + path)
+        file = ROOT / f"docs/web_{name}.png"
         env.browser.call(lambda at=str(file): env.window.page.screenshot(path=at))
         print(file, file.stat().st_size)
     env.close()
 
 
 def solve(count=100):
-    names, start, wins, steps = items("webarena", "test"), time.monotonic(), 0, 0
+    names = items("webarena", "test")
+    count = min(count, len(names))
+    start = time.monotonic()
     env = make_env("webarena")
-    inner, calls = env.step, []
-    env.step = lambda action: calls.append(1) or inner(action)
-    for name in random.Random(0).sample(names, min(count, len(names))):
-        wins += tasks.solve(env, split_item(name)[1]).success
-    seconds, steps = time.monotonic() - start, len(calls)
-    print(f"{wins} of {min(count, len(names))} solved, {steps} steps in {seconds:.0f} s")
+    inner_step = env.step
+    wins = 0
+    steps = 0
+
+    def counted_step(action):
+        nonlocal steps
+        steps += 1
+        return inner_step(action)
+
+    env.step = counted_step
+    for name in random.Random(0).sample(names, count):
+        wins += plans.solve(env, split_item(name)[1]).success
+    seconds = time.monotonic() - start
+    print(f"{wins} of {count} solved, {steps} steps in {seconds:.0f} s")
     env.close()
 
 
 def step():
-    env, resets, steps, rng = make_env("webarena"), [], [], random.Random(0)
+    env = make_env("webarena")
+    rng = random.Random(0)
+    resets = []  # seconds
+    clicks = []  # seconds
     for n in range(30):
-        at = time.monotonic()
+        begin = time.monotonic()
         text = env.reset(n)
-        resets.append(time.monotonic() - at)
+        resets.append(time.monotonic() - begin)
         for _ in range(6):
             action = any_action(rng, text)
-            at = time.monotonic()
-            done = env.step(f"```{action}```")
+            begin = time.monotonic()
+            result = env.step(f"```{action}```")
             if action.startswith("click"):
-                steps.append(time.monotonic() - at)
-            text = done.observation if done.valid else text
-    for name, values in (("reset", resets[1:]), ("click", steps)):
-        values.sort()
-        print(f"{name}: median {1000 * statistics.median(values):.0f} ms, p95 {1000 * values[int(0.95 * len(values))]:.0f} ms, {len(values)} of them")
+                clicks.append(time.monotonic() - begin)
+            if result.valid:
+                text = result.observation
+    # The first reset starts the browser.
+    for name, values in (("reset", sorted(resets[1:])), ("click", sorted(clicks))):
+        median = 1000 * statistics.median(values)
+        p95 = 1000 * values[int(0.95 * len(values))]
+        print(f"{name}: median {median:.0f} ms, p95 {p95:.0f} ms, {len(values)} of them")
     env.close()
 
 
 def any_action(rng, text, mark="mark"):
     """An action on one of an observation's elements, or a scroll; `mark` is what it writes."""
-    found = [line.split("] ")[0].split("[")[-1] + " " + line.split("] ")[1] for line in text.splitlines() if "] " in line
-             and line.lstrip().startswith("[")]
-    fields = [f.split()[0] for f in found if f.split()[1] in ("textbox", "searchbox")]
-    links = [f.split()[0] for f in found if f.split()[1] in ("link", "button")]
+    fields = []
+    links = []
+    for line in text.splitlines():
+        if not line.lstrip().startswith("[") or "] " not in line:
+            continue
+        number, rest = line.split("] ")[:2]
+        number = number.split("[")[-1]
+        role = rest.split()[0]
+        if role in ("textbox", "searchbox"):
+            fields.append(number)
+        elif role in ("link", "button"):
+            links.append(number)
     if fields and rng.random() < 0.2:
         return f"type [{rng.choice(fields)}] [{mark}] [1]"
-    return f"click [{rng.choice(links)}]" if links and rng.random() < 0.9 else rng.choice(["scroll [down]", "scroll [up]", "go_back"])
+    if links and rng.random() < 0.9:
+        return f"click [{rng.choice(links)}]"
+    return rng.choice(["scroll [down]", "scroll [up]", "go_back"])
+
+
+class Load:
+    """Episodes that look for each other's marks.
+
+    Each episode writes a mark of its own into its shop address (and wherever else it writes), and
+    must find its own there whenever it looks. It is reset every EPISODE steps: until a reset,
+    playwright keeps 30 kB of every page that was opened.
+    """
+
+    def __init__(self, episodes, steps):
+        self.episodes = episodes
+        self.steps = steps
+        self.done = 0
+        self.errors = []
+        self.foreign = []  # episodes that saw a mark that was not theirs
+        self.lock = threading.Lock()
+
+    def play(self, k):
+        """Play episode k until it has made its steps. An environment error counts as a step."""
+        env = make_env("webarena")
+        rng = random.Random(k)
+        count = 0
+        while count < self.steps:
+            try:
+                text = self.write_mark(env, k)
+                for n in range(min(EPISODE, self.steps - count)):
+                    if n % 20 == 19:
+                        self.look(env, k)
+                    result = env.step(f"```{any_action(rng, text, self.mark(k))}```")
+                    if result.valid:
+                        text = result.observation
+                    count += 1
+                    with self.lock:
+                        self.done += 1
+            except EnvError as e:
+                self.errors.append(str(e))
+                count += 1
+        env.close()
+
+    def mark(self, k):
+        return f"Mark{k:03} Street"
+
+    def write_mark(self, env, k):
+        """Reset, and write the mark -> the first observation."""
+        text = env.reset(k)
+        env.step("```goto [http://shop.localhost/account/edit]```")
+        number = tree.find(env._observe(), "textbox", "Street")
+        env.step(f"```type [{number}] [{self.mark(k)}] [1]```")
+        return text
+
+    def look(self, env, k):
+        """Look at the account: it must show this episode's mark and no other's."""
+        seen = env.step("```goto [http://shop.localhost/account]```").observation
+        is_lost = "Telephone" in seen and f"Mark{k:03}" not in seen
+        others = [j for j in range(self.episodes) if j != k and f"Mark{j:03}" in seen]
+        if is_lost or others:
+            self.foreign.append(k)
+            print(f"episode {k} sees\n{seen}", flush=True)
 
 
 def load(episodes=32, steps=100, kill=False):
-    """Each episode writes a mark of its own into its shop address (and wherever it writes) and finds that one there whenever it looks. It begins
-    anew every EPISODE steps: until then playwright keeps 30 kB of every page that was opened."""
-    done, errors, foreign, lock = [0], [], [], threading.Lock()
-
-    def play(k):
-        env, rng = make_env("webarena"), random.Random(k)
-        mark, text, count = f"Mark{k:03} Street", "", 0
-        while count < steps:
-            try:
-                text = env.reset(k)
-                env.step("```goto [http://shop.localhost/account/edit]```")
-                number = tasks.find(env._observe(), "textbox", "Street")
-                env.step(f"```type [{number}] [{mark}] [1]```")
-                for n in range(min(EPISODE, steps - count)):
-                    if n % 20 == 19:
-                        seen = env.step("```goto [http://shop.localhost/account]```").observation
-                        if "Telephone" in seen and f"Mark{k:03}" not in seen or any(f"Mark{j:03}" in seen for j in range(episodes) if j != k):
-                            foreign.append(k)
-                            print(f"episode {k} sees\n{seen}", flush=True)
-                    result = env.step(f"```{any_action(rng, text, mark)}```")
-                    text = result.observation if result.valid else text
-                    count += 1
-                    with lock:
-                        done[0] += 1
-            except EnvError as e:
-                errors.append(str(e))
-                count += 1
-        env.close()
-    threads = [threading.Thread(target=play, args=(k,)) for k in range(episodes)]
+    run = Load(episodes, steps)
+    threads = [threading.Thread(target=run.play, args=(k,)) for k in range(episodes)]
     start = time.monotonic()
-    [t.start() for t in threads]
-    before, killed = 0, not kill
-    while any(t.is_alive() for t in threads):
+    for thread in threads:
+        thread.start()
+    before = 0
+    while any(thread.is_alive() for thread in threads):
         time.sleep(10)
-        seconds = time.monotonic() - start
-        print(f"{seconds:5.0f} s  {done[0]} steps  {(done[0] - before) / 10:.1f} a second  {memory() / 2**30:.2f} GB  {len(errors)} errors",
-              flush=True)
-        before = done[0]
-        if not killed and done[0] > episodes * steps / 2:
-            killed = True
-            next(b for found in browser._BROWSERS.values() for b in found).kill()
+        print(
+            f"{time.monotonic() - start:5.0f} s  {run.done} steps  "
+            f"{(run.done - before) / 10:.1f} a second  {memory() / 2**30:.2f} GB  "
+            f"{len(run.errors)} errors",
+            flush=True,
+        )
+        before = run.done
+        if kill and run.done > episodes * steps / 2:
+            kill = False
+            next(b for browsers in browser._BROWSERS.values() for b in browsers).kill()
             print("killed one of the browsers", flush=True)
-    print(f"{episodes} episodes x {steps}: {done[0] / (time.monotonic() - start):.1f} steps/s, {len(errors)} env_errors, {len(foreign)} saw "
-          "another's mark")
+    print(
+        f"{episodes} episodes x {steps}: {run.done / (time.monotonic() - start):.1f} steps/s, "
+        f"{len(run.errors)} env_errors, {len(run.foreign)} saw another's mark"
+    )
+
+
+COMMANDS = {
+    "screenshots": screenshots,
+    "solve": solve,
+    "step": step,
+    "load": load,
+    "navigate": navigate,
+}
+
+
+def argument(word):
+    """A word of the command line: a number, the word "kill" (True), or a folder."""
+    if word == "kill":
+        return True
+    return int(word) if word.isdecimal() else word
 
 
 if __name__ == "__main__":
-    what, *numbers = sys.argv[1:] or ["step"]
-    does = {"screenshots": screenshots, "solve": solve, "step": step, "load": load, "navigate": navigate}
-    if what not in does:
+    command, *words = sys.argv[1:] or ["step"]
+    if command not in COMMANDS:
         sys.exit(__doc__)
-    does[what](
-        *(n == "kill" or (int(n) if n.isdecimal() else n) for n in numbers))
+    COMMANDS[command](*map(argument, words))

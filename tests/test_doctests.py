@@ -21,7 +21,7 @@ def module_names():
 
 
 MODULES = module_names()
-SITES = ("websites.", "worlds.websites.")  # web pages: their functions are handlers of requests
+SITES = ("websites.",)  # web pages: their functions are handlers of requests
 DOCUMENTED = [name for name in MODULES if not name.startswith(SITES)]
 
 

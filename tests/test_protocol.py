@@ -1,5 +1,8 @@
-"""AgentGym's HTTP protocol: our client against servers that do everything wrong, our server against recorded traffic, and
-both against each other. Servers run in processes of their own, on free loopback ports."""
+"""AgentGym's HTTP protocol.
+
+The client is tested against servers that do everything wrong, the server against recorded traffic,
+and both against each other. Our servers run in processes of their own, on free loopback ports.
+"""
 
 import json
 import os
@@ -12,28 +15,31 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
 
 import pytest
 import requests
 from conftest import ROOT
 
 import envs
+import eval as evaluation
+import train
 from envs import EnvError, EnvPool, Step, make_env
 from rollout import rollout
-from worlds import agentgym
+from worlds import agentgym, serve, textcraft
 from worlds.agentgym import RemoteEnv
 
 pytest.importorskip("uvicorn")
 RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 
-SLOW = '''
+SLOW = """
 import itertools, time
 from envs import Env, EnvError, Step
 made = itertools.count()
 
 
 class Slow(Env):
-    """Says which of the worlds made it is; a step sleeps for as long as its action says."""
+    # Knows its number among all those made. A step sleeps for as long as its action says.
     busy = False
 
     def __init__(self):
@@ -49,23 +55,32 @@ class Slow(Env):
             raise EnvError("the world broke")
         if action == "crash":
             raise ZeroDivisionError
-        alone, self.busy = not self.busy, True
+        alone = not self.busy
+        self.busy = True
         time.sleep(float(action))
         self.busy = False
         return Step("alone" if alone else "together", 0.25, 0.5)
-'''
+"""
 
 
 @contextmanager
 def serving(env, *flags, folder=None):
-    """Our server in a process -> (url, process). `folder` gets the world "slow"."""
-    code = "import sys; from worlds import serve; sys.exit(serve.main())"
+    """Run our server in a process -> (url, process). With a `folder` it knows the world "slow"."""
+    lines = ["import sys", "from worlds import serve"]
     if folder:
         (folder / "slow.py").write_text(SLOW)
-        code = (f"import sys; sys.path.insert(0, {str(folder)!r}); from worlds import serve; "
-                "serve.WORLDS['slow'] = 'slow:Slow'; sys.exit(serve.main())")
-    command = [sys.executable, "-c", code, "serve", "--env", env, "--port", "0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env=RUN, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        lines.append(f"sys.path.insert(0, {str(folder)!r})")
+        lines.append("serve.WORLDS['slow'] = 'slow:Slow'")
+    lines.append("sys.exit(serve.main())")
+    program = [sys.executable, "-c", "\n".join(lines)]
+    process = subprocess.Popen(
+        [*program, "serve", "--env", env, "--port", "0", *flags],
+        cwd=ROOT,
+        env=RUN,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
         url = process.stdout.readline().split()[-1]
         yield url, process
@@ -77,28 +92,33 @@ def serving(env, *flags, folder=None):
 
 @pytest.fixture(scope="module")
 def servers():
-    with serving("babyai") as (babyai, _), serving("textcraft") as (textcraft, _):
-        yield {"babyai": babyai, "textcraft": textcraft}
+    with serving("babyai") as (babyai, _), serving("textcraft") as (crafting, _):
+        yield {"babyai": babyai, "textcraft": crafting}
 
 
 @contextmanager
-def standing_in(answer, port=0):
-    """A server that we do not have: answer(path, body) -> (status, reply); reply: JSON, or bytes as they are. None: hang up.
-    -> (url, list of (path, body) in the order in which they came)"""
+def stand_in_server(answer, port=0):
+    """A server that answers as told -> (url, list of the (path, body) that came, in order).
+
+    answer(path, body) -> (status, reply), where the reply is JSON or the bytes to send, or None to
+    break the connection off.
+    """
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length) or "null")
             seen.append((self.path, body))
-            result = answer(self.path, body)
-            if result is None:
+            answered = answer(self.path, body)
+            if answered is None:
                 self.close_connection = True
                 return
-            data = result[1] if isinstance(result[1], bytes) else json.dumps(result[1]).encode()
-            self.send_response(result[0])
+            status, reply = answered
+            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -120,15 +140,21 @@ def standing_in(answer, port=0):
 
 
 def like_babyai(**special):
-    """The bodies of a healthy server; `special`: path -> (status, reply), or a function that gives it."""
-    good = {"create": {"id": 0}, "reset": {"observation": "go"}, "step": {"observation": "ok", "reward": 0, "done": False},
-            "close": True}
+    """Answers of a healthy server. special: path -> (status, reply), or a function of the body."""
+    good = {
+        "create": {"id": 0},
+        "reset": {"observation": "go"},
+        "step": {"observation": "ok", "reward": 0, "done": False},
+        "close": True,
+    }
 
     def answer(path, body):
         path = path.strip("/")
         if path in special:
-            return special[path](body) if callable(special[path]) else special[path]
+            reply = special[path]
+            return reply(body) if callable(reply) else reply
         return 200, good.get(path, "hello")
+
     return answer
 
 
@@ -139,38 +165,60 @@ def free_port():
 
 # ---- the server, by recorded traffic ----
 
-# Where the content differs from the recording, and why. Fields and types are compared all the same.
-DIFFERS = {
-    # goals behind numbers and the distractors hang on the file order and hash seed of the machine that recorded them
-    ("textcraft", "/create"), ("textcraft", "/reset"), ("textcraft", "/observation"),
+# Of these replies only the fields and types are compared. The goals behind the item numbers and the
+# distractors depend on the file order and the hash seed of the machine that recorded them.
+CONTENT_DIFFERS = {
+    ("textcraft", "/create"),
+    ("textcraft", "/reset"),
+    ("textcraft", "/observation"),
 }
-# sciworld's things stand in an order that hangs on the JVM's hash codes; ours are the same everywhere, so lines are sorted
-IN_ANY_ORDER = {("sciworld", "/reset")}
+# The lines of these observations are compared as a sorted list. The recorded order of sciworld's
+# things depends on the JVM's hash codes; ours is the same on every machine.
+LINES_IN_ANY_ORDER = {("sciworld", "/reset")}
+KINDS = {
+    bool: "truth",
+    int: "number",
+    float: "number",
+    str: "text",
+    dict: "dict",
+    list: "list",
+}
 
 
 @pytest.mark.parametrize("name", ["babyai", "textcraft", "sciworld"])
 def test_recorded_requests_get_recorded_replies(name):
     if name == "sciworld":
         pytest.importorskip("scienceworld")
-    kinds = {bool: "truth", int: "number", float: "number", str: "text", dict: "dict", list: "list"}
-    exchanges = json.loads((ROOT / f"tests/wire/{name}.json").read_text())["exchanges"]
+    recording = json.loads((ROOT / f"tests/wire/{name}.json").read_text())
     with serving(name) as (url, _):
-        for e in exchanges:
-            reply = requests.request(e["method"], url + e["path"], json=e.get("json"), params=e.get("params"), timeout=30)
-            ours, theirs = reply.json(), e["response"]
-            at = f"{e['method']} {e['path']} {e.get('json') or e.get('params')}: {ours}"
-            assert reply.status_code == e["status"], at
-            assert kinds[type(ours)] == kinds[type(theirs)], at
-            if isinstance(theirs, dict):
-                more = set(ours) - set(theirs)
-                assert set(theirs) <= set(ours) and more <= ({"success", "valid", "progress"} if e["path"] == "/step" else set()), at
-                assert all(kinds[type(ours[k])] == kinds[type(v)] for k, v in theirs.items()), at
-                ours = {k: ours[k] for k in theirs}
-            if (name, e["path"]) in IN_ANY_ORDER:
-                for reply in ours, theirs:
-                    reply["observation"] = sorted(reply["observation"].split("\n"))
-            if (name, e["path"]) not in DIFFERS or isinstance(theirs, dict) and "error" in theirs:
-                assert ours == theirs, at
+        for exchange in recording["exchanges"]:
+            check_exchange(name, url, exchange)
+
+
+def check_exchange(name, url, exchange):
+    method = exchange["method"]
+    path = exchange["path"]
+    body = exchange.get("json")
+    params = exchange.get("params")
+    reply = requests.request(method, url + path, json=body, params=params, timeout=30)
+    ours = reply.json()
+    theirs = exchange["response"]
+    at = f"{method} {path} {body or params}: {ours}"
+    assert reply.status_code == exchange["status"], at
+    assert KINDS[type(ours)] == KINDS[type(theirs)], at
+    if isinstance(theirs, dict):
+        added = set(ours) - set(theirs)
+        may_be_added = {"success", "valid", "progress"} if path == "/step" else set()
+        assert set(theirs) <= set(ours), at
+        assert added <= may_be_added, at
+        assert all(KINDS[type(ours[k])] == KINDS[type(v)] for k, v in theirs.items()), at
+        ours = {k: ours[k] for k in theirs}
+    if (name, path) in LINES_IN_ANY_ORDER:
+        for either in (ours, theirs):
+            either["observation"] = sorted(either["observation"].split("\n"))
+    is_error = isinstance(theirs, dict) and "error" in theirs
+    if is_error or (name, path) not in CONTENT_DIFFERS:
+        assert ours == theirs, at
 
 
 @pytest.mark.parametrize("env, horizon", [("babyai", 4), ("textcraft", 3), ("searchqa", 3)])
@@ -197,22 +245,26 @@ def test_steps_are_the_same_here_and_there(env, servers):
     if env == "searchqa":
         pytest.importorskip("bm25s")
         with serving(env) as (url, _):
-            same_steps(env, url, ["", "no tag", "<search> Tavi </search>", "<answer> nobody </answer>"])
+            actions = ["", "no tag", "<search> Tavi </search>", "<answer> nobody </answer>"]
+            same_steps(env, url, actions)
     elif env == "sciworld":
         pytest.importorskip("scienceworld")
         with serving(env) as (url, _):
-            same_steps(env, url, ["look around", "open door to kitchen", "dance", "focus on substance in metal pot"])
+            actions = ["look around", "open door to kitchen", "dance"]
+            same_steps(env, url, [*actions, "focus on substance in metal pot"])
     else:
-        actions = ["", "fly", "inventory", "drop", "turn left", "move forward", "get 1 oak log", "é\u2028\n"]
-        same_steps(env, servers[env], actions)
+        actions = ["", "fly", "inventory", "drop", "turn left", "move forward", "get 1 oak log"]
+        same_steps(env, servers[env], [*actions, "é\u2028\n"])
 
 
 def same_steps(env, url, actions):
-    here, there = make_env(env), make_env(env, url=url)
+    here = make_env(env)
+    there = make_env(env, url=url)
     for item in (0, 3, 8):
         assert there.reset(item) == here.reset(item)
-        solve = [] if env != "textcraft" else __import__("worlds.textcraft").textcraft.solution(item)
-        for action in [*actions, *solve, *actions[:2]]:  # textcraft: to the end, and two steps further
+        # textcraft is played to the end, and two steps further
+        solution = textcraft.solution(item) if env == "textcraft" else []
+        for action in [*actions, *solution, *actions[:2]]:
             assert there.step(action) == here.step(action)
     there.close()
 
@@ -220,9 +272,12 @@ def same_steps(env, url, actions):
 def test_64_episodes_at_once_from_as_many_threads(servers):
     def play(item, url=None):
         env = make_env("babyai", url=url)
-        out = [env.reset(item), *(env.step(a) for a in ("turn left", "turn right", "move forward", "fly"))]
+        played = [env.reset(item)]
+        for action in ("turn left", "turn right", "move forward", "fly"):
+            played.append(env.step(action))
         env.close()
-        return out
+        return played
+
     with ThreadPoolExecutor(64) as threads:
         played = list(threads.map(lambda item: play(item, servers["babyai"]), range(64)))
     assert played == [play(item) for item in range(64)]
@@ -230,112 +285,195 @@ def test_64_episodes_at_once_from_as_many_threads(servers):
 
 def test_bad_bodies_are_422_and_unknown_ids_are_errors(servers):
     url = servers["babyai"]
-    for path, body in (("reset", {}), ("reset", {"id": 0, "data_idx": "a"}), ("step", {"id": 0}),
-                       ("step", {"id": 0, "action": 3}), ("close", []), ("close", {"id": None}), ("create", 3)):
+    bad = [
+        ("reset", {}),
+        ("reset", {"id": 0, "data_idx": "a"}),
+        ("step", {"id": 0}),
+        ("step", {"id": 0, "action": 3}),
+        ("close", []),
+        ("close", {"id": None}),
+        ("create", 3),
+    ]
+    for path, body in bad:
         assert requests.post(f"{url}/{path}", json=body).status_code == 422, (path, body)
-    assert requests.post(url + "/step", data=b"{", headers={"Content-Type": "application/json"}).status_code == 422
+    as_json = {"Content-Type": "application/json"}
+    assert requests.post(url + "/step", data=b"{", headers=as_json).status_code == 422
     assert requests.get(url + "/observation?id=x").status_code == 422
+
     not_valid = {"error": "The id 987654 is not valid."}
     assert requests.get(url + "/observation?id=987654").json() == not_valid
-    assert requests.post(url + "/reset", json={"id": 987654, "data_idx": 1}).json() == not_valid
+    reset = {"id": 987654, "data_idx": 1}
+    assert requests.post(url + "/reset", json=reset).json() == not_valid
     assert requests.post(url + "/close", json={"id": 987654}).json() is False
-    number = requests.post(url + "/create").json()["id"]  # without a body, too
-    assert "error" in requests.post(url + "/step", json={"id": number, "action": "turn left"}).json()  # not reset yet
-    assert "error" in requests.get(f"{url}/observation?id={number}").json()
-    assert "babyai has items" in requests.post(url + "/reset", json={"id": number, "data_idx": -1}).json()["error"]
+
+    number = requests.post(url + "/create").json()["id"]  # /create needs no body
+    step = {"id": number, "action": "turn left"}
+    not_reset = {"error": f"The id {number} was not reset."}
+    assert requests.post(url + "/step", json=step).json() == not_reset
+    assert requests.get(f"{url}/observation?id={number}").json() == not_reset
+    reset = {"id": number, "data_idx": -1}
+    assert "babyai has items" in requests.post(url + "/reset", json=reset).json()["error"]
 
 
-def test_episodes_take_turns_worlds_are_used_again_and_idle_ones_are_reaped(tmp_path):
-    with serving("slow", "--idle_seconds", "1.2", "--max_episodes", "3", folder=tmp_path) as (url, _):
-        env = make_env_at(url)
+def test_requests_to_one_episode_take_turns_and_environments_are_used_again(tmp_path):
+    with serving("slow", folder=tmp_path) as (url, _):
+        env = RemoteEnv("slow", url)
         assert env.reset(4) == "world 0 item 4"
         assert env.step("0") == Step("alone", 0.25, 0.5)
-        with ThreadPoolExecutor(4) as threads:  # four requests to one episode
-            body = {"id": env.id, "action": "0.1"}
-            replies = list(threads.map(lambda _: requests.post(url + "/step", json=body).json()["observation"], range(4)))
-        assert replies == ["alone"] * 4
+        body = {"id": env.episode_id, "action": "0.1"}
+        with ThreadPoolExecutor(4) as threads:
+            futures = [
+                threads.submit(requests.post, url + "/step", json=body, timeout=30)
+                for _ in range(4)
+            ]
+        assert [f.result().json()["observation"] for f in futures] == ["alone"] * 4
         with pytest.raises(EnvError, match="no item 13"):
             env.reset(13)
         env.close()
         env.close()
-        again = make_env_at(url)
+        again = RemoteEnv("slow", url)
         assert again.reset(5) == "world 0 item 5"  # not made anew
         for action, why in (("fault", "the world broke"), ("crash", "status 500")):
             with pytest.raises(EnvError, match=why):
                 again.step(action)
         again.close()
-        envs_now = [make_env_at(url) for _ in range(3)]
-        assert [e.reset(1) for e in envs_now] == ["world 1 item 1", "world 2 item 1", "world 3 item 1"]  # the broken one is gone
+        # the environment that failed is not used again
+        assert RemoteEnv("slow", url).reset(1) == "world 1 item 1"
+
+
+def test_episodes_are_limited_in_number_and_idle_ones_are_closed(tmp_path):
+    flags = ("--idle_seconds", "1.2", "--max_episodes", "3")
+    with serving("slow", *flags, folder=tmp_path) as (url, _):
+        three = [RemoteEnv("slow", url) for _ in range(3)]
+        first_observations = [e.reset(1) for e in three]
+        assert first_observations == ["world 0 item 1", "world 1 item 1", "world 2 item 1"]
         with pytest.raises(EnvError, match="3 episodes are taken"):
-            make_env_at(url)
-        ids = [e.id for e in envs_now]
+            RemoteEnv("slow", url)
+
+        def step(number):
+            return requests.post(url + "/step", json={"id": number, "action": "0"}).json()
+
+        numbers = [e.episode_id for e in three]
         until = time.monotonic() + 1.7
         while time.monotonic() < until:  # the first one is kept alive
-            assert "observation" in requests.post(url + "/step", json={"id": ids[0], "action": "0"}).json()
+            assert "observation" in step(numbers[0])
             time.sleep(0.1)
-        valid = ["error" not in requests.post(url + "/step", json={"id": i, "action": "0"}).json() for i in ids]
-        assert valid == [True, False, False]
-        assert envs_now[1].reset(7) in ("world 2 item 7", "world 3 item 7")  # the client makes itself a new episode
-
-
-def make_env_at(url):
-    return RemoteEnv("slow", url)
+        assert ["error" not in step(n) for n in numbers] == [True, False, False]
+        # the client makes itself a new episode
+        assert three[1].reset(7) in ("world 1 item 7", "world 2 item 7")
 
 
 @pytest.mark.parametrize("seconds", [0.8, 60])
 def test_sigterm_ends_the_server_within_10_seconds(seconds, tmp_path):
-    """A request under way gets its answer if that takes no longer; a world that hangs is not waited for."""
+    """A request under way is answered if it takes less than 5 s; a world that hangs is left."""
     with serving("slow", folder=tmp_path) as (url, process):
-        env, replies = make_env_at(url), []
+        env = RemoteEnv("slow", url)
+        replies = []
 
         def step():
             try:
                 replies.append(env.step(str(seconds)).observation)
             except EnvError:
                 replies.append("lost")
+
         env.reset(0)
         thread = threading.Thread(target=step)
         thread.start()
         time.sleep(0.4)
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0 and time.monotonic() - start < 10
+        assert process.wait(10) == 0
+        assert time.monotonic() - start < 10
         thread.join(5)
         assert replies == ["alone" if seconds < 5 else "lost"]
 
 
 def test_nonsense_is_one_line_and_exit_code_2(servers):
     taken = servers["babyai"].split(":")[-1]
-    for flags, says in ((["serve", "--env", "nope"], "unknown environment 'nope'; choose from babyai"), (["dance"], "serve"),
-                        (["serve", "--port", taken], f"127.0.0.1:{taken}"), (["serve", "--port", "99999"], "99999"),
-                        (["serve", "--env", "webshop"], "webshop"), (["serve", "--idle_seconds", "0"], "idle_seconds")):
-        done = subprocess.run([sys.executable, "envs.py", *flags], cwd=ROOT, env=RUN, capture_output=True, text=True, timeout=30)
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    wrong = [
+        (["serve", "--env", "nope"], "unknown environment 'nope'; choose from babyai"),
+        (["dance"], "serve"),
+        (["serve", "--port", taken], f"127.0.0.1:{taken}"),
+        (["serve", "--port", "99999"], "99999"),
+        (["serve", "--env", "webshop"], "webshop"),
+        (["serve", "--idle_seconds", "0"], "idle_seconds"),
+    ]
+    for flags, says in wrong:
+        done = run_python("envs.py", *flags)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("envs.py: ") and says in done.stderr
-    bare = "import sys; sys.modules['fastapi'] = None; from worlds import serve; sys.exit(serve.main(['serve']))"
-    done = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, env=RUN, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and 'pip install -e ".[serve]"' in done.stderr
+    without_fastapi = (
+        "import sys; sys.modules['fastapi'] = None; "
+        "from worlds import serve; sys.exit(serve.main(['serve']))"
+    )
+    done = run_python("-c", without_fastapi)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert 'pip install -e ".[serve]"' in done.stderr
+
+
+def run_python(*args):
+    command = [sys.executable, *args]
+    return subprocess.run(command, cwd=ROOT, env=RUN, capture_output=True, text=True, timeout=60)
 
 
 # ---- the client, on servers that we do not have ----
 
-TOOL = ("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", False, "observation")
-BODIES = {  # id key, /create's body and reply, /reset's body but for the id, and reply, has /close, key of the text
-    "babyai": ("id", {}, {"id": 7}, {"data_idx": 5}, {"observation": "Go.", "reward": 0, "score": 0}, True, "observation"),
-    "textcraft": ("id", {"commands": None, "goal": None}, {"id": 7, "observation": "x", "done": False, "reward": 0},
-                  {"data_idx": 5}, {"id": 7, "observation": "Go.", "done": False, "reward": 0}, True, "observation"),
-    "sciworld": ("id", {}, {"id": 7}, {"data_idx": 5}, {"task_description": "Boil.", "observation": "Go."}, True,
-                 "observation"),
-    "searchqa": ("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", True, "observation"),
-    "webarena": ("env_idx", {}, {"env_idx": 7}, {"seed": 0, "idx": 5}, {"observation": "Go.", "sites": [], "object": ""}, True,
-                 "observation"),
-    "webshop": ("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], True, "state"),
-    "sqlgym": ("env_idx", {}, 7, {"item_id": 5}, ["Go.", None], False, "state"),
-    "alfworld": ("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"},
-                 {"observation": "Go.", "available_actions": ["look", "wait"]}, False, "observation"),
-    "maze": ("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}, False, "observation"),
-    "wordle": ("id", {}, {"id": 7}, {"seed": 5}, {"observation": "Go.", "id": 7}, False, "observation"),
-    **dict.fromkeys(["weather", "todo", "movie", "sheet", "academia"], TOOL),
+
+class Bodies(NamedTuple):
+    """What one AgentGym server expects and replies: episode 7, item 5."""
+
+    id_key: str
+    create: dict  # /create's body
+    created: Any  # /create's reply
+    reset: dict  # /reset's body without the episode's number
+    first: Any  # /reset's reply
+    has_close: bool = False
+    observation_key: str = "observation"
+
+
+CRAFTED = {"observation": "Go.", "done": False, "reward": 0}
+CHOICE = {"observation": "Go.", "available_actions": ["look", "wait"]}
+TOOL = Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.")
+BODIES = {
+    "babyai": Bodies(
+        "id", {}, {"id": 7}, {"data_idx": 5}, {"observation": "Go.", "reward": 0, "score": 0}, True
+    ),
+    "textcraft": Bodies(
+        "id",
+        {"commands": None, "goal": None},
+        {"id": 7, "observation": "x", "done": False, "reward": 0},
+        {"data_idx": 5},
+        {"id": 7, **CRAFTED},
+        True,
+    ),
+    "sciworld": Bodies(
+        "id",
+        {},
+        {"id": 7},
+        {"data_idx": 5},
+        {"task_description": "Boil.", "observation": "Go."},
+        True,
+    ),
+    "searchqa": Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", True),
+    "webarena": Bodies(
+        "env_idx",
+        {},
+        {"env_idx": 7},
+        {"seed": 0, "idx": 5},
+        {"observation": "Go.", "sites": [], "object": ""},
+        True,
+    ),
+    "webshop": Bodies("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], True, "state"),
+    "sqlgym": Bodies("env_idx", {}, 7, {"item_id": 5}, ["Go.", None], False, "state"),
+    "alfworld": Bodies("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"}, CHOICE),
+    "maze": Bodies("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}),
+    "wordle": Bodies("id", {}, {"id": 7}, {"seed": 5}, {"observation": "Go.", "id": 7}),
+    "weather": TOOL,
+    "todo": TOOL,
+    "movie": TOOL,
+    "sheet": TOOL,
+    "academia": TOOL,
 }
 
 
@@ -344,22 +482,24 @@ def test_the_table_is_complete():
     for name, protocol in agentgym.PROTOCOLS.items():
         assert protocol.prompt or name in envs.WORLDS
         if name not in envs.WORLDS:
-            with pytest.raises(ValueError, match=f"'{name}' is played on an AgentGym server only: give --env_url"):
+            only = f"'{name}' is played on an AgentGym server only: give --env_url"
+            with pytest.raises(ValueError, match=only):
                 make_env(name)
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
-    key, create, created, reset, first, has_close, text = BODIES[name]
+    bodies = BODIES[name]
     steps = iter([(0, False), (1, True)])
 
     def answer(path, body):
         if path != "/step":
-            return 200, {"/create": created, "/reset": first, "/close": True}[path]
+            return 200, {"/create": bodies.created, "/reset": bodies.first, "/close": True}[path]
         reward, done = next(steps)
-        reply = {text: "Well.", "reward": reward, "done": done, "info": None}
+        reply = {bodies.observation_key: "Well.", "reward": reward, "done": done, "info": None}
         if name == "sciworld":
-            reply |= {"score": 100 * reward, "reward": 37}
+            reply["score"] = 100 * reward
+            reply["reward"] = 37
         if name == "babyai":
             reply["score"] = reward
         if name == "alfworld":
@@ -368,153 +508,239 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
             del reply["done"]
             reply |= {"terminated": done, "truncated": False, "reward": 1}
         return 200, reply
-    with standing_in(answer) as (url, seen):
+
+    first = "Go."
+    later = "Well."
+    if name == "sciworld":
+        first = "Boil.\nGo."
+    if name == "alfworld":
+        first = "Go.\nAvailable actions: look, wait"
+        later = "Well.\nAvailable actions: look"
+    with stand_in_server(answer) as (url, seen):
         env = make_env(name, url=url)
-        actions = "\nAvailable actions: look" if name == "alfworld" else ""
-        assert env.prompt and env.whole_reply == (name in ("searchqa", "webarena") or BODIES[name] is TOOL)
-        assert env.reset(5) == ("Boil.\n" if name == "sciworld" else "") + "Go." + (actions and actions + ", wait")
-        assert env.step("a") == Step("Well." + actions)
-        assert env.step("b") == Step("Well." + actions, 1.0, 1.0, True, True, progress=float(name == "sciworld"))
+        assert env.prompt
+        assert env.whole_reply == (name in ("searchqa", "webarena") or bodies is TOOL)
+        assert env.reset(5) == first
+        assert env.step("a") == Step(later)
+        progress = 1.0 if name == "sciworld" else 0.0
+        assert env.step("b") == Step(later, 1.0, 1.0, True, True, progress=progress)
         env.close()
         env.close()
-    assert seen == [("/create", create), ("/reset", reset | {key: 7}), ("/step", {key: 7, "action": "a"}),
-                    ("/step", {key: 7, "action": "b"}), *([("/close", {key: 7})] if has_close else [])]
+    expected = [
+        ("/create", bodies.create),
+        ("/reset", {**bodies.reset, bodies.id_key: 7}),
+        ("/step", {bodies.id_key: 7, "action": "a"}),
+        ("/step", {bodies.id_key: 7, "action": "b"}),
+    ]
+    if bodies.has_close:
+        expected.append(("/close", {bodies.id_key: 7}))
+    assert seen == expected
 
 
 def steps_of(name, *replies):
-    """The Steps that these /step replies are read as."""
-    replies = iter(replies)
-    key, _, created, _, first, _, _ = BODIES[name]
-    fixed = {"/create": created, "/reset": first, "/close": True}
-    with standing_in(lambda path, _: (200, fixed[path] if path in fixed else next(replies))) as (url, _):
+    """The Steps that these replies to /step are read as."""
+    waiting = iter(replies)
+    bodies = BODIES[name]
+    fixed = {"/create": bodies.created, "/reset": bodies.first, "/close": True}
+
+    def answer(path, _):
+        return 200, fixed[path] if path in fixed else next(waiting)
+
+    with stand_in_server(answer) as (url, _):
         env = make_env(name, url=url)
         env.reset(5)
-        out = []
-        try:
-            while True:
-                out.append(env.step("x"))
-        except EnvError:  # the replies are used up
-            return out
+        return [env.step("x") for _ in replies]
 
 
 def test_rewards_scores_and_successes_are_read_as_each_server_means_them():
     def read(name, *replies):
-        return [(round(s.reward, 9), round(s.score, 9), s.done, s.success) for s in steps_of(name, *replies)]
-    o, end = {"observation": "x", "done": False}, {"observation": "x", "done": True}
-    assert read("sciworld", o | {"score": 7, "reward": 7}, o | {"score": 7, "reward": 0}, end | {"score": -100, "reward": -107}) \
-        == [(0.07, 0.07, False, False), (0, 0.07, False, False), (-0.07, 0, True, False)]
-    assert read("babyai", o | {"score": 0, "reward": 0}, end | {"score": 0.9, "reward": 0.9}) \
-        == [(0, 0, False, False), (0.9, 0.9, True, True)]
-    assert read("babyai", end | {"score": 0, "reward": 0}) == [(0, 0, True, False)]
-    assert read("webshop", {"state": "x", "reward": 0.4, "done": True, "info": None}) == [(0.4, 0.4, True, False)]
-    assert read("movie", o | {"reward": 1.0}, end | {"reward": 1.0}) == [(1, 1, False, False), (0, 1, True, True)]
-    w = {"observation": "x", "reward": 1.0, "info": {}}
-    assert read("webarena", w | {"terminated": False, "truncated": False}, w | {"terminated": False, "truncated": True}) \
-        == [(0, 0, False, False), (0, 0, True, False)]
-    refusals = {"babyai": ["The action is not recognized. Please check", "You cannot drop the object"],
-                "textcraft": ["Could not execute dance", "Wrong item format: x", "Could not find a valid recipe for"],
-                "sciworld": ["No known action matches that input."]}
-    for name, texts in refusals.items():
-        replies = [{"observation": t, "reward": 0, "score": 0, "done": False} for t in [*texts, "Well."]]
-        assert [s.valid for s in steps_of(name, *replies)] == [False] * len(texts) + [True]
+        steps = steps_of(name, *replies)
+        return [(round(s.reward, 9), round(s.score, 9), s.done, s.success) for s in steps]
+
+    def going(**values):
+        return {"observation": "x", "done": False, **values}
+
+    def ended(**values):
+        return {"observation": "x", "done": True, **values}
+
+    # sciworld: "score" is what is achieved so far, in percent, and a step's reward its increase
+    replies = [going(score=7, reward=7), going(score=7, reward=0), ended(score=-100, reward=-107)]
+    expected = [(0.07, 0.07, False, False), (0, 0.07, False, False), (-0.07, 0, True, False)]
+    assert read("sciworld", *replies) == expected
+    # babyai: an episode that ends with a reward above 0.5 is a success
+    replies = [going(score=0, reward=0), ended(score=0.9, reward=0.9)]
+    assert read("babyai", *replies) == [(0, 0, False, False), (0.9, 0.9, True, True)]
+    assert read("babyai", ended(score=0, reward=0)) == [(0, 0, True, False)]
+    # webshop: only the full reward is a success
+    reply = {"state": "x", "reward": 0.4, "done": True, "info": None}
+    assert read("webshop", reply) == [(0.4, 0.4, True, False)]
+    # tools: "reward" is what is achieved so far
+    replies = [going(reward=1.0), ended(reward=1.0)]
+    assert read("movie", *replies) == [(1, 1, False, False), (0, 1, True, True)]
+    # webarena: the reward counts only when the task has terminated
+    running = {"observation": "x", "reward": 1.0, "info": {}, "terminated": False}
+    replies = [{**running, "truncated": False}, {**running, "truncated": True}]
+    assert read("webarena", *replies) == [(0, 0, False, False), (0, 0, True, False)]
 
 
-GARBAGE = [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b"3", b'""', b'{"error": "no"}', b"[" * 50_000,
-           b'{"observation": 3}', b'{"observation": null, "reward": 0, "done": false}', b'{"observation": "x", "done": false}',
-           *(b'{"observation": "x", "reward": %s, "done": false}' % x for x in (b'"1"', b"NaN", b"1e999", b"9" * 400, b"null")),
-           *(b'{"observation": "x", "reward": 0, "done": %s}' % x for x in (b'"no"', b"[]", b"2", b"null")),
-           b'{"observation": "x", "reward": 0, "done": false, "score": "a"}']
+@pytest.mark.parametrize(
+    "name, refusals",
+    [
+        ("babyai", ["The action is not recognized. Please check", "You cannot drop the object"]),
+        ("textcraft", ["Could not execute dance", "Wrong item format: x"]),
+        ("textcraft", ["Could not find a valid recipe for"]),
+        ("sciworld", ["No known action matches that input."]),
+    ],
+)
+def test_invalid_actions_are_known_by_their_observation(name, refusals):
+    rest = {"reward": 0, "score": 0, "done": False}
+    replies = [{"observation": text, **rest} for text in [*refusals, "Well."]]
+    assert [s.valid for s in steps_of(name, *replies)] == [False] * len(refusals) + [True]
+
+
+GARBAGE = [
+    b"",
+    b"hello",
+    b"\xff\xfe",
+    b"[]",
+    b"{}",
+    b"null",
+    b"3",
+    b'""',
+    b'{"error": "no"}',
+    b"[" * 50_000,
+    b'{"observation": 3}',
+    b'{"observation": null, "reward": 0, "done": false}',
+    b'{"observation": "x", "done": false}',
+    b'{"observation": "x", "reward": "1", "done": false}',
+    b'{"observation": "x", "reward": NaN, "done": false}',
+    b'{"observation": "x", "reward": 1e999, "done": false}',
+    b'{"observation": "x", "reward": %s, "done": false}' % (b"9" * 400),
+    b'{"observation": "x", "reward": null, "done": false}',
+    b'{"observation": "x", "reward": 0, "done": "no"}',
+    b'{"observation": "x", "reward": 0, "done": []}',
+    b'{"observation": "x", "reward": 0, "done": 2}',
+    b'{"observation": "x", "reward": 0, "done": null}',
+    b'{"observation": "x", "reward": 0, "done": false, "score": "a"}',
+]
 
 
 def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else():
-    queue = []
-    special = {name: lambda _: (200, queue.pop()) for name in ("create", "reset", "step")}
-    with standing_in(like_babyai(**special)) as (url, seen):
+    replies = []  # taken from the end
+    special = {name: lambda _: (200, replies.pop()) for name in ("create", "reset", "step")}
+    with stand_in_server(like_babyai(**special)) as (url, seen):
         for data in GARBAGE:
-            queue[:] = [data]
-            if data != b"3":  # as good a number as any
+            replies[:] = [data]
+            if data != b"3":  # a valid number of an episode
                 with pytest.raises(EnvError, match=url + "/create"):
                     RemoteEnv("babyai", url)
-            queue[:] = [b'{"id": 0}']
+            replies[:] = [b'{"id": 0}']
             env = RemoteEnv("babyai", url)
             if b'"x"' not in data:
-                queue[:] = [data, b'{"id": 1}', data]  # an error reply makes a new episode once
+                # an {"error": ...} makes the client create a new episode once
+                replies[:] = [data, b'{"id": 1}', data]
                 with pytest.raises(EnvError, match=url):
                     env.reset(0)
-            queue[:] = [b'{"observation": "go"}']
+            replies[:] = [b'{"observation": "go"}']
             env.reset(0)
-            count, queue[:] = len(seen), [data]
+            count = len(seen)
+            replies[:] = [data]
             with pytest.raises(EnvError, match=url):
                 env.step("x")
             assert len(seen) == count + 1
             env.close()
-    with standing_in(lambda path, _: (200, {"env_idx": 1} if path == "/create" else {"observation": "TimeoutError"})) as (url, _):
+
+
+def test_webarenas_timeout_in_place_of_an_observation_is_an_env_error():
+    def answer(path, _):
+        return 200, {"env_idx": 1} if path == "/create" else {"observation": "TimeoutError"}
+
+    with stand_in_server(answer) as (url, _):
         with pytest.raises(EnvError, match="TimeoutError"):
             make_env("webarena", url=url).reset(0)
 
 
 def test_only_what_is_safe_to_repeat_is_repeated():
-    failing = {}
+    failing = {}  # path -> the answers that come before the good one, the last one first
 
     def sometimes(path, good):
         def answer(_):
             if failing.get(path):
                 return failing[path].pop()
             return 200, good
+
         return answer
-    special = {"create": sometimes("create", {"id": 0}), "reset": sometimes("reset", {"observation": "go"}),
-               "step": sometimes("step", {"observation": "ok", "reward": 0, "done": False}), "close": sometimes("close", True)}
-    with standing_in(like_babyai(**special)) as (url, seen):
-        failing["create"], failing["reset"] = [(500, "x"), None], [None, (503, "x")]  # None: the connection breaks off
+
+    step_reply = {"observation": "ok", "reward": 0, "done": False}
+    special = {
+        "create": sometimes("create", {"id": 0}),
+        "reset": sometimes("reset", {"observation": "go"}),
+        "step": sometimes("step", step_reply),
+        "close": sometimes("close", True),
+    }
+    with stand_in_server(like_babyai(**special)) as (url, seen):
+        failing["create"] = [(500, "x"), None]  # None: the connection breaks off
+        failing["reset"] = [None, (503, "x")]
         env = RemoteEnv("babyai", url)
-        assert env.reset(0) == "go" and [path for path, _ in seen] == ["/create"] * 3 + ["/reset"] * 3
+        assert env.reset(0) == "go"
+        assert [path for path, _ in seen] == ["/create"] * 3 + ["/reset"] * 3
+
         for fault in (None, (500, "x"), (503, "x"), (404, "x")):
             seen.clear()
             failing["step"] = [fault]
             with pytest.raises(EnvError, match=url + "/step"):
                 env.step("x")
-            assert len(seen) == 1  # it may have been taken
+            assert len(seen) == 1  # the server may have taken the step
         assert env.step("x").observation == "ok"
+
         failing["reset"] = [(500, "x")] * 9
         seen.clear()
         with pytest.raises(EnvError, match="status 500"):
             env.reset(0)
         assert len(seen) == 3
-        failing["reset"], failing["close"] = [(422, "x")], [(500, "x")]
+
+        failing["reset"] = [(422, "x")]
+        failing["close"] = [(500, "x")]
         seen.clear()
         with pytest.raises(EnvError, match="status 422"):
             env.reset(0)
         env.close()
         assert [path for path, _ in seen] == ["/reset", "/close", "/close"]
+
+
+def test_a_step_that_was_never_sent_is_sent_again():
+    with stand_in_server(like_babyai()) as (url, _):
         port = int(url.split(":")[-1])
         env = RemoteEnv("babyai", url)
         env.reset(0)
-    back = threading.Event()
+    taken = threading.Event()
 
     def return_later():
         time.sleep(0.15)
-        with standing_in(like_babyai(), port):
-            back.wait(10)
+        with stand_in_server(like_babyai(), port):
+            taken.wait(10)
+
     env.session.close()
     thread = threading.Thread(target=return_later)
     thread.start()
     env.tries = 9
-    assert env.step("x").observation == "ok"  # refused: never sent, so it may be
-    back.set()
+    assert env.step("x").observation == "ok"
+    taken.set()
     thread.join()
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once():
-    def trickle(_):
+    def hang(_):
         time.sleep(30)
-    with standing_in(like_babyai(step=trickle, close=trickle)) as (url, _):
+
+    with stand_in_server(like_babyai(step=hang, close=hang)) as (url, _):
         env = RemoteEnv("babyai", url, timeout=0.4)
         env.reset(0)
         start = time.monotonic()
         with pytest.raises(EnvError, match="Timeout"):
             env.step("x")
         assert 0.3 < time.monotonic() - start < 1.5
-        env.protocol = env.protocol._replace(close=False)
+        env.protocol = env.protocol._replace(has_close=False)
         env.close()
     start = time.monotonic()
     with pytest.raises(EnvError, match="refused"):
@@ -538,81 +764,97 @@ def test_a_reply_that_trickles_in_has_the_same_deadline():
                         time.sleep(0.05)
                 except OSError:
                     pass
+
         threading.Thread(target=drip, daemon=True).start()
         start = time.monotonic()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(EnvError, match="no end of the reply"):
-            RemoteEnv("babyai", f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5, tries=1)
+            RemoteEnv("babyai", url, timeout=0.5, tries=1)
         assert time.monotonic() - start < 1.5
 
 
 # ---- pools and runs ----
 
 
-def counted(seen):
-    return [sum(path == name for path, _ in seen) for name in ("/create", "/close")]
+def created_and_closed(seen):
+    """How many episodes a server was asked to create, and to close."""
+    paths = [path for path, _ in seen]
+    return paths.count("/create"), paths.count("/close")
 
 
 def test_episodes_are_spread_over_the_servers_and_a_dead_one_is_passed_over():
-    with standing_in(like_babyai()) as (one, seen_one), standing_in(like_babyai()) as (two, seen_two):
-        dead = f"http://127.0.0.1:{free_port()}"
+    dead = f"http://127.0.0.1:{free_port()}"
+    with (
+        stand_in_server(like_babyai()) as (one, seen_one),
+        stand_in_server(like_babyai()) as (two, seen_two),
+    ):
         for urls, expected in (([one, two], [4, 4]), ([dead, one, two], [3, 5])):
             seen_one.clear()
             seen_two.clear()
             with EnvPool(urls) as pool:
                 futures = [pool.take("babyai").call(lambda env: env.reset(0)) for _ in range(8)]
                 assert [f.result(20) for f in futures] == ["go"] * 8
-            assert sorted(counted(s)[0] for s in (seen_one, seen_two)) == expected
-            assert counted(seen_one + seen_two) == [8, 8]
-        with EnvPool([dead]) as pool, pytest.raises(EnvError, match="refused"):
-            pool.take("babyai").call(lambda env: env.reset(0)).result(20)
+            created = [created_and_closed(seen)[0] for seen in (seen_one, seen_two)]
+            assert sorted(created) == expected
+            assert created_and_closed(seen_one + seen_two) == (8, 8)
+    with EnvPool([dead]) as pool, pytest.raises(EnvError, match="refused"):
+        pool.take("babyai").call(lambda env: env.reset(0)).result(20)
 
 
 def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
-    import eval as evaluation
-    import train
-    broken = []
-    special = {"reset": lambda _: (200, {"error": "no power"} if broken else {"observation": "go"})}
-    with standing_in(like_babyai(**special)) as (url, seen):
+    broken = threading.Event()
+
+    def reset(_):
+        return 200, {"error": "no power"} if broken.is_set() else {"observation": "go"}
+
+    with stand_in_server(like_babyai(reset=reset)) as (url, seen):
         def all_closed():
-            created, closed = counted(seen)
+            created, closed = created_and_closed(seen)
             seen.clear()
             return created == closed > 0
+
         with pytest.raises(SystemExit), EnvPool([url]) as pool:
             rollout(*tiny, pool, ["babyai_1", "babyai_2"], 2, max_tokens=4)
             sys.exit(3)
         assert all_closed()
-        with pytest.raises(ValueError), EnvPool([url]) as pool:  # broken off in the middle: nobody has given back
+        # ended in the middle of a rollout: no environment was given back
+        with pytest.raises(ValueError), EnvPool([url]) as pool:
             rollout(*tiny, pool, ["babyai_1", "nowhere_2"], 2, max_tokens=4)
         assert all_closed()
-        assert evaluation.main(["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]) == 0
+        args = ["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]
+        assert evaluation.main(args) == 0
         assert all_closed()
-        broken.append(True)
-        assert evaluation.main(["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]) == 1
-        assert "no power" in capsys.readouterr().err and all_closed()
-        cfg = train.parse_config(["--env_url", url, "--out", str(tmp_path / "r"), "--items_per_step", "2",
-                                  "--rollouts_per_item", "2"])
+        broken.set()
+        assert evaluation.main(args) == 1
+        assert "no power" in capsys.readouterr().err
+        assert all_closed()
+        out = str(tmp_path / "r")
+        args = ["--env_url", url, "--out", out, "--items_per_step", "2", "--rollouts_per_item", "2"]
         with pytest.raises(SystemExit, match="no power"):
-            train.train(cfg)
+            train.train(train.parse_config(args))
         assert all_closed()
 
 
 def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
-    def answer(path, body):
-        return 200, {"/create": 1, "/reset": "Who?", "/close": True}.get(path) or {"observation": "?", "reward": 0, "done": False}
-    with standing_in(answer) as (url, seen), EnvPool([url]) as pool:
+    def answer(path, _):
+        step_reply = {"observation": "?", "reward": 0, "done": False}
+        return 200, {"/create": 1, "/reset": "Who?", "/close": True, "/step": step_reply}[path]
+
+    with stand_in_server(answer) as (url, seen), EnvPool([url]) as pool:
         (t,) = rollout(*tiny, pool, ["searchqa_3"], 2, max_tokens=6)
     assert t.status == "horizon" and t.turns == 2
-    assert [b["action"] for path, b in seen if path == "/step"] == [m["content"] for m in t.messages[3::2]]
+    sent = [body["action"] for path, body in seen if path == "/step"]
+    assert sent == [message["content"] for message in t.messages[3::2]]
 
 
 def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
-    import train
     (tmp_path / "AgentItemId").mkdir()
-    (tmp_path / "AgentItemId/webshop_train.json").write_text(json.dumps([{"item_id": f"webshop_{n}"} for n in range(40)]))
+    items = [{"item_id": f"webshop_{n}"} for n in range(40)]
+    (tmp_path / "AgentItemId/webshop_train.json").write_text(json.dumps(items))
     args = ["--env", "webshop", "--data", str(tmp_path), "--out", str(tmp_path / "r")]
     with pytest.raises(ValueError, match="give --env_url"):
         train.parse_config(args)
-    with standing_in(lambda *_: (200, "hello")) as (url, _):
+    with stand_in_server(lambda *_: (200, "hello")) as (url, _):
         assert train.parse_config([*args, "--env_url", url]).env == "webshop"
         with pytest.raises(ValueError, match="unknown environment 'chess'; choose from .*academia"):
             train.parse_config(["--env", "chess", "--env_url", url])
@@ -622,7 +864,7 @@ def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
     reply = requests.post(servers["babyai"] + "/step", data=b" " * (2 << 20), timeout=10)
     assert reply.status_code == 413
     monkeypatch.setattr(agentgym, "LARGEST_REPLY", 1000)
-    with standing_in(like_babyai(reset=(200, {"observation": "x" * 2000}))) as (url, _):
+    with stand_in_server(like_babyai(reset=(200, {"observation": "x" * 2000}))) as (url, _):
         env = RemoteEnv("babyai", url)
         with pytest.raises(EnvError, match="a reply of more than"):
             env.reset(0)
@@ -630,21 +872,22 @@ def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
 
 
 def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
-    from worlds import serve
-    begun, go = threading.Event(), threading.Event()
+    first_made = threading.Event()
+    go_on = threading.Event()
 
-    def slow(name):
-        if begun.is_set():  # the first one is made at once
-            go.wait(10)
-        begun.set()
+    def make(name):
+        if first_made.is_set():
+            go_on.wait(10)
+        first_made.set()
         return make_env("babyai")
 
-    monkeypatch.setattr(serve, "make_env", slow)
-    games = serve.Games("babyai", idle_seconds=0.01)
-    games.create()
+    monkeypatch.setattr(serve, "make_env", make)
+    store = serve.EpisodeStore("babyai", idle_seconds=0.05)
+    store.create()
     with ThreadPoolExecutor() as threads:
-        number = threads.submit(games.create)
-        time.sleep(0.1)
-        games.reap()
-        go.set()
-        assert games.reset(number.result(), 1)["observation"]
+        number = threads.submit(store.create)
+        time.sleep(0.2)
+        assert not number.done()
+        store.reap()
+        go_on.set()
+        assert store.reset(number.result(), 1)["observation"]

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 import envs
-from rollout import EnvPool, rollout
+from rollout import rollout
 
 RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -25,7 +25,7 @@ def test_the_world_in_the_readme_plays(tiny):
     assert world.reset(3) == world.reset(3)
     assert [world.step(str(n)).success for n in range(1, 21)].count(True) == 1
     assert not world.step("seven").valid
-    (t,) = rollout(*tiny, EnvPool(make=lambda name: space["Guess"]()), ["guess_3"], 2, max_tokens=4)
+    (t,) = rollout(*tiny, envs.EnvPool(make=lambda name: space["Guess"]()), ["guess_3"], 2, max_tokens=4)
     assert t.status in ("done", "horizon") and t.turns >= 1
 
 

@@ -8,15 +8,16 @@ import pytest
 from algos import shaping_rewards
 from envs import make_env
 from rollout import Trajectory
-from update import shape
-from worlds.textcraft import goal_depth
+from update import shape_rewards
+from worlds.textcraft import goal_depth, solution
 
 
-def play(env, item, actions):
-    """-> rewards and progress of a sequence of actions; each is the number of one that is valid then."""
+def play(env, item, choices):
+    """Play actions, each given as an index into the valid ones -> (rewards, progress) by turn."""
     env.reset(item)
-    rewards, progress = [], []
-    for choice in actions:
+    rewards = []
+    progress = []
+    for choice in choices:
         valid = env.valid_actions()
         step = env.step(valid[choice % len(valid)])
         rewards.append(step.reward)
@@ -26,43 +27,60 @@ def play(env, item, actions):
     return rewards, progress
 
 
-def returns(rewards, lengths, gamma):
-    """Discounted a token, each reward on its reply's last one: the slow way."""
-    total, passed = 0.0, 0
-    for r, n in zip(rewards, lengths):
-        total += gamma ** (passed + n - 1) * r
-        passed += n
+def discounted_return(rewards, lengths, gamma):
+    """Discount by token, with each reward on the last token of its reply: the slow way."""
+    total = 0.0
+    tokens_before = 0
+    for reward, length in zip(rewards, lengths):
+        total += gamma ** (tokens_before + length - 1) * reward
+        tokens_before += length
     return total
+
+
+def small_game(env):
+    """The first item with a goal of depth 1 and 3 to 7 valid actions at the start."""
+    for item in range(544):
+        if goal_depth(item) == 1:
+            env.reset(item)
+            if 3 <= len(env.valid_actions()) <= 7:
+                return item
+    raise AssertionError("no such item")
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_every_sequence_of_actions_keeps_its_return(gamma):
-    """Brute force over all sequences of three actions in a game of TextCraft: with the potential each has the return that it had."""
+    """With potentials every sequence of three actions in a game of TextCraft keeps its return.
+
+    The control: paying for progress itself changes returns, and so what is best.
+    """
     env = make_env("textcraft")
-    item = next(i for i in range(544) if goal_depth(i) == 1 and env.reset(i) and 3 <= len(env.valid_actions()) <= 7)
-    env.reset(item)
-    n, moved, rng = len(env.valid_actions()) + 2, 0, random.Random(0)
-    for actions in itertools.product(range(n), repeat=3):
-        rewards, progress = play(env, item, actions)
+    item = small_game(env)
+    num_choices = len(env.valid_actions()) + 2
+    rng = random.Random(0)
+    changed_by_progress = 0
+    for choices in itertools.product(range(num_choices), repeat=3):
+        rewards, progress = play(env, item, choices)
         lengths = [rng.randint(1, 5) for _ in rewards]
         extra = shaping_rewards(progress, lengths, gamma)
-        assert returns([r + x for r, x in zip(rewards, extra)], lengths, gamma) == pytest.approx(returns(rewards, lengths, gamma))
-        kept = shaping_rewards(progress, lengths, gamma, keep=True)
-        moved += abs(returns(kept, lengths, gamma)) > 1e-6
-    assert moved > 10  # while paying for progress itself does change what is best
+        shaped = [reward + more for reward, more in zip(rewards, extra)]
+        plain_return = discounted_return(rewards, lengths, gamma)
+        assert discounted_return(shaped, lengths, gamma) == pytest.approx(plain_return)
+        paid = shaping_rewards(progress, lengths, gamma, keep=True)
+        changed_by_progress += abs(discounted_return(paid, lengths, gamma)) > 1e-6
+    assert changed_by_progress > 10
 
 
 def test_progress_reaches_1_on_the_way_of_a_solution():
-    from worlds.textcraft import solution
     env = make_env("textcraft")
     for item in range(0, 544, 13):
         env.reset(item)
-        steps = [env.step(a) for a in solution(item)]
-        progress = [s.progress for s in steps]
+        steps = [env.step(action) for action in solution(item)]
+        progress = [step.progress for step in steps]
         assert progress == sorted(progress) and progress[-1] == 1.0 and steps[-1].success
 
 
 def trajectory():
+    """Two turns: a prompt of 2 tokens, a reply of 2, an observation of 1, a reply of 3."""
     t = Trajectory("textcraft_1", "textcraft", turns=2, reward=1.0, progress=[0.5, 1.0])
     t.append([1, 2])
     t.append([3, 4], [-1.0, -1.0])
@@ -72,17 +90,31 @@ def trajectory():
     return t
 
 
-@pytest.mark.parametrize("shaping, cost, rewards", [
-    ("none", 0.0, [0, 0, 0, 0, 0, 0, 0, 1.0]), ("potential", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 0.5]),
-    ("progress", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 1.5]), ("none", 0.125, [0, 0, 0, -0.125, 0, 0, 0, 0.875])])
+@pytest.mark.parametrize(
+    "shaping, cost, rewards",
+    [
+        ("none", 0.0, [0, 0, 0, 0, 0, 0, 0, 1.0]),
+        ("potential", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 0.5]),
+        ("progress", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 1.5]),
+        ("none", 0.125, [0, 0, 0, -0.125, 0, 0, 0, 0.875]),
+    ],
+)
 def test_it_is_paid_where_a_turn_ends(shaping, cost, rewards):
     t = trajectory()
-    shape([t], shaping, cost)
+    shape_rewards([t], shaping, cost)
     assert t.rewards == rewards and t.reward == sum(rewards) and t.score == 0.0
 
 
-def test_a_trajectory_that_broke_off_in_a_reply_is_shaped_as_far_as_it_went():
+@pytest.mark.parametrize("shaping, first_reward", [("potential", 0.0), ("progress", 0.9 * 0.5)])
+def test_a_trajectory_that_broke_off_in_a_reply_is_shaped_as_far_as_it_went(shaping, first_reward):
     t = trajectory()
-    t.progress.pop()
-    shape([t], "potential", gamma=0.9)
-    shape([Trajectory("a_1", "a")], "potential", 0.1, 0.9)
+    t.progress.pop()  # the second reply was never taken by the environment
+    shape_rewards([t], shaping, gamma=0.9)
+    assert t.rewards == pytest.approx([0, 0, 0, first_reward, 0, 0, 0, 1.0])
+    assert t.reward == pytest.approx(1.0 + first_reward)
+
+
+def test_an_empty_trajectory_is_shaped_without_an_exception():
+    t = Trajectory("a_1", "a")
+    shape_rewards([t], "potential", 0.1, 0.9)
+    assert t.rewards == [] and t.reward == 0.0

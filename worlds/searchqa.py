@@ -1,12 +1,18 @@
-"""SearchQA: answer a question by searching, in the way of Search-R1 (Jin et al., 2025, arXiv 2503.09516) and AgentGym.
+"""SearchQA: answer a question by searching, as in Search-R1 (Jin et al., 2025, arXiv 2503.09516)
+and AgentGym.
 
-A reply holds <search> words </search>, which brings articles between <information> and </information>, or <answer> ... </answer>,
-which ends the episode: reward 1 if it is one of the question's answers by Search-R1's exact match, else 0.
+A reply contains either <search> words </search>, which is answered with articles between
+<information> and </information>, or <answer> ... </answer>, which ends the episode. The reward is 1
+if the answer equals one of the question's answers under Search-R1's exact match, else 0.
 
-Out of the box questions and articles are of invented worlds (almanac.py), retrieved by BM25: item n is question n % 2000 of world
-n // 2000; training items are of worlds 0 to 3, held-out ones of worlds 100 and 101, which ask in other words. With
-`questions=FILE.jsonl[,...]` item n is line n of the files ({"question", "golden_answers"}: Search-R1's); they need `corpus=FILE.jsonl`
-({"id", "contents": "Title\\ntext"}) or `retriever=http://host:port`, a server that speaks Search-R1's POST /retrieve.
+Without arguments, questions and articles come from invented worlds (almanac.py) and BM25 retrieves
+the articles. Item n is question n % 2000 of world n // 2000. Training items are of worlds 0 to 3;
+held-out items are of worlds 100 and 101, which word their questions differently.
+
+With `questions=FILE.jsonl[,...]` item n is line n of the files, in Search-R1's format:
+{"question", "golden_answers"}. They need a source of articles:
+* `corpus=FILE.jsonl`, lines of {"id", "contents": "Title\\ntext"}, or
+* `retriever=http://host:port`, a server that implements Search-R1's POST /retrieve.
 """
 
 import functools
@@ -25,7 +31,9 @@ TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 
 def normalise(answer: str) -> str:
-    """An answer as exact match compares it: lower case, without punctuation, articles and superfluous space.
+    """The form of an answer that exact match compares.
+
+    It is in lower case, without punctuation, English articles and superfluous space.
 
     >>> normalise(" The  Silver-Harbour! ")
     'silverharbour'
@@ -34,66 +42,66 @@ def normalise(answer: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
 
+# ---- retrieval ----
+
+
 class BM25:
-    """An index of articles in this process: (title, text) pairs -> the best for a query. Any threads may ask."""
+    """A BM25 index of (title, text) pairs in this process. It may be searched from any thread.
+
+    Raises ModuleNotFoundError without the package bm25s.
+    """
 
     def __init__(self, articles: list[tuple[str, str]]):
-        import bm25s  # an extra
-        self.articles, self.index = articles, bm25s.BM25(backend="numpy")
-        # a title counts as if it stood in the text three times: an article is found by it
-        self.index.index([self._words(f"{title} {title} {title} {text}") for title, text in articles], show_progress=False)
+        import bm25s  # an optional package
+
+        self.articles = articles
+        self.index = bm25s.BM25(backend="numpy")
+        # The title is indexed three times, so that a search for a title finds its article.
+        documents = [self._words(f"{title} {title} {title} {text}") for title, text in articles]
+        self.index.index(documents, show_progress=False)
         self.known = set(self.index.vocab_dict)
 
     def _words(self, text):
         return re.findall(r"\w+", text.lower())
 
     def search(self, query: str, k: int) -> list[tuple[str, str]]:
-        """The k best articles or fewer, the best first; none without a word in common."""
-        words = [w for w in self._words(query) if w in self.known]
+        """At most k articles, the best first; only those that share a word with the query."""
+        words = [word for word in self._words(query) if word in self.known]
         if not words:
             return []
         scores = self.index.get_scores(words)
-        return [self.articles[i] for i in (-scores).argsort(kind="stable")[:k] if scores[i] > 0]
+        best = (-scores).argsort(kind="stable")[:k]
+        return [self.articles[i] for i in best if scores[i] > 0]
 
 
 class Retriever:
-    """Search-R1's retrieval server at `url`. What is wrong with it or its reply raises EnvError."""
+    """A client of Search-R1's retrieval server at `url`.
+
+    url: the server's address, without "/retrieve". timeout: seconds for one request.
+    """
 
     def __init__(self, url: str, timeout: float = 30.0):
-        self.url, self.timeout, self.session = url.rstrip("/") + "/retrieve", timeout, requests.Session()
+        self.url = url.rstrip("/") + "/retrieve"
+        self.timeout = timeout
+        self.session = requests.Session()
 
     def search(self, query: str, k: int) -> list[tuple[str, str]]:
-        """As `BM25.search`."""
+        """As `BM25.search`. Raises EnvError if the server fails or its reply is malformed."""
+        body = {"queries": [query], "topk": k, "return_scores": True}
+        malformed = (ValueError, LookupError, TypeError, AttributeError)
         try:
-            response = self.session.post(self.url, json={"queries": [query], "topk": k, "return_scores": True}, timeout=self.timeout)
+            response = self.session.post(self.url, json=body, timeout=self.timeout)
             response.raise_for_status()
-            documents = [entry["document"]["contents"] for entry in response.json()["result"][0]]
-            return [split_contents(text) for text in documents]
-        except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as e:
+            results = response.json()["result"][0]
+            return [split_contents(entry["document"]["contents"]) for entry in results]
+        except (requests.RequestException, *malformed) as e:
             raise EnvError(f"{self.url}: {type(e).__name__}: {str(e)[:200]}") from e
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """(title, text) of a document in Search-R1's form: the title in quotation marks, a line break, the text."""
+    """Split a document of Search-R1 (quoted title, line break, text) -> (title, text)."""
     title, _, text = contents.partition("\n")
     return title.strip().strip('"'), text.strip()
-
-
-def _lines(path, **kinds):
-    """The values of these keys in each line of a JSONL file; what has another type is a ValueError, as is a file without a line."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f if line.strip()]
-        for number, row in enumerate(rows, 1):
-            for key, kind in kinds.items():
-                value = row[key]
-                if not isinstance(value, kind) or isinstance(value, list) and not (value and all(isinstance(v, str) for v in value)):
-                    raise TypeError(f"'{key}' of line {number} is {value!r:.40}")
-        if not rows:
-            raise ValueError("it is empty")
-        return [tuple(row[key] for key in kinds) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"searchqa: cannot read {path}: {type(e).__name__}: {e}") from e
 
 
 _LOCK = threading.Lock()
@@ -101,79 +109,156 @@ _LOCK = threading.Lock()
 
 @functools.lru_cache(maxsize=8)
 def _index(source):
-    """The index of a world's number or of a corpus file; shared by all episodes of the process."""
+    """The index of a world (its number) or of a corpus file (its path), shared by all episodes."""
     if isinstance(source, int):
         return BM25(almanac.almanac(source).articles)
-    return BM25([split_contents(contents) for contents, in _lines(source, contents=str)])
+    rows = _read_rows(source, contents=str)
+    return BM25([split_contents(contents) for (contents,) in rows])
+
+
+# ---- files ----
+
+
+def _read_rows(path, **kinds):
+    """Read a JSONL file -> for each line the tuple of its values under the keys of `kinds`.
+
+    kinds: key -> the type, or tuple of types, that its value must have. A list must be a non-empty
+    list of strings. Raises ValueError for any other value, and for a file without lines.
+    """
+    try:
+        with open(path, encoding="utf-8") as f:
+            rows = [json.loads(line) for line in f if line.strip()]
+        for number, row in enumerate(rows, 1):
+            for key, kind in kinds.items():
+                if not _is_of_kind(row[key], kind):
+                    raise TypeError(f"'{key}' of line {number} is {row[key]!r:.40}")
+        if not rows:
+            raise ValueError("it is empty")
+        return [tuple(row[key] for key in kinds) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"searchqa: cannot read {path}: {type(e).__name__}: {e}") from e
+
+
+def _is_of_kind(value, kind):
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, list):
+        return len(value) > 0 and all(isinstance(element, str) for element in value)
+    return True
+
+
+# ---- the environment ----
 
 
 class SearchQA(Env):
-    """One question at a time; any number of these, in any threads, share the indices.
-    corpus, questions: JSONL files (several files of questions separated by commas); retriever: a server's address; topk: articles a
-    search brings. Raises ValueError for a file that cannot be read, ModuleNotFoundError without the package bm25s."""
+    """One question at a time. Any number of environments, in any threads, share the indices.
 
+    corpus: a JSONL file of articles.
+    questions: JSONL files of questions, separated by commas.
+    retriever: the address of a retrieval server.
+    topk: how many articles a search returns.
+
+    Raises ValueError for wrong arguments or a file that cannot be read, ModuleNotFoundError without
+    the package bm25s.
+    """
+
+    instant = True
     whole_reply = True
     stop = ("</search>", "</answer>")
     prompt = (
-        "Answer a question. You can look things up: write <search> words </search>, and what is found comes back between <information> "
-        "and </information>. Search as often as you need. Think first, between <think> and </think>. When you know the answer, "
-        "write <answer> a few words </answer>, nothing but the answer."
+        "Answer a question. You can look things up: write <search> words </search>, and what is "
+        "found comes back between <information> and </information>. Search as often as you need. "
+        "Think first, between <think> and </think>. When you know the answer, write <answer> a few "
+        "words </answer>, nothing but the answer."
     )
-    hint = ("That was neither a search nor an answer. Write one <search> words </search> to look something up, or one "
-            "<answer> a few words </answer> to answer.")
-
-    instant = True
+    hint = (
+        "That was neither a search nor an answer. Write one <search> words </search> to look "
+        "something up, or one <answer> a few words </answer> to answer."
+    )
 
     def __init__(self, corpus: str = "", questions: str = "", retriever: str = "", topk: int = 3):
         if not isinstance(topk, int) or topk < 1:
             raise ValueError(f"searchqa: topk must be a number from 1 on, not {topk!r}")
         if questions and not (corpus or retriever):
-            raise ValueError("searchqa: questions of your own need corpus=FILE.jsonl or retriever=http://host:port")
-        self.topk, self.corpus, self.own, self.last = topk, corpus, None, None
+            raise ValueError(
+                "searchqa: questions of your own need corpus=FILE.jsonl or "
+                "retriever=http://host:port"
+            )
+        self.topk = topk
+        self.corpus = corpus
+        self.last = None  # the last Step of this episode
+        self.own = None  # (question, answers) of the user's own files, if there are any
         if questions:
-            self.own = [row for path in questions.split(",") for row in _lines(path, question=str, golden_answers=(str, list))]
+            self.own = []
+            for path in questions.split(","):
+                self.own += _read_rows(path, question=str, golden_answers=(str, list))
         self.retriever = Retriever(retriever) if retriever else None
-        self.instant = not retriever
+        self.instant = not retriever  # a server may be slow or hang
         if corpus:
             self._index(corpus)
         elif not retriever:
-            import bm25s  # noqa: F401 (says at once that it is missing)
+            # Fail now, not at the first reset, if the package is missing.
+            import bm25s  # noqa: F401
 
     def _index(self, source):
         with _LOCK:
             return _index(source)
 
     def reset(self, item: int) -> str:
-        """Starts item `item`, whose question it returns. Raises ValueError for an item that does not exist."""
-        if not isinstance(item, int) or isinstance(item, bool) or item < 0 or (self.own is not None and item >= len(self.own)):
-            raise ValueError(f"searchqa has items 0 to {'...' if self.own is None else len(self.own) - 1}, not {item!r}")
+        """Start item `item` -> its question. Raises ValueError for an item that does not exist."""
+        self._check_item(item)
         if self.own is not None:
             question, answers = self.own[item]
-            self.articles = self.retriever or self._index(self.corpus)
+            if isinstance(answers, str):
+                answers = [answers]
+            source = self.corpus
         else:
             world, number = divmod(item, almanac.QUESTIONS)
             self.question = almanac.almanac(world).questions[number]
-            question, answers = self.question.text, self.question.answers
-            self.articles = self.retriever or self._index(self.corpus or world)
-        self.answers, self.last = {normalise(a) for a in ([answers] if isinstance(answers, str) else answers)}, Step("")
+            question = self.question.text
+            answers = self.question.answers
+            source = self.corpus or world
+        self.articles = self.retriever or self._index(source)
+        self.answers = {normalise(answer) for answer in answers}
+        self.last = Step("")
         return f"Question: {question}"
 
+    def _check_item(self, item):
+        is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+        if is_number and (self.own is None or item < len(self.own)):
+            return
+        largest = "..." if self.own is None else len(self.own) - 1
+        raise ValueError(f"searchqa has items 0 to {largest}, not {item!r}")
+
     def step(self, action: str) -> Step:
-        """Takes a reply with one search or one answer; any other is answered with a hint, valid=False. After the end the last step
-        comes again with reward 0. Raises EnvError before the first reset and when a retrieval server fails."""
+        """Take a reply with exactly one search or one answer.
+
+        Any other reply gets a hint and valid=False. After the end of the episode the last step is
+        returned again with reward 0. Raises EnvError before the first reset and when the retrieval
+        server fails.
+        """
         if self.last is None:
             raise EnvError("searchqa: step before reset")
         if self.last.done:
             return Step(self.last.observation, 0.0, self.last.score, True, self.last.success)
         action = re.sub(r"<think>.*?</think>", "", action, flags=re.DOTALL)
-        found = TAGS.findall(action.encode("utf-8", "replace").decode("utf-8"))
+        # Lone surrogates become "?", as they cannot be encoded.
+        action = action.encode("utf-8", "replace").decode("utf-8")
+        found = TAGS.findall(action)  # (tag, text between the tags)
         if len(found) != 1 or not found[0][1].strip():
             self.last = Step(self.hint, valid=False)
-        elif found[0][0] == "answer":
-            right = normalise(found[0][1]) in self.answers
-            self.last = Step("Right." if right else "Wrong.", float(right), float(right), True, right)
-        else:
-            articles = self.articles.search(found[0][1].strip()[:MAX_QUERY], self.topk)
-            text = "\n".join(f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(articles, 1))
-            self.last = Step(f"<information>{text or 'Nothing was found.'}</information>")
+            return self.last
+        tag, text = found[0]
+        self.last = self._answer(text) if tag == "answer" else self._search(text)
         return self.last
+
+    def _answer(self, answer):
+        right = normalise(answer) in self.answers
+        reward = float(right)
+        return Step("Right." if right else "Wrong.", reward, reward, True, right)
+
+    def _search(self, query):
+        articles = self.articles.search(query.strip()[:MAX_QUERY], self.topk)
+        lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(articles, 1)]
+        text = "\n".join(lines) or "Nothing was found."
+        return Step(f"<information>{text}</information>")

@@ -1,0 +1,344 @@
+"""The table and the pictures of a study, from its rows alone.
+
+`results` is everywhere {run name: rows}. The last of a run's rows is its summary.
+"""
+
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from experiments.studies.runs import EVALUATED_MIDWAY, Run, runs_of  # noqa: E402
+from config import TINY_HORIZONS  # noqa: E402
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+# 97.5 % quantiles of Student's t, by the number of pairs.
+STUDENT = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}
+
+
+# Statistics
+
+
+def paired(a, b):
+    """Mean of a - b over the pairs, and half the width of its 95 % interval (Student's t)."""
+    differences = [x - y for x, y in zip(a, b)]
+    n = len(differences)
+    half = float("inf")
+    if n > 1:
+        half = STUDENT[n] * statistics.stdev(differences) / n**0.5
+    return statistics.mean(differences), half
+
+
+def difference(a, b):
+    """The paired difference with its interval, as text. Fewer than two pairs: ""."""
+    if len(a) < 2:
+        return ""
+    mean, half = paired(a, b)
+    verdict = "" if abs(mean) > half else ", not shown"
+    return f"{mean:+.3f} ± {half:.3f}{verdict} ({len(a)} pairs)"
+
+
+def collapsed(summary):
+    """Whether the run ended with less than half of its best success on held-out items, or was
+    stopped."""
+    if summary["stopped"]:
+        return True
+    best = max(point["success"] for point in summary.get("held_out", [summary]))
+    return summary["success"] < best / 2
+
+
+# The table
+
+COLUMNS = (
+    "world", "run", "seeds", "steps", "environment turns", "min", "held-out success", "score",
+    "turns", "valid actions", "success in training, mean of all steps",
+)
+MIDWAY_COLUMNS = (
+    "collapsed", "difference to scaling, 95 %", "at half of the turns", "difference",
+)
+
+
+def table(study, results):
+    """Means and standard deviations over the seeds, as Markdown: a line per world and label."""
+    midway = study in EVALUATED_MIDWAY
+    columns = COLUMNS + (MIDWAY_COLUMNS if midway else ())
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for world in sorted({run.world for run in runs_of(study)}):
+        labels = by_label(study, world, results)
+        for label, seeds in labels.items():
+            line = f"| {world} | {label} | {common_cells(seeds)}"
+            if midway:
+                line += midway_cells(label, labels)
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def by_label(study, world, results):
+    """-> {label: {seed: (training rows, summary)}}. A mixture has a label for each of its
+    worlds."""
+    found = {}
+    for run in runs_of(study):
+        rows = results.get(run.name)
+        if run.world != world or not rows:
+            continue
+        *training, summary = rows
+        for part, figures in summary.get("worlds", {"": {}}).items():
+            label = f"{run.label} {part}".strip()
+            found.setdefault(label, {})[run.seed] = training, summary | figures
+    return found
+
+
+def common_cells(seeds):
+    """The cells of one label that every study has, from {seed: (training rows, summary)}."""
+    summaries = [summary for _, summary in seeds.values()]
+    trainings = [training for training, _ in seeds.values()]
+
+    def mean(key):
+        return statistics.mean(summary[key] for summary in summaries)
+
+    success = [summary["success"] for summary in summaries]
+    if len(success) > 1:
+        spread = f" ± {statistics.stdev(success):.3f}"
+    else:
+        low, high = summaries[0]["ci95"]
+        spread = f" [{low:.3f}, {high:.3f}]"
+    # Rows without a score are of worlds where it equals the success.
+    has_score = all("score" in summary for summary in summaries)
+    score = mean("score") if has_score else mean("success")
+    cells = (
+        f"{len(summaries)}",
+        f"{statistics.mean(map(len, trainings)):.0f}",
+        f"{mean('environment_turns'):.0f}",
+        f"{mean('seconds') / 60:.1f}",
+        f"{statistics.mean(success):.3f}{spread}",
+        f"{score:.3f}",
+        f"{mean('turns'):.2f}",
+        f"{mean('valid_actions'):.3f}",
+    )
+    line = " | ".join(cells) + " | "
+    if not any(trainings):
+        return line + "|"
+    in_training = [statistics.mean(row["success"] for row in rows) for rows in trainings if rows]
+    return line + f"{statistics.mean(in_training):.3f} |"
+
+
+def midway_cells(label, labels):
+    """The cells of one label in studies that evaluate on the way: collapsed runs, the difference
+    to the growing horizon (label "scaling") at the end, and the same at half of the turns."""
+    seeds = labels[label]
+    is_compared = label != "scaling"
+
+    ends = {seed: summary["success"] for seed, (_, summary) in seeds.items()}
+    scaling = labels.get("scaling", {})
+    scaling_ends = {seed: summary["success"] for seed, (_, summary) in scaling.items()}
+    halves = success_at_half(seeds)
+    scaling_halves = success_at_half(scaling)
+
+    line = " |"
+    if any(training for training, _ in seeds.values()):
+        line = f" {sum(collapsed(summary) for _, summary in seeds.values())} |"
+    line += f" {difference(*common_seeds(ends, scaling_ends)) if is_compared else ''} |"
+    if len(halves) > 1:
+        values = [halves[seed] for seed in sorted(halves)]
+        line += f" {statistics.mean(values):.3f} ± {statistics.stdev(values):.3f} |"
+    else:
+        line += " |"
+    line += f" {difference(*common_seeds(halves, scaling_halves)) if is_compared else ''} |"
+    return line
+
+
+def success_at_half(seeds):
+    """{seed: success on held-out items at half of the turns}, for runs that have all 4 points."""
+    found = {}
+    for seed, (_, summary) in seeds.items():
+        points = summary.get("held_out", ())
+        if len(points) == 4:
+            found[seed] = points[1]["success"]
+    return found
+
+
+def common_seeds(a, b):
+    """Two lists with the values of the seeds that both {seed: value} have."""
+    seeds = sorted(a.keys() & b.keys())
+    return [a[seed] for seed in seeds], [b[seed] for seed in seeds]
+
+
+# The pictures
+
+
+def draw(study, results):
+    """Write docs/study_NAME*.png: one picture of all worlds; of the horizons one per world."""
+    worlds = sorted({run.world for run in runs_of(study) if run.name in results})
+    if study == "horizon":
+        for world in worlds:
+            picture(study, [world], results, DOCS / f"study_{study}_{world}.png")
+    elif study == "recipe":
+        sweep(worlds, results, DOCS / f"study_{study}.png")
+    else:
+        picture(study, worlds, results, DOCS / f"study_{study}.png")
+
+
+def sweep(worlds, results, path):
+    """A line per setting, a dot per seed: the success on held-out items after training, and how
+    soon it came, measured as the success in the first 20 steps of training."""
+    found = {}  # label -> the rows of each seed
+    for run in runs_of("recipe"):
+        if run.label != "base" and run.name in results:
+            found.setdefault(run.label, []).append(results[run.name])
+
+    def after_training(rows):
+        return rows[-1]["success"]
+
+    def first_steps(rows):
+        return statistics.mean(row["success"] for row in rows[:20])
+
+    figure, axes = plt.subplots(
+        1, 2, figsize=(9.2, 1 + 0.3 * len(found)), layout="constrained", sharey=True
+    )
+    views = (
+        ("held-out success after training", after_training),
+        ("success in the first 20 steps of training", first_steps),
+    )
+    for ax, (title, value) in zip(axes, views):
+        for y, seeds in enumerate(found.values()):
+            values = [value(rows) for rows in seeds]
+            ax.plot(values, [y] * len(values), "o", color="C0", alpha=0.6)
+            ax.plot(statistics.mean(values), y, "|", color="black", ms=14)
+        default = statistics.mean(map(value, found["default"]))
+        ax.axvline(default, color="grey", ls=":", label="default")
+        ax.set_title(f"{', '.join(worlds)}: {title}", fontsize=10)
+        ax.grid(axis="x", alpha=0.3)
+
+    names = []
+    for label, seeds in found.items():
+        names.append(f"{label} ({len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'})")
+    axes[0].set_yticks(range(len(found)), names)
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    save(figure, path)
+
+
+def picture(study, worlds, results, path):
+    """Mean and standard deviation over the seeds. Per world a row with the training, and in
+    studies that evaluate on the way a second row with the success on held-out items."""
+    midway = study in EVALUATED_MIDWAY
+    columns = 4 if midway else 2
+    figure, axes = plt.subplots(
+        len(worlds) * columns // 2,
+        2,
+        figsize=(9.2, 1.8 * columns * len(worlds)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for world, line in zip(worlds, axes.reshape(len(worlds), columns)):
+        labels = {}  # label -> the rows of each seed
+        for run in runs_of(study):
+            if run.world == world and len(results.get(run.name, ())) > 1:
+                labels.setdefault(run.label, []).append(results[run.name])
+
+        what = "score" if study == "worlds" else "success"  # in SciWorld success is 0 throughout
+        draw_training(line[0], world, labels, "turns", what)
+        if midway:
+            draw_training(line[1], world, labels, "turns", "horizon")
+            base = results.get(Run(world, "base", 0).name)
+            draw_held_out(line[2:], world, labels, base)
+        elif len({rows[-1].get("machine", "not said") for s in labels.values() for rows in s}) > 1:
+            message = "rows of different machines:\nno minutes to compare"
+            line[1].text(0.5, 0.5, message, ha="center", transform=line[1].transAxes)
+            line[1].set_axis_off()
+        else:
+            draw_training(line[1], world, labels, "minutes", what)
+        for ax in line[:columns]:
+            if ax.has_data():
+                ax.legend(fontsize=8)
+    save(figure, path)
+
+
+UNITS = {"turns": "thousands of environment turns", "minutes": "minutes"}
+
+
+def draw_training(ax, world, labels, cost, what):
+    """Training curves of each label: `what` (a key of the rows) over `cost` (a key of UNITS)."""
+    for number, (label, seeds) in enumerate(labels.items()):
+        grid, curves = resampled([rows[:-1] for rows in seeds], cost, what)
+        mean = np.nanmean(curves, 0)
+        spread = np.nanstd(curves, 0, ddof=min(1, len(curves) - 1))
+        ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
+        # The band of one standard deviation is cut where the lowest and the highest seed are.
+        low = np.maximum(mean - spread, curves.min(0))
+        high = np.minimum(mean + spread, curves.max(0))
+        ax.fill_between(grid, low, high, alpha=0.15, color=f"C{number}", lw=0)
+    ax.set_xlabel(UNITS[cost])
+    suffix = "" if what == "horizon" else " in training, at its own horizon"
+    ax.set_title(f"{world}: {what}{suffix}")
+
+
+def resampled(trainings, cost, what):
+    """Smoothed curves of several seeds on one grid of costs -> grid [n], curves [seeds, n].
+
+    The grid ends where half of the seeds have ended. Before that, a seed that has ended is NaN.
+    """
+
+    def cost_of(row):
+        if cost == "turns":
+            return row["turns"] * row["trajectories"] / 1000
+        return row["seconds"] / 60
+
+    costs = [np.cumsum([cost_of(row) for row in rows]) for rows in trainings]
+    grid = np.linspace(0, max(c[-1] for c in costs), 100)
+    width = 1 if what == "horizon" else 5  # steps that are shown as their mean
+    curves = []
+    for rows, at in zip(trainings, costs):
+        padded = np.pad([row[what] for row in rows], width // 2, mode="edge")
+        smooth = np.convolve(padded, np.ones(width) / width, "valid")
+        curves.append(np.interp(grid, at, smooth, right=np.nan))
+    curves = np.array(curves)
+    shown = 2 * np.isfinite(curves).sum(0) > len(curves)
+    return grid[shown], curves[:, shown]
+
+
+def draw_held_out(axes, world, labels, base):
+    """Success on held-out items, over environment turns (first axes) and minutes (second).
+
+    Args:
+        base: the rows of the model before training, or None.
+    """
+    for number, (label, seeds) in enumerate(labels.items()):
+        points = []  # of each seed with all 4 evaluations: [4, 3] thousand turns, minutes, success
+        for rows in seeds:
+            held_out = rows[-1]["held_out"]
+            if len(held_out) == 4:
+                points.append(
+                    [(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in held_out]
+                )
+        mean = np.mean(points, 0)
+        spread = np.std(points, 0, ddof=min(1, len(points) - 1))
+        style = {"fmt": "o-", "capsize": 3, "color": f"C{number}"}
+        name = f"{label} ({len(seeds)} seeds)"
+        for column, ax in enumerate(axes):
+            ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], label=name, **style)
+    title = f"{world}: held-out success, horizon {TINY_HORIZONS[world].eval_horizon}"
+    for unit, ax in zip(UNITS.values(), axes):
+        ax.set(xlabel=unit, title=title)
+        if base:
+            ax.axhline(base[-1]["success"], color="grey", ls=":", label="built-in model")
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=110)
+    print(path)

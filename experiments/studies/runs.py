@@ -1,0 +1,131 @@
+"""The runs of each study, in the order in which they are trained, listed and drawn."""
+
+from typing import NamedTuple
+
+from config import TINY_HORIZONS
+
+# Study "horizon": environment turns in all of a run, and the number of seeds.
+TURNS = {"babyai": 25_000, "textcraft": 40_000}
+SEEDS = {"babyai": 3, "textcraft": 8}
+
+# Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
+EVALUATED_MIDWAY = ("horizon", "collapse")
+
+# Study "worlds": folders of item sets.
+SCIWORLD_ITEMS = "runs/items/FNL"
+WEBARENA_ITEMS = "runs/items/NAV"
+
+# Study "recipe": label -> flags that differ from the default run.
+RECIPES = {
+    "default": "",
+    "lr_2e-4": "--lr 2e-4",
+    "lr_8e-4": "--lr 8e-4",
+    "8x16": "--items_per_step 8 --rollouts_per_item 16",
+    "32x4": "--items_per_step 32 --rollouts_per_item 4",
+    "minibatches_1": "--minibatches 1",
+    "minibatches_4": "--minibatches 4",
+    "kl_0.01": "--kl_coef 0.01",
+    "clip_high_0.28": "--clip_high 0.28",
+    "entropy_0.01": "--entropy_coef 0.01",
+    "penalty_0": "--invalid_penalty 0",
+    "penalty_0.2": "--invalid_penalty 0.2",
+    "no_std": "--normalize_std false",
+    "sequence": "--aggregation sequence",
+    "horizon_4": "--horizon_schedule fixed --horizon 4",
+}
+
+
+class Run(NamedTuple):
+    world: str  # a world, or several of them with commas
+    label: str  # what is compared: an algorithm, a schedule; "base": the model before training
+    seed: int
+    flags: tuple = ()  # of train.py
+    turns: int = 0  # environment turns after which training ends; 0: the default number of steps
+    horizon: int = 0  # in evaluation; 0: the world's default
+
+    @property
+    def name(self):
+        return f"{self.world.replace(',', '+')}_{self.label}_s{self.seed}"
+
+
+def fixed(horizon):
+    return ("--horizon_schedule", "fixed", "--horizon", str(horizon))
+
+
+def algorithms():
+    found = []
+    for world in ("babyai", "textcraft"):
+        found.append(Run(world, "base", 0))
+        for seed in range(3):
+            for algo in ("grpo", "ppo", "rloo", "reinforce_pp"):
+                found.append(Run(world, algo, seed, ("--algo", algo)))
+    return found
+
+
+def horizon():
+    # Only NaN and --max_kl stop a run. Checkpoints are frequent: one near every number of turns.
+    flags = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
+    found = []
+    for world in ("babyai", "textcraft"):
+        rounds = TINY_HORIZONS[world].rounds
+        schedules = {
+            "scaling": (),
+            "long": fixed(rounds[-1]),
+            "short": fixed(rounds[0]),
+            "adaptive": ("--horizon_schedule", "adaptive"),
+        }
+        found.append(Run(world, "base", 0))
+        for seed in range(SEEDS[world]):
+            for label, schedule in schedules.items():
+                found.append(Run(world, label, seed, schedule + flags, TURNS[world]))
+    return found
+
+
+def collapse():
+    flags = ("--min_entropy", "0", "--steps", "250", "--keep", "1000")
+    schedules = {"long": fixed(TINY_HORIZONS["textcraft"].rounds[-1]), "scaling": ()}
+    found = [Run("textcraft", "base", 0)]
+    for seed in range(2):
+        for label, schedule in schedules.items():
+            found.append(Run("textcraft", label, seed, schedule + flags))
+    return found
+
+
+def recipe():
+    found = [Run("babyai", "base", 0)]
+    for seed in range(2):
+        for label, flags in RECIPES.items():
+            found.append(Run("babyai", label, seed, ("--steps", "40", *flags.split())))
+    return found
+
+
+def worlds():
+    settings = (  # world, steps, item sets, other flags, horizon in evaluation
+        ("searchqa", "300", (), (), 0),
+        ("sciworld", "40", ("--data", SCIWORLD_ITEMS), (), 0),
+        ("babyai,textcraft", "100", (), (), 0),
+        ("webarena", "50", ("--data", WEBARENA_ITEMS), ("--horizon", "3,4"), 4),
+    )
+    found = []
+    for seed in range(3):
+        for world, steps, data, flags, eval_horizon in settings:
+            is_mixture = "," in world
+            if seed == 0 and not is_mixture:
+                found.append(Run(world, "base", 0, data, horizon=eval_horizon))
+            train_flags = ("--steps", steps, *data, *flags)
+            found.append(Run(world, "grpo", seed, train_flags, horizon=eval_horizon))
+    return found
+
+
+STUDIES = {
+    "algorithms": algorithms,
+    "horizon": horizon,
+    "collapse": collapse,
+    "recipe": recipe,
+    "worlds": worlds,
+}
+
+
+def runs_of(study):
+    """The runs of a study -> [Run, ...]."""
+    return STUDIES[study]()
