@@ -6,10 +6,10 @@ new ids. The input of a step is one flat row of ids without padding:
 
     flat row [1, N]:  the new id of each decoding slot, then all new ids of each prefilling slot
 
-Prompts, observations and replies mix in one step, and a free slot can be given to another
-trajectory at any step. Only the attention must know the slots. `Ragged.attend` writes the new keys
-and values at (slot, position) of a cache. Each query then reads its own slot: decoding slots share
-batched calls, each prefilling slot takes a call of its own.
+Only the attention must know the slots. `Ragged.attend` writes the new keys and values at
+(slot, position) of a cache. Each query then reads its own slot: decoding slots share batched calls,
+each prefilling slot takes a call of its own. A free slot can be given to another trajectory at any
+step.
 
 `Ragged` is this engine, for Qwen2, Qwen3 and Llama. `Padded` uses the model's own attention and
 cache, with padded rows that advance together. It is the reference, and it plays all other models.
@@ -125,18 +125,16 @@ class DecodeView(NamedTuple):
     of the group has. Slots in between that do not decode are computed too, and dropped.
     """
 
-    start: int  # the group's queries are [start:end] of the flat row
-    end: int
+    row: slice  # the group's queries in the flat row
     region: tuple[slice, slice, slice]  # the rectangle in keys [slots, H_kv, capacity, D]
-    places: Tensor | None  # [end - start] the group's slots within it; None: there are no others
+    places: Tensor | None  # the group's slots within the rectangle; None: there are no others
     mask: Tensor | None  # [slots, 1, 1, keys] True: the key is seen; None: every key is seen
 
 
 class PrefillChunk(NamedTuple):
     """One attention call of a prefilling slot: the slot's new ids and the keys that they see."""
 
-    start: int  # the new ids are [start:end] of the flat row
-    end: int
+    row: slice  # the new ids in the flat row
     slot: int
     length: int  # number of keys of the slot, the new ones included
     mask: Tensor | None  # [query heads per KV head * new ids, length]; None: causal, no key before
@@ -204,9 +202,7 @@ class Ragged:
 
     def best_prefix(self, ids: list[int]) -> tuple[int, int]:
         """Find the slot that holds the longest prefix of `ids` -> (slot, length of the prefix).
-
-        The prefix never includes the last id, which must be forwarded for its logits.
-        """
+        The prefix never includes the last id, which must be forwarded for its logits."""
         best_slot, best_length = 0, 0
         for slot, held in enumerate(self.ids):
             # A longer prefix agrees at the next position too. One comparison excludes most slots.
@@ -217,13 +213,9 @@ class Ragged:
                     best_slot, best_length = slot, min(length, len(ids) - 1)
         return best_slot, best_length
 
-    def begin(self, slot: int, ids: list[int], source_slot: int,
-              prefix_length: int) -> list[int]:
-        """Give `slot` to a trajectory that begins with `ids`.
-
-        The keys and values of the first `prefix_length` ids are copied from `source_slot` (see
-        `best_prefix`). -> the other ids, at least one: they must be forwarded.
-        """
+    def begin(self, slot: int, ids: list[int], source_slot: int, prefix_length: int) -> list[int]:
+        """Give `slot` to a trajectory that begins with `ids`. The keys and values of the first
+        `prefix_length` ids are copied from `source_slot`. -> the other ids: forward them next."""
         if prefix_length and source_slot != slot:
             for kv in self.kv_cache.values():
                 kv[:, slot, :, :prefix_length] = kv[:, source_slot, :, :prefix_length]
@@ -232,11 +224,8 @@ class Ragged:
 
     @torch.no_grad()
     def forward(self, feed: dict[int, list[int]]) -> Tensor:
-        """Append new ids to some slots and compute the logits after them.
-
-        feed: {slot: new ids, at least one} -> logits [len(feed), V] after the last new id of each
-        slot, in the order of `feed`.
-        """
+        """Append new ids to some slots. feed: {slot: new ids, at least one} -> logits
+        [len(feed), V] after the last new id of each slot, in the order of `feed`."""
         # A graph computes all slots. It pays off if at least half of them are fed.
         if self.use_graphs and 2 * len(feed) >= self.slots:
             if all(len(new_ids) == 1 for new_ids in feed.values()):
@@ -259,16 +248,17 @@ class Ragged:
         self.prefill_chunks = []
         for slot in decoding + prefilling:
             new_ids = feed[slot]
-            start, past = len(ids), len(self.ids[slot])
-            end, length = start + len(new_ids), past + len(new_ids)
+            past = len(self.ids[slot])
+            length = past + len(new_ids)
+            if len(new_ids) > 1:
+                row = slice(len(ids), len(ids) + len(new_ids))
+                mask = self._chunk_mask(past, length) if past else None
+                self.prefill_chunks.append(PrefillChunk(row, slot, length, mask))
             ids += new_ids
             slots += [slot] * len(new_ids)
             positions += range(past, length)
-            last_place[slot] = end - 1
+            last_place[slot] = len(ids) - 1
             self.ids[slot] += new_ids
-            if len(new_ids) > 1:
-                mask = self._chunk_mask(past, len(new_ids)) if past else None
-                self.prefill_chunks.append(PrefillChunk(start, end, slot, length, mask))
         self.forwarded += len(ids)
 
         # One transfer to the device. token_slots, token_positions [N]: each token's cache entry.
@@ -279,9 +269,9 @@ class Ragged:
         self.decode_views = self._make_decode_views(decoding)
         return ids_on_device, [last_place[slot] for slot in feed]
 
-    def _chunk_mask(self, past, num_new):
+    def _chunk_mask(self, past, length):
         """The mask of a PrefillChunk, repeated for the query heads that share a KV head."""
-        mask = torch.ones(num_new, past + num_new, dtype=torch.bool, device=self.device)
+        mask = torch.ones(length - past, length, dtype=torch.bool, device=self.device)
         return mask.tril(past).repeat(self.query_heads_per_kv_head, 1)
 
     def _make_decode_views(self, decoding):
@@ -305,19 +295,19 @@ class Ragged:
         views = []
         start = 0
         for slots, longest, total in groups:
-            end = start + len(slots)
+            row = slice(start, start + len(slots))
+            start = row.stop
             num_slots = slots[-1] + 1 - slots[0]  # those in between included
-            last_keys = self.token_positions[start:end]  # the last key that each query sees
+            last_keys = self.token_positions[row]  # the last key that each query sees
             places, mask = None, None
             if num_slots > len(slots):
-                places = self.token_slots[start:end] - slots[0]
+                places = self.token_slots[row] - slots[0]
                 # A slot in between sees its first key: a softmax over no key would be NaN.
                 last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
             if total < num_slots * longest:
                 mask = self._decode_mask(last_keys, longest)
             region = (slice(slots[0], slots[-1] + 1), slice(None), slice(longest))
-            views.append(DecodeView(start, end, region, places, mask))
-            start = end
+            views.append(DecodeView(row, region, places, mask))
         return views
 
     def _decode_mask(self, last_keys, width):
@@ -328,9 +318,8 @@ class Ragged:
     def _decode_with_graph(self, feed):
         """A step in which all slots of `feed` decode, as one CUDA graph -> logits [len(feed), V].
 
-        A graph repeats its kernels on the same addresses, so the shapes are fixed and all slots
-        take part. A slot that is not fed writes a key and a value at its next position, where its
-        next id overwrites them before they are read.
+        The shapes of a graph are fixed, so all slots take part. A slot that is not fed writes a key
+        and a value at its next position, where its next id overwrites them before they are read.
         """
         new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
         inputs = torch.tensor([new_ids, [len(ids) for ids in self.ids]])  # ids and positions
@@ -352,8 +341,7 @@ class Ragged:
         self.graph_inputs.copy_(inputs, non_blocking=True)
         if width not in self.graph_steps:
             self.graph_steps[width] = self._make_graph_step(width)
-        logits = self.graph_steps[width]()
-        return logits[list(feed)]
+        return self.graph_steps[width]()[list(feed)]
 
     def _make_graph_step(self, width: int) -> Callable[[], Tensor]:
         """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V], and
@@ -365,7 +353,7 @@ class Ragged:
             self.decode_count = self.slots
             region = (slice(None), slice(None), slice(width))
             mask = self._decode_mask(self.token_positions, width)
-            self.decode_views = [DecodeView(0, self.slots, region, None, mask)]
+            self.decode_views = [DecodeView(slice(self.slots), region, None, mask)]
             return self._logits(ids)
 
         if self.device.type != "cuda":
@@ -401,18 +389,18 @@ class Ragged:
         # Decoding slots have one query each. The query heads that share a KV head stand where the
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
         queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
-        for start, end, region, places, mask in self.decode_views:
-            q, k, v = queries[start:end], keys[region], values[region]
+        for row, region, places, mask in self.decode_views:
+            q, k, v = queries[row], keys[region], values[region]
             if places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, places, q)
             o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
             if places is not None:
                 o = o[places]
-            out[start:end] = o.reshape(-1, H, D)
+            out[row] = o.reshape(-1, H, D)
 
         # A prefilling slot has several queries.
-        for start, end, slot, length, mask in self.prefill_chunks:
-            q = query[:, start:end]
+        for row, slot, length, mask in self.prefill_chunks:
+            q = query[:, row]
             k, v = keys[None, slot, :, :length], values[None, slot, :, :length]
             if mask is None:
                 o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
@@ -420,7 +408,7 @@ class Ragged:
             else:
                 q = q.reshape(1, H_kv, -1, D)
                 o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
-            out[start:end] = o.reshape(H, -1, D).transpose(0, 1)
+            out[row] = o.reshape(H, -1, D).transpose(0, 1)
         return out
 
     def _layer_cache(self, layer, like):
@@ -478,10 +466,8 @@ class Padded:
 
     @torch.no_grad()
     def forward(self, chunks: list[list[int]]) -> Tensor:
-        """Append new ids to the rows and compute the logits after them.
-
-        chunks: B lists of ids, [] for a row that waits -> logits [B, V] after each row's last id.
-        """
+        """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
+        [B, V] after the last column; those of a row that waits mean nothing."""
         rows = [torch.tensor(chunk, dtype=torch.long) for chunk in chunks]
         real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
         ids = pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
