@@ -1,4 +1,4 @@
-"""The horizon schedules, the tables of horizons, and the text form of a horizon."""
+"""The horizon schedules, their presets, the text form of a horizon, and the items of a step."""
 
 import doctest
 import json
@@ -6,9 +6,8 @@ import json
 import pytest
 
 import schedule
-from config import PUBLISHED_HORIZONS as UPSTREAM
-from config import TINY_HORIZONS as TINY
-from schedule import adaptive_horizon, adaptive_start, horizon_at, parse_rounds
+from config import PUBLISHED_HORIZONS, TINY_HORIZONS, presets
+from schedule import adaptive_horizon, adaptive_start, horizon_at, items_at, parse_rounds
 
 
 def test_the_documented_examples_hold():
@@ -104,16 +103,34 @@ def test_a_bad_adaptive_schedule_is_refused():
 
 
 def test_presets_are_usable():
-    assert UPSTREAM["babyai"] == ((6, 13, 20), 100, 20)
-    assert UPSTREAM["textcraft"] == UPSTREAM["sciworld"] == ((10, 20, 30), 100, 30)
-    assert UPSTREAM["searchqa"] == ((5, 8, 10), 100, 30)
-    assert UPSTREAM["webarena"] == ((8, 12, 15), 80, 15)
-    assert TINY.keys() == UPSTREAM.keys()
-    for preset in [*UPSTREAM.values(), *TINY.values()]:
+    assert PUBLISHED_HORIZONS["babyai"] == ((6, 13, 20), 100, 20)
+    assert PUBLISHED_HORIZONS["textcraft"] == ((10, 20, 30), 100, 30)
+    assert PUBLISHED_HORIZONS["sciworld"] == ((10, 20, 30), 100, 30)
+    assert PUBLISHED_HORIZONS["searchqa"] == ((5, 8, 10), 100, 30)
+    assert PUBLISHED_HORIZONS["webarena"] == ((8, 12, 15), 80, 15)
+    assert TINY_HORIZONS.keys() == PUBLISHED_HORIZONS.keys()
+    for preset in [*PUBLISHED_HORIZONS.values(), *TINY_HORIZONS.values()]:
         assert horizon_at(0, preset.rounds, preset.every) == preset.rounds[0]
         assert list(preset.rounds) == sorted(preset.rounds)
-    for preset in TINY.values():
+    for preset in TINY_HORIZONS.values():
         assert preset.eval_horizon == preset.rounds[-1]
+
+
+@pytest.mark.parametrize("model, horizons", [("tiny", TINY_HORIZONS), ("any", PUBLISHED_HORIZONS)])
+def test_the_presets_of_a_model_and_a_world_hold_their_horizons(model, horizons):
+    for world, expected in horizons.items():
+        chosen = presets(model, world)
+        assert (chosen["rounds"], chosen["horizon_steps"], chosen["eval_horizon"]) == expected
+
+
+def test_items_of_a_step_are_a_function_of_seed_and_step():
+    items = [f"babyai_{i}" for i in range(10)]
+    steps = [items_at(items, 0, step, 3) for step in range(6)]
+    assert steps == [items_at(items, 0, step, 3) for step in range(6)]
+    assert all(len(set(step)) == 3 for step in steps)
+    assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
+    assert steps[:3] != steps[3:]  # the next epoch has another order
+    assert steps != [items_at(items, 1, step, 3) for step in range(6)]
 
 
 def test_rounds_are_read_from_text():

@@ -1,0 +1,231 @@
+"""Advantages, batches, micro-batches and optimizer steps: one result however a batch is cut."""
+
+import copy
+import doctest
+import math
+import random
+
+import pytest
+import torch
+
+import algos
+import rl
+import update
+from config import parse_config
+from rollout import Status, Trajectory, rollout
+
+NO_RUN = ["--out", "runs/never-made"]
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny, pool):
+    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
+                   max_tokens=8)
+
+
+# ---- batches ----
+
+
+def test_collate_pads_on_the_right_and_repeats_one_number_over_all_tokens():
+    long = Trajectory("babyai_1", "babyai")
+    long.append([5, 6])
+    long.append([7], [-0.5])
+    short = Trajectory("babyai_2", "babyai")
+    short.append([8])
+    batch = update.collate([long, short], rewards=[[0.0, 0.0, 1.0], [2.0]], advantages=[3.0, 4.0])
+    assert batch["ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["mask"].tolist() == [[False, False, True], [False, False, False]]
+    assert batch["old_logprobs"].tolist() == [[0.0, 0.0, -0.5], [0.0, 0.0, 0.0]]
+    assert batch["rewards"].tolist() == [[0.0, 0.0, 1.0], [2.0, 0.0, 0.0]]
+    assert batch["advantages"].tolist() == [[3.0, 3.0, 3.0], [4.0, 0.0, 0.0]]
+    assert batch["lengths"].tolist() == [3, 1]
+    assert batch["ids"].dtype == torch.long
+    assert batch["mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("max_tokens", [1, 700, 10**9])
+def test_map_rows_keeps_the_order(tiny, trajectories, max_tokens):
+    batch = update.collate(trajectories)
+    calls = []
+
+    def function(model, ids, mask):
+        calls.append(len(ids))
+        return ids.float()
+
+    result = update.map_rows(function, tiny[0], batch, max_tokens)
+    assert torch.equal(result, batch["ids"].float())
+    assert sum(calls) == len(trajectories)
+    assert (len(calls) > 1) == (max_tokens < 10**9)
+    assert not result.requires_grad
+
+
+# ---- micro-batches ----
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed):
+    def size(cut):
+        """The number of positions that a micro-batch takes."""
+        if packed:
+            return sum(lengths[i] for i in cut)
+        return len(cut) * max((lengths[i] for i in cut), default=0)
+
+    rng = random.Random(0)
+    balanced = 0
+    for _ in range(200):
+        lengths = [rng.randint(0, 300) for _ in range(rng.randint(0, 40))]
+        num_ranks, max_tokens = rng.randint(1, 5), rng.randint(50, 1000)
+        cuts = update.micro_batches(lengths, max_tokens, num_ranks, packed)
+        assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
+        assert len(cuts) % num_ranks == 0
+        limit = max(max_tokens, max(lengths, default=0))
+        assert all(size(cut) <= limit for cut in cuts if cut)
+        if packed and len(lengths) > 4 * num_ranks:
+            shares = [sum(size(cut) for cut in cuts[r::num_ranks]) for r in range(num_ranks)]
+            assert max(shares) - min(shares) <= max(lengths) * len(cuts) / num_ranks
+            balanced += 1
+    assert balanced > 50 or not packed
+    assert len(update.micro_batches([6, 6, 6], 10, 1, packed)) == 3  # no two of them fit together
+
+
+# ---- optimizer steps ----
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode):
+    advantages = [float(i - 2.3) for i in range(len(trajectories))]
+    batch = update.collate(trajectories, advantages=advantages)
+    denominator = int(batch["mask"].sum()) if mode == "token" else len(trajectories)
+    results = []
+    num_cuts = []
+    for max_tokens in (10**9, 1500, 1):  # one micro-batch, a few, one for each trajectory
+        model = copy.deepcopy(tiny[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        cuts = []
+
+        def loss_of(part):
+            cuts.append(part)
+            logp, _ = rl.token_logprobs(model, part["ids"], part["mask"])
+            loss, stats = algos.policy_loss(logp, part["old_logprobs"], part["advantages"],
+                                            part["mask"])
+            return algos.aggregate(loss, part["mask"], mode, denominator), stats
+
+        rows = range(len(trajectories))
+        stats = update.optimizer_step(model, optimizer, batch, rows, loss_of, max_tokens)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        results.append((stats, weights))
+        num_cuts.append(len(cuts))
+    assert num_cuts[0] == 1 < num_cuts[1] < num_cuts[2] == len(trajectories)
+
+    (first_stats, first_weights), *others = results
+    for stats, weights in others:
+        assert abs(stats["loss"] - first_stats["loss"]) < 1e-6
+        assert abs(stats["grad_norm"] / first_stats["grad_norm"] - 1) < 1e-5
+        assert (weights - first_weights).abs().max() < 1e-5
+    assert first_stats["grad_norm"] > 0
+    assert all(stats["padded"] == stats["unpadded"] for stats, _ in results)
+
+
+def test_an_optimizer_step_takes_the_rows_that_it_is_given_and_no_others(tiny, trajectories):
+    batch = update.collate(trajectories)
+    seen = []
+
+    def loss_of(part):
+        seen.extend(part["lengths"].tolist())
+        assert part["ids"].shape == part["mask"].shape
+        assert part["ids"].shape[1] == part["lengths"].max()
+        return sum(p.sum() for p in model.parameters()) * 0.0, {}
+
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stats = update.optimizer_step(model, optimizer, batch, [4, 1], loss_of, 1)
+    lengths = [len(t.tokens) for t in trajectories]
+    assert sorted(seen) == sorted([lengths[4], lengths[1]])
+    assert stats["unpadded"] == lengths[4] + lengths[1]
+
+
+def test_a_step_without_a_usable_trajectory_changes_nothing(tiny, trajectories):
+    model = copy.deepcopy(tiny[0])
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    batch = update.collate(trajectories)
+    stats = update.optimizer_step(model, optimizer, batch, [], None, 100)
+    assert stats["grad_norm"] == 0.0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(tiny, trajectories):
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def loss_of(part):
+        return rl.token_logprobs(model, part["ids"], part["mask"])[0].sum() * math.nan, {}
+
+    stats = update.optimizer_step(model, optimizer, update.collate(trajectories), [0], loss_of, 100)
+    assert math.isnan(stats["grad_norm"])
+    assert all(torch.equal(v, tiny[0].state_dict()[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---- advantages and the update of a step ----
+
+
+def test_equal_rewards_give_no_advantage_wherever_they_stand():
+    """-0.05 twice and then 1 add up differently in float32, depending on their positions.
+
+    The advantage must not depend on it.
+    """
+    cfg = parse_config(NO_RUN)
+    played = []
+    for places in ((3, 5, 9), (2, 11, 14), (7, 8, 20), (1, 2, 3)):
+        t = Trajectory("babyai_8", "babyai", tokens=[5] * 24, logprobs=[0.0] * 24,
+                       mask=[i in places for i in range(24)], rewards=[0.0] * 24)
+        for i, reward in zip(places, (-0.05, -0.05, 1.0)):
+            t.rewards[i] = reward
+        t.reward = math.fsum(t.rewards)
+        played.append(t)
+    assert not update.advantages_of(played, cfg, "cpu")["advantages"].any()
+    played[0].reward += 0.5
+    assert update.advantages_of(played, cfg, "cpu")["advantages"].any()
+
+
+def test_a_step_without_any_gradient_changes_no_weight_and_measures_the_gap(tiny, pool):
+    cfg = parse_config(NO_RUN)
+    played = rollout(*tiny, pool, ["babyai_8", "babyai_50"], 2, samples=2, max_tokens=6)
+    for t in played:
+        t.rewards, t.reward = [0.0] * len(t.tokens), 0.5
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    batch = update.advantages_of(played, cfg, "cpu")
+    result = update.update(played, batch, cfg, 0, model, optimizer)
+    assert result["loss"] == 0.0
+    assert result["grad_norm"] == 0.0
+    assert 0 < result["logprob_gap"] < 1e-4
+    assert all(torch.equal(v, tiny[0].state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("algo, per_token", [("grpo", False), ("rloo", False),
+                                             ("reinforce_pp", True)])
+def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
+    """A failed environment's trajectory has advantage 0 and is left out of its group's mean."""
+    cfg = parse_config([*NO_RUN, "--algo", algo])
+    played = []
+    for sample, reward in enumerate((1.0, 0.0, 0.5)):
+        t = Trajectory("babyai_8", "babyai", sample=sample, reward=reward)
+        t.append([5, 6])
+        t.append([7, 8], [-1.0, -1.0])
+        t.rewards[-1] = reward
+        played.append(t)
+    played[2].status = Status.ENV_ERROR
+    advantages = update.advantages_of(played, cfg, "cpu")["advantages"]
+    assert advantages[0, 2] == advantages[0, 3] == -advantages[1, 3] > 0
+    assert not advantages[:, :2].any()
+    assert not advantages[2].any()
+    for t, row in zip(played, advantages.tolist(), strict=True):
+        assert t.advantage == (row if per_token else row[2])
+
+
+def test_the_documented_examples_hold():
+    result = doctest.testmod(update)
+    assert result.attempted >= 1
+    assert result.failed == 0
