@@ -1,12 +1,14 @@
-"""How good is a model? Success on held-out items, avg@k and pass@k, by category, each with a 95 % interval.
+"""How good is a model? Success on held-out items, avg@k and pass@k, by category,
+each with a 95 % interval.
 
     python eval.py --env babyai --model runs/NAME/final --samples 4 --out result.json
-    python eval.py --model runs/NAME/final --horizon 2,4,6        # a sweep: one result for each horizon
+    python eval.py --model runs/NAME/final --horizon 2,4,6        # a sweep: a result per horizon
     python eval.py --env textcraft --model openai:NAME --base_url http://localhost:8000/v1
 
-The settings are those of the run whose folder holds the model, else what train.py takes by default for this world and
-model; a flag wins over both. All items of the split are played, at temperature 1. Failed environments, and conversations
-that a model's server refuses, are left out of the statistics; their share is `env_error`.
+A flag that is not given takes the value of the run whose folder holds the model. Without such a
+run it takes the default of train.py for this world and model. All items of the split are played,
+at temperature 1. Trajectories whose environment failed, and conversations that a model's server
+refused, are left out of the statistics; their share is `env_error`.
 """
 
 import hashlib
@@ -19,16 +21,17 @@ import sys
 import threading
 import time
 import zlib
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from config import Parser, arg, merged, presets, servers  # before torch: it says how idle threads wait
+# config comes before torch: it sets how idle threads wait.
+from config import arg, below_one, check_ranges, fraction, merge_env_args, mixture, not_negative
+from config import one_of, positive, presets, read_flags, servers
 import numpy as np
 import requests
 import torch
@@ -37,334 +40,583 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import agent
-import envs as worlds
+import envs
 import rl
 import schedule
 from envs import EnvPool, outcome, split_item
-from rollout import Trajectory, rollout
+from metrics import write_atomically
+from rollout import RolloutConfig, Status, Trajectory, of_world, rollout
+
+# ---- flags ----
 
 
 @dataclass
-class Config:
-    env: str | None = arg(None, f"world: {', '.join(worlds.WORLDS)}; default: the run's, else babyai")
-    model: str = arg("tiny", "'tiny' (built in), a folder such as runs/NAME/final, a hub id, or openai:NAME on the server --base_url")
-    base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from the environment's OPENAI_API_KEY")
-    samples: int = arg(1, "trajectories of each item: the k of avg@k and pass@k")
-    horizon: str = arg("", "largest number of turns; several, as in 2,4,6, are evaluated one after the other")
+class EvalConfig:
+    env: str | None = arg(None, f"world: {', '.join(envs.WORLDS)}; default: the run's, else babyai")
+    model: str = arg("tiny", "'tiny' (built in), a folder such as runs/NAME/final, a hub id, or "
+                             "openai:NAME on the server --base_url")
+    base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from "
+                            "the environment's OPENAI_API_KEY")
+    samples: Annotated[int, positive] = arg(
+        1, "trajectories of each item: the k of avg@k and pass@k")
+    horizon: str = arg("", "largest number of turns; several, as in 2,4,6, are evaluated one after "
+                           "the other")
     split: str = arg("test", "test (held out) | train")
-    items: int | None = arg(None, "only so many, the first of the split in an order drawn from --seed; default: all")
-    data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, else data/")
+    items: Annotated[int | None, positive] = arg(
+        None, "only so many, the first of the split in an order drawn from --seed; default: all")
+    data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, "
+                                 "else data/")
     out: str = arg("", "JSON file for the result")
-    trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put into its name")
-    seed: int = arg(0, "every random number follows from it")
-    temperature: float = arg(1.0, "of sampling; 0 takes the likeliest token")
-    top_p: float = arg(1.0, "nucleus sampling")
-    top_k: int = arg(0, "0: off")
-    min_p: float = arg(0.0, "leaves out tokens below min_p times the likeliest one's probability; 0: off")
-    max_tokens: int | None = arg(None, "largest reply, tokens")
-    max_length: int | None = arg(None, "largest trajectory, tokens")
-    action_format: str | None = arg(None, " | ".join(agent.FORMATS))
+    trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put "
+                                "into its name")
+    seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
+    temperature: Annotated[float, not_negative] = arg(
+        1.0, "of sampling; 0 takes the likeliest token")
+    top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling")
+    top_k: Annotated[int, not_negative] = arg(0, "0: off")
+    min_p: Annotated[float, below_one] = arg(
+        0.0, "leaves out tokens below min_p times the likeliest one's probability; 0: off")
+    max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
+    max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
+    action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
+        None, " | ".join(agent.FORMATS))
     plan: bool | None = arg(None, "ask for a plan before the first action; default: the run's")
-    reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed episodes; default: the run's")
-    env_args: str | None = arg(None, "keyword arguments of the world in this process: searchqa.topk=5; default: the run's")
-    dtype: str | None = arg(None, "float32 | bfloat16")
-    slots: int | None = arg(None, "trajectories played at a time; 32 at most on a server's model")
-    engine: str = arg("ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the reference)")
-    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; default: with --env_url")
-    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in this process")
+    reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed "
+                                     "episodes; default: the run's")
+    env_args: str | None = arg(None, "keyword arguments of the world in this process: "
+                                     "searchqa.topk=5; default: the run's")
+    dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(None, "float32 | bfloat16")
+    slots: Annotated[int | None, positive] = arg(
+        None, "trajectories played at a time; 32 at most on a server's model")
+    engine: Annotated[str, one_of("ragged", "hf")] = arg(
+        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the "
+                  "reference)")
+    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
+                                           "not bit-for-bit repeatable; default: with --env_url")
+    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in "
+                           "this process")
+
+
+# Flags whose default is the run's value, or else the preset's.
+TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "plan", "reflect",
+                  "env_args", "dtype")
+MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
 def run_of(model: str) -> dict:
-    """The config.json of the training run that wrote this model folder (final/ or a checkpoint); {} if none did."""
+    """The config.json of the training run that wrote this model folder (final/ or a checkpoint).
+
+    {} if there is no such run. Raises ValueError for a config.json that is no JSON.
+    """
     folder = Path(model).resolve().parent
-    path = (folder.parent if folder.name == "checkpoints" else folder) / "config.json"
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    path = folder / "config.json"
     if not Path(model).is_dir() or not path.exists():
         return {}
     try:
         run = json.loads(path.read_text())
     except ValueError as e:
         raise ValueError(f"{path} is no JSON: {e}") from e
-    return run if {"env", "algo", "horizon"} <= set(run) else {}  # or it is a model's own config.json
+    is_run = {"env", "algo", "horizon"} <= set(run)  # otherwise it is some model's config.json
+    return run if is_run else {}
 
 
-def parse_config(argv: list[str] | None = None) -> Config:
-    """The command line, checked and with every default filled in. Raises ValueError with one clear line."""
-    parser = Parser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                          epilog="a flag without a default takes the run's value, else that of train.py --help")
-    parser.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
-    cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        raise ValueError(f"unknown argument {unknown[0]}; python eval.py --help lists all")
+def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
+    """The command line, checked and with every default filled in.
+
+    Raises ValueError with one clear line.
+    """
+    epilog = "a flag without a default takes the run's value, else that of train.py --help"
+    cfg = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0], epilog)
+
+    # The world.
     run = run_of(cfg.model)
-    trained_on = [part.split(":")[0] for part in run.get("env", "").split(",")]  # a mixture: babyai:2,textcraft:1
-    if cfg.env is None and len(trained_on) > 1:
-        raise ValueError(f"the run was trained on {', '.join(trained_on)}; choose one of them with --env")
-    cfg.env = cfg.env or trained_on[0] or "babyai"
-    tiny = "tiny" in (cfg.model, run.get("model"))
-    default = presets("tiny" if tiny else cfg.model, cfg.env) | {"data": "", "plan": False, "reflect": False}
-    own = run | run.get("worlds", {}).get(cfg.env, {})  # in a mixture each world has its own limits
-    mine = "" if cfg.env_url else default["env_args"]  # of this world; a run's are those of the worlds it was trained in
-    if cfg.env_args is None and (cfg.env not in trained_on or own.get("env_args") == default["env_args"]):
-        own["env_args"] = mine
-    cfg.env_args = cfg.env_args and merged(cfg.env_args, mine)
-    for name in ("data", "max_tokens", "max_length", "slots", "action_format", "plan", "reflect", "env_args", "dtype"):
+    trained_on = list(mixture(run["env"])) if run else []
+    if not cfg.env:
+        if len(trained_on) > 1:
+            raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
+                             "choose one of them with --env")
+        cfg.env = trained_on[0] if trained_on else "babyai"
+
+    # The run's settings and the presets. In a mixture each world has limits of its own.
+    is_tiny = "tiny" in (cfg.model, run.get("model"))
+    default = presets("tiny" if is_tiny else cfg.model, cfg.env)
+    default |= {"data": "", "plan": False, "reflect": False}
+    own = run | run.get("worlds", {}).get(cfg.env, {})
+
+    # Keyword arguments of the world. A run's are those of the worlds that it was trained on.
+    preset_env_args = "" if cfg.env_url else default["env_args"]
+    if cfg.env_args is None:
+        if cfg.env not in trained_on or own.get("env_args") == default["env_args"]:
+            cfg.env_args = preset_env_args
+    elif cfg.env_args:  # an empty --env_args drops the preset's, too
+        cfg.env_args = merge_env_args(cfg.env_args, preset_env_args)
+
+    for name in TAKEN_FROM_RUN:
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))
-    cfg.slots = min(cfg.slots, 32) if remote(cfg) else cfg.slots  # threads
+    if is_served(cfg):
+        cfg.slots = min(cfg.slots, MAX_SERVED_SLOTS)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
-    if not cfg.horizon:  # the run's says something about the worlds it was made for only
-        known = cfg.env in trained_on
-        cfg.horizon = str(schedule.parse_rounds(run["horizon"], cfg.env)[-1] if known else default["horizon"].eval_rounds)
-    check(cfg)
+
+    # The horizon. A run's says something only about the worlds that it was trained on.
+    if not cfg.horizon:
+        horizon = default["eval_horizon"]
+        if cfg.env in trained_on:
+            # Older runs have no "rounds" for each world.
+            rounds = own.get("rounds") or schedule.parse_rounds(run["horizon"], cfg.env)
+            horizon = rounds[-1]
+        cfg.horizon = str(horizon)
+    check_eval_config(cfg)
     return cfg
 
 
-def check(cfg: Config) -> None:
-    """Everything that can be known to be wrong before anything is played: ValueError, one line."""
-    worlds.check_name(cfg.env, servers(cfg.env_url, [cfg.env])[cfg.env])
-    for name, allowed in {"action_format": tuple(agent.FORMATS), "dtype": ("float32", "bfloat16"),
-                          "engine": ("ragged", "hf")}.items():
-        if getattr(cfg, name) not in allowed:
-            raise ValueError(f"unknown --{name} '{getattr(cfg, name)}'; choose from {', '.join(allowed)}")
-    if cfg.env_url and options(cfg):
-        raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a server: give --env_args ''")
-    for name in ("samples", "items", "max_tokens", "max_length", "slots"):
-        if getattr(cfg, name) is not None and not getattr(cfg, name) > 0:
-            raise ValueError(f"--{name} must be positive, not {getattr(cfg, name)}")
-    for name in ("temperature", "top_k", "min_p", "seed"):
-        if not 0 <= getattr(cfg, name) < math.inf:
-            raise ValueError(f"--{name} must be a number from 0 on, not {getattr(cfg, name)}")
-    if cfg.min_p >= 1:
-        raise ValueError(f"--min_p must lie in [0, 1), not {cfg.min_p}")
-    if not 0 < cfg.top_p <= 1:
-        raise ValueError(f"--top_p must lie in (0, 1], not {cfg.top_p}")
-    schedule.parse_rounds(cfg.horizon, cfg.env)
-    if len(pick_items(cfg)) < (cfg.items or 1):
-        raise ValueError(f"--items {cfg.items or 1}: the split '{cfg.split}' has only {len(pick_items(cfg))}")
-    if remote(cfg):
-        if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:  # it stands in the result
-            raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a password: a key is taken from OPENAI_API_KEY")
-        if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
-            raise ValueError("--top_k, --min_p and --engine are for models that run here")
-    elif cfg.base_url:
-        raise ValueError("--base_url is for --model openai:NAME")
-    else:
-        rl.model_path(cfg.model)
-    for path in (Path(p).absolute() for p in (cfg.out, cfg.trajectories) if p):  # not after hours of playing
-        above = next(p for p in path.parents if p.exists())
-        if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
-            raise ValueError(f"cannot write {path}: {'it' if path.is_dir() else above} is in the way")
-    worlds.check_env(cfg.env, servers(cfg.env_url, [cfg.env])[cfg.env], **options(cfg))
-
-
-def remote(cfg: Config) -> bool:
+def is_served(cfg: EvalConfig) -> bool:
     """Whether the model is behind a server (openai:NAME)."""
     return cfg.model.startswith("openai:")
 
 
-def options(cfg: Config) -> dict[str, int | str]:
-    """The keyword arguments of the world that is evaluated; a mixture's --env_args may name others."""
+def options_of_world(cfg: EvalConfig) -> dict[str, int | str]:
+    """The keyword arguments of the evaluated world. A mixture's --env_args may name others, too."""
     named = {part.split(".")[0] for part in cfg.env_args.split()}
-    return worlds.env_options(cfg.env_args, [cfg.env, *named]).get(cfg.env, {})
+    return envs.env_options(cfg.env_args, [cfg.env, *named]).get(cfg.env, {})
 
 
-def pick_items(cfg: Config) -> list[str]:
+# ---- what is refused before anything is played; each raises ValueError with one line ----
+
+
+def check_eval_config(cfg: EvalConfig) -> None:
+    """Everything that can be known to be wrong before anything is played."""
+    urls = servers(cfg.env_url, [cfg.env])[cfg.env]
+    envs.check_name(cfg.env, urls)
+    check_ranges(cfg)
+    options = options_of_world(cfg)
+    if cfg.env_url and options:
+        raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a "
+                         "server: give --env_args ''")
+    schedule.parse_rounds(cfg.horizon, cfg.env)
+    check_item_count(cfg)
+    check_model_flags(cfg)
+    check_output_files(cfg)
+    envs.check_env(cfg.env, urls, **options)  # last, as it may take a while
+
+
+def check_item_count(cfg: EvalConfig) -> None:
+    """The split has as many items as --items says, or at least one."""
+    wanted = cfg.items or 1
+    count = len(pick_items(cfg))
+    if count < wanted:
+        raise ValueError(f"--items {wanted}: the split '{cfg.split}' has only {count}")
+
+
+def check_model_flags(cfg: EvalConfig) -> None:
+    """--model, and the flags that belong to models here or to models on a server."""
+    if not is_served(cfg):
+        if cfg.base_url:
+            raise ValueError("--base_url is for --model openai:NAME")
+        rl.model_path(cfg.model)
+        return
+    # The result file contains the URL, so the URL must not contain a password.
+    if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:
+        raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
+                         "password: a key is taken from OPENAI_API_KEY")
+    if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
+        raise ValueError("--top_k, --min_p and --engine are for models that run here")
+
+
+def check_output_files(cfg: EvalConfig) -> None:
+    """--out and --trajectories can be written: better known now than after hours of playing."""
+    for name in (cfg.out, cfg.trajectories):
+        if not name:
+            continue
+        path = Path(name).absolute()
+        if path.is_dir():
+            raise ValueError(f"cannot write {path}: it is in the way")
+        above = next(parent for parent in path.parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise ValueError(f"cannot write {path}: {above} is in the way")
+
+
+# ---- items ----
+
+
+def pick_items(cfg: EvalConfig) -> list[str]:
     """The items of the split; with --items the first of them in an order drawn from --seed."""
-    names = worlds.items(cfg.env, cfg.split, cfg.data or None)
-    order = np.random.default_rng(cfg.seed).permutation(len(names))[:cfg.items]
-    return names if cfg.items is None else [names[i] for i in order]
+    names = envs.items(cfg.env, cfg.split, cfg.data or None)
+    if cfg.items is None:
+        return names
+    order = np.random.default_rng(cfg.seed).permutation(len(names))
+    return [names[i] for i in order[:cfg.items]]
 
 
-def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None, pool: EnvPool, items: list[str], horizon: int,
-             samples: int, **how: Any) -> list[Trajectory]:
-    """Play every item `samples` times under a progress bar; `how` (slots, seed, temperature ...) is `rollout`'s. Without a tokenizer
-    the policy is an `ServedModel`, and `how` is `play_served`'s.
-    -> list[Trajectory], in the order of items, `group` being the item's place. Raises ValueError for a bad item."""
+# ---- playing ----
+
+
+def play_horizons(cfg: EvalConfig, items: list[str]) -> dict[int, list[Trajectory]]:
+    """Play the items at each horizon of --horizon -> horizon -> its trajectories.
+
+    Raises ValueError if nothing can be played with these settings, ModelError if the model's server
+    fails, AllFailed if every environment fails. After the first two, trajectories that were
+    complete are in --trajectories.
+    """
+    policy, tokenizer = load_model(cfg)
+    config = RolloutConfig.from_flags(cfg)
+    urls = servers(cfg.env_url, [cfg.env])
+    played = {}
+    with EnvPool(urls, options={cfg.env: options_of_world(cfg)}) as pool:
+        for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
+            try:
+                trajectories = evaluate(policy, tokenizer, pool, items, horizon, config, cfg.engine)
+            except (ValueError, ModelError) as e:
+                complete = getattr(e, "played", [])
+                if complete:  # a server's replies may have cost money
+                    save_trajectories(cfg, played | {horizon: complete})
+                raise
+            if all(t.status == Status.ENV_ERROR for t in trajectories):
+                raise AllFailed("nothing to report, every environment failed; the first: "
+                                + trajectories[0].error)
+            if not any(t.turns for t in trajectories):
+                raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
+            played[horizon] = trajectories
+    return played
+
+
+class AllFailed(RuntimeError):
+    """Every environment failed, so there is no result."""
+
+
+def load_model(
+    cfg: EvalConfig,
+) -> "tuple[PreTrainedModel | ServedModel, PreTrainedTokenizerBase | None]":
+    """-> the model and its tokenizer. A served model has no tokenizer here."""
+    if is_served(cfg):
+        name = cfg.model.removeprefix("openai:")
+        return ServedModel(name, cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
+
+
+def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None,
+             pool: EnvPool, items: list[str], horizon: int, config: RolloutConfig,
+             engine: str = "ragged") -> list[Trajectory]:
+    """Play every item `config.samples` times under a progress bar.
+
+    tokenizer: None for a `ServedModel`. engine: "ragged" or "hf", for models that run here.
+    -> the trajectories in the order of items; `group` is the item's place. Raises ValueError for a
+    bad item, ModelError if the model's server fails.
+    """
     wins = []
-    with tqdm(total=len(items) * samples, desc=f"horizon {horizon}", delay=1, leave=False, dynamic_ncols=True) as bar:
+    total = len(items) * config.samples
+    with tqdm(total=total, desc=f"horizon {horizon}", delay=1, leave=False,
+              dynamic_ncols=True) as bar:
         def progress(t):
             wins.append(t.success)
             bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
             bar.update()
 
-        if tokenizer is None:
-            return play_served(policy, pool, items, horizon, samples=samples, progress=progress, **how)
-        return rollout(policy, tokenizer, pool, items, horizon, samples=samples, progress=progress, **how)
+        if isinstance(policy, ServedModel):
+            return play_served(policy, pool, items, horizon, config, progress)
+        return rollout(policy, tokenizer, pool, items, horizon, config,
+                       engine=engine, progress=progress)
 
 
-# ---- statistics ----
+# ---- playing with a model behind an OpenAI-compatible server ----
 
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k samples or more succeeds, estimated without bias from c successes in n >= k samples:
-    1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 1.0)
-    """
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, not n={n}, c={c}, k={k}")
-    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)  # whole numbers up to the one division
-
-
-def powers(samples: int) -> list[int]:
-    """The k of pass@k: powers of two and the number of samples: 6 -> [1, 2, 4, 6]."""
-    return sorted({2 ** i for i in range(samples.bit_length())} | {samples})
-
-
-def bootstrap(values: Sequence[float] | np.ndarray, seed: int, resamples: int = 10_000) -> tuple[float, float]:
-    """The 95 % interval of the mean of `values` (one an item): percentiles 2.5 and 97.5 of the means of resampled
-    items. It has no width where all values are equal, and is a little narrow for a handful of them."""
-    values, rng = np.asarray(values, float), np.random.default_rng(seed)
-    rows = [min(1000, resamples - at) for at in range(0, resamples, 1000)]  # a thousand at a time bounds the memory
-    means = np.concatenate([values[rng.integers(0, len(values), (r, len(values)))].mean(1) for r in rows])
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def summarise(trajectories: list[Trajectory], categories: dict[str, str], ks: list[int], seed: int) -> dict:
-    """-> {"success", "score", "turns", "valid_actions", "env_error", "avg@1", "avg@k", "pass@1" ... "pass@k",
-    "ci95": {name: [low, high]}, "categories": {category: {"items", "success", "score", "turns", "ci95"}}}.
-
-    categories: item -> category. Every number is a mean over items of the mean over the item's samples, failed
-    environments left out (but for env_error, their share) and with them an item that has nothing else.
-    valid_actions: the valid share of a trajectory's actions. avg@k is the mean success of k samples. Its expected
-    value is the same for every k, so avg@1 and avg@k (the largest of ks) are both `success`, over all samples.
-    pass@k: over items with k samples or more; None if there is none. Raises ValueError if every environment failed.
-    """
-    played, failed = {}, {}  # item -> its usable trajectories; item -> whether each of its trajectories failed
-    for t in trajectories:
-        failed.setdefault(t.item, []).append(t.status == "env_error")
-        if t.status != "env_error":
-            played.setdefault(t.item, []).append(t)
-    if not played:
-        raise ValueError("nothing to summarise: every environment failed")
-
-    def means(name, part):
-        return [float(np.mean([getattr(t, name) for t in ts])) for ts in part.values()]
-
-    basic = ("success", "score", "turns")
-    columns = {name: means(name, played) for name in basic}  # name -> one value an item
-    columns["valid_actions"] = [np.mean([t.valid_actions / max(1, t.turns) for t in ts]) for ts in played.values()]
-    columns["env_error"] = [np.mean(flags) for flags in failed.values()]
-    columns |= {f"avg@{k}": columns["success"] for k in sorted({1, max(ks)})}
-    columns |= {f"pass@{k}": [pass_at_k(len(ts), sum(t.success for t in ts), k) for ts in played.values()
-                              if len(ts) >= k] for k in ks}
-    result = {name: float(np.mean(column)) if column else None for name, column in columns.items()}
-    result["ci95"] = {name: list(bootstrap(column, seed)) if column else None for name, column in columns.items()}
-    result["categories"] = {}
-    for category in sorted({categories[item] for item in played if item in categories}):
-        part = {item: ts for item, ts in played.items() if categories.get(item) == category}
-        result["categories"][category] = {
-            "items": len(part), **{name: float(np.mean(means(name, part))) for name in basic},
-            "ci95": {"success": list(bootstrap(means("success", part), seed))}}
-    return result
-
-
-# ---- models behind OpenAI-compatible servers ----
-
-
-REFUSED = "the model's server refused: "  # such a trajectory's error
+REFUSED = "the model's server refused: "  # how the error of a refused conversation begins
 
 
 class ModelError(RuntimeError):
-    """The model's server failed: nothing is known about the model, so the evaluation ends. `played`: the trajectories that were complete."""
+    """The model's server failed. Nothing is known about the model, so the evaluation ends."""
 
 
 class ConversationRefused(RuntimeError):
-    """The server does not go on with this conversation (a content filter, say)."""
+    """The server does not go on with this conversation (a content filter, for example)."""
 
 
 class TooLong(ConversationRefused):
     """The server takes no conversation of this length."""
 
 
+class Reply(NamedTuple):
+    """What a served model wrote."""
+
+    text: str
+    cut: bool  # whether it ended at max_tokens
+    tokens: int  # of the whole conversation; 0 if the server does not say
+
+
+class Failure(NamedTuple):
+    """Why a request brought no reply."""
+
+    reason: str
+    status: int = 0  # the HTTP status; 0 if no answer came
+    body: str = ""  # the answer's text
+    retry_after: float = 0.0  # seconds that the server asks to wait
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether the same request would fail again: the server says that the request is wrong."""
+        timeout_or_busy = (408, 429)
+        return 400 <= self.status < 500 and self.status not in timeout_or_busy
+
+
 class ServedModel:
-    """A model's name on a server, and how to sample from it. `base_url`: http://host:port/v1; `timeout` in seconds.
+    """A model's name on a server, and how to sample from it.
 
-    model(messages) -> (reply, whether it was cut at max_tokens, tokens of the conversation or 0 where the server does not say).
-    A server that is busy (429) or fails (5xx) is asked again after a while, not before the time in Retry-After; ModelError after
-    `tries` failures (two minutes), or once the Event `stop` is set. ConversationRefused or TooLong where it turns down a conversation of several turns."""
+    base_url: http://host:port/v1. timeout: seconds that the server has for a reply. tries: how
+    often a failing server is asked before it is given up (8: two minutes).
+    Raises ValueError for a key in OPENAI_API_KEY that cannot be sent.
+    """
 
-    def __init__(self, name: str, base_url: str, temperature: float = 1.0, top_p: float = 1.0, max_tokens: int = 512, timeout: float = 300.0,
-                 tries: int = 8):
-        self.url, self.timeout, self.tries = base_url.rstrip("/") + "/chat/completions", timeout, tries
-        self.body = {"model": name, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    def __init__(self, name: str, base_url: str, temperature: float = 1.0, top_p: float = 1.0,
+                 max_tokens: int = 512, timeout: float = 300.0, tries: int = 8):
+        self.url = base_url.rstrip("/") + "/chat/completions"
+        self.timeout = timeout
+        self.tries = tries
+        self.settings = {"model": name, "temperature": temperature, "top_p": top_p,
+                         "max_tokens": max_tokens}
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("OPENAI_API_KEY holds a character that no key has")
         self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self.unknown = set()  # parameters that this server has turned down
+        self.unknown: set[str] = set()  # parameters that this server has turned down
 
-    def __call__(self, messages: list[dict[str, str]], seed: int = 0, stop: threading.Event | None = None) -> tuple[str, bool, int]:
-        attempt, stop = 0, stop or threading.Event()
-        while not stop.is_set():
-            attempt, status, wait = attempt + 1, 0, 0.0
-            body = self.body | {"messages": messages, "seed": seed}
-            for name in self.unknown:
-                value = body.pop(name)
-                body |= {"max_completion_tokens": value} if name == "max_tokens" else {}
-            try:
-                response = requests.post(self.url, json=body, headers=self.headers, timeout=(10, self.timeout))
-                status, after, said = response.status_code, response.headers.get("Retry-After", ""), self._without_key(response.text)
-                if status == 200:
-                    reply = response.json()
-                    choice = reply["choices"][0]
-                    text = choice["message"].get("content") or ""
-                    if not isinstance(text, str):
-                        raise TypeError("the content is no text")
-                    return (text, choice.get("finish_reason") == "length",
-                            int((reply.get("usage") or {}).get("total_tokens") or 0))
-                why, wait = f"status {status} {said[:200]}", float(after) if after.isdecimal() else 0.0
-            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as e:
-                why = f"{type(e).__name__}: {self._without_key(str(e))[:200]}"
-            if status in (400, 413, 422) and len(messages) > 3:
-                raise (TooLong if status == 413 or re.search("context.(length|window|size)|too long|tokens", said, re.I) else ConversationRefused)(why)
-            # a first request: newer models of OpenAI's call max_tokens max_completion_tokens, other servers know no seed
-            refused = {k for k in ("max_tokens", "seed") if k in body and k in said} if status in (400, 422) else set()
-            if refused and re.search("support|permit|forbid|extra|un(known|recogni)", said, re.I):
-                self.unknown, attempt = self.unknown | refused, attempt - 1
+    def __call__(self, messages: list[dict[str, str]], seed: int = 0,
+                 cancelled: threading.Event | None = None) -> Reply:
+        """The model's reply to a conversation.
+
+        A server that is busy (429) or fails (5xx) is asked again after a pause. Raises ModelError
+        after `tries` failures, at once for a request that the server calls wrong, and when
+        `cancelled` is set. Raises TooLong or ConversationRefused if the server turns down a
+        conversation that it has taken so far.
+        """
+        cancelled = cancelled or threading.Event()
+        failures = 0
+        while not cancelled.is_set():
+            body = self._request_body(messages, seed)
+            answer = self._request(body)
+            if isinstance(answer, Reply):
+                return answer
+            self._raise_if_refused(answer, messages)
+            turned_down = self._unknown_parameters(answer, body)
+            if turned_down:
+                self.unknown = self.unknown | turned_down
                 continue
-            if 400 <= status < 500 and status not in (408, 429) or attempt == self.tries:
-                raise ModelError(f"{self.url}: {why}")
-            stop.wait(min(wait, 300.0) + min(60.0, 0.5 * 2 ** attempt) * random.uniform(0.5, 1.5))
+            failures += 1
+            if answer.is_permanent or failures == self.tries:
+                raise ModelError(f"{self.url}: {answer.reason}")
+            cancelled.wait(self._pause(answer, failures))
         raise ModelError("the evaluation has ended")
 
-    def _without_key(self, text):  # servers and libraries say what they were sent
+    def _request_body(self, messages: list[dict[str, str]], seed: int) -> dict[str, Any]:
+        """The parameters of a request, without those that the server does not know."""
+        body = self.settings | {"messages": messages, "seed": seed}
+        for name in self.unknown:
+            value = body.pop(name)
+            if name == "max_tokens":  # newer models of OpenAI's have another name for it
+                body["max_completion_tokens"] = value
+        return body
+
+    def _request(self, body: dict[str, Any]) -> Reply | Failure:
+        """Send one request and wait for the answer."""
+        try:
+            response = requests.post(self.url, json=body, headers=self.headers,
+                                     timeout=(10, self.timeout))
+            text = self._without_key(response.text)
+        except (requests.RequestException, ValueError) as e:
+            return Failure(self._describe(e))
+        status = response.status_code
+        if status != 200:
+            after = response.headers.get("Retry-After", "")  # seconds, or a date, which is ignored
+            seconds = float(after) if after.isdecimal() else 0.0
+            return Failure(f"status {status} {text[:200]}", status, text, seconds)
+        try:
+            return self._read_reply(response)
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            return Failure(self._describe(e), status, text)
+
+    def _read_reply(self, response: requests.Response) -> Reply:
+        """The reply in an answer. Raises one of many exceptions for JSON of another form."""
+        answer = response.json()
+        choice = answer["choices"][0]
+        text = choice["message"].get("content") or ""
+        if not isinstance(text, str):
+            raise TypeError("the content is no text")
+        usage = answer.get("usage") or {}
+        cut = choice.get("finish_reason") == "length"
+        return Reply(text, cut, int(usage.get("total_tokens") or 0))
+
+    def _raise_if_refused(self, answer: Failure, messages: list[dict[str, str]]) -> None:
+        """A server that has taken the first request takes its form: what it turns down later is
+        this conversation."""
+        is_first_request = len(messages) <= 3
+        if is_first_request or answer.status not in (400, 413, 422):
+            return
+        about_length = "context.(length|window|size)|too long|tokens"
+        if answer.status == 413 or re.search(about_length, answer.body, re.I):
+            raise TooLong(answer.reason)
+        raise ConversationRefused(answer.reason)
+
+    def _unknown_parameters(self, answer: Failure, body: dict[str, Any]) -> set[str]:
+        """The parameters that the server turned down. Newer models of OpenAI's call max_tokens
+        max_completion_tokens; other servers know no seed."""
+        if answer.status not in (400, 422):
+            return set()
+        about_support = "support|permit|forbid|extra|un(known|recogni)"
+        if not re.search(about_support, answer.body, re.I):
+            return set()
+        return {name for name in ("max_tokens", "seed") if name in body and name in answer.body}
+
+    def _pause(self, answer: Failure, failures: int) -> float:
+        """Seconds until the next try: twice as long after each failure, at random, so that threads
+        do not all come back together, and never before the time in Retry-After."""
+        backoff = min(60.0, 0.5 * 2 ** failures) * random.uniform(0.5, 1.5)
+        return min(answer.retry_after, 300.0) + backoff
+
+    def _describe(self, e: Exception) -> str:
+        return f"{type(e).__name__}: {self._without_key(str(e))[:200]}"
+
+    def _without_key(self, text: str) -> str:
+        """Servers and libraries quote what they were sent."""
         return text.replace(self.key, "***") if self.key else text
 
 
-def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int, samples: int = 1, seed: int = 0, slots: int = 16, max_length: float = math.inf,
-         action_format: str = "react", plan: bool = False, reflect: bool = False, deadline: float = 60.0, retries: int = 2,
-         progress: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
-    """As `rollout.rollout`, with a `ServedModel`: every item `samples` times, `slots` at once, in the order of items. Trajectories have
-    messages, but no tokens; status env_error, too, for a conversation that the server refuses. Raises ModelError if the model's server fails, ValueError for an item that does not exist."""
-    how, stop, failed, played = dict(action_format=action_format, plan=plan, reflect=reflect), threading.Event(), [], []
+class ServedEpisode:
+    """A trajectory while a served model plays it, in the calling thread.
 
-    def one(group, sample):
+    It has messages but no tokens. When `cancelled` is set, the next
+    request ends the episode with a ModelError.
+    """
+
+    def __init__(self, trajectory: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
+                 config: RolloutConfig, cancelled: threading.Event):
+        self.trajectory = trajectory
+        self.model = model
+        self.pool = pool
+        self.horizon = horizon
+        self.config = config
+        self.max_length = of_world(config.max_length, trajectory.env)
+        self.cancelled = cancelled
+        self.worker = pool.take(trajectory.env)
+        self.dialogue = agent.Dialogue(split_item(trajectory.item)[1], horizon,
+                                       config.action_format, config.plan, config.reflect)
+
+    def play(self) -> None:
+        """Play until the trajectory's status says how it ended. Raises ModelError if the server
+        fails, ValueError for an item that does not exist."""
+        t = self.trajectory
+        self.begin()
+        while t.status == Status.RUNNING:
+            reply = self.next_reply()
+            if reply is not None:
+                self.take_turn(reply)
+        if t.status == Status.ENV_ERROR:
+            self.pool.drop(self.worker)
+        else:
+            self.pool.give_back(t.env, self.worker)
+
+    def begin(self) -> None:
+        """Reset the environment."""
+        result = self.ask_environment(self.dialogue.begin)
+        if result is not None:
+            instructions, observation = result
+            self.trajectory.open(instructions.strip(), observation.strip())
+
+    def next_reply(self) -> Reply | None:
+        """The model's reply, up to the world's stop strings; None if the server refuses."""
+        t = self.trajectory
+        # A server draws the same random numbers for the same seed, so each turn has its own seed.
+        key = f"{self.config.seed} {t.item} {t.sample} {t.turns}"
+        seed = zlib.crc32(key.encode()) >> 1
         try:
-            for _ in range(retries + 1):
-                t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
-                _play_episode(t, model, pool, horizon, max_length, deadline, seed, how, stop)
-                if t.status != "env_error" or t.error.startswith(REFUSED):
-                    break
-        except BaseException as e:  # told at once: whoever waits for the episodes does so in their order
-            failed.append(e)
-            stop.set()
+            reply = self.model(t.messages, seed, self.cancelled)
+        except TooLong:
+            t.status = Status.LENGTH
+            return None
+        except ConversationRefused as e:  # it says nothing about the model
+            self.fail(f"{REFUSED}{e}")
+            return None
+        # The world's stop string belongs to the reply. A server would leave out its own.
+        text = reply.text
+        for end in self.worker.env.stop:
+            if end in text:
+                text = text.partition(end)[0] + end
+        return reply._replace(text=text)
+
+    def take_turn(self, reply: Reply) -> None:
+        """Pass a reply to the environment, and record the turn."""
+        t = self.trajectory
+        step = self.ask_environment(self.dialogue.reply, reply.text)
+        if step is None:
+            return
+        t.cut_replies += reply.cut
+        step = replace(step, observation=step.observation.strip())
+        t.record_turn(reply.text, step, self.dialogue.restarts)
+        if step.done:
+            t.status = Status.DONE
+        elif t.turns >= self.horizon:
+            t.status = Status.HORIZON
+        elif reply.tokens >= self.max_length:
+            t.status = Status.LENGTH
+
+    def ask_environment(self, function: Callable, *args: object) -> Any:
+        """-> function(environment, *args); None if the environment fails or misses its deadline.
+        Raises ValueError for an item that does not exist."""
+        future = self.worker.call(function, *args)
+        deadline = self.config.deadline
+        result, error = outcome(future, time.monotonic() + deadline, deadline)
+        if not error:
+            return result
+        resetting = not self.trajectory.messages
+        if resetting and future.done() and isinstance(future.exception(), ValueError):
+            raise future.exception()
+        self.fail(error)
+        return None
+
+    def fail(self, error: str) -> None:
+        self.trajectory.status = Status.ENV_ERROR
+        self.trajectory.error = error
+
+
+def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int,
+                config: RolloutConfig, progress: Callable[[Trajectory], None] | None = None,
+                ) -> list[Trajectory]:
+    """As `rollout.rollout`, with a `ServedModel`: `config.slots` trajectories at a time, a thread
+    each. How replies are sampled is the model's; `config` says the rest.
+
+    -> the trajectories in the order of items. They have messages, but no tokens. Status "env_error"
+    is also that of a conversation that the server refused. Raises ModelError if the model's server
+    fails, ValueError for an item that does not exist. The exception's `played` has the trajectories
+    that were complete.
+    """
+    cancelled = threading.Event()  # set when the evaluation ends early
+    failures = []  # exceptions, the earliest first
+    played = []
+
+    def play_item(group: int, sample: int) -> Trajectory:
+        try:
+            t = play_with_retries(model, pool, items[group], group, sample, horizon, config,
+                                  cancelled)
+        except BaseException as e:
+            # The futures are waited for in the order of items, which would be too late here.
+            failures.append(e)
+            cancelled.set()
             raise
         played.append(t)
         if progress is not None:
             progress(t)
         return t
 
-    executor = ThreadPoolExecutor(slots)
+    executor = ThreadPoolExecutor(config.slots)
     try:
-        futures = [executor.submit(one, group, sample) for group in range(len(items)) for sample in range(samples)]
+        futures = [executor.submit(play_item, group, sample)
+                   for group in range(len(items)) for sample in range(config.samples)]
         return [future.result() for future in futures]
     except BaseException as e:
-        first = failed[0] if failed else e
-        stop.set()  # episodes under way end with their next request: the server may cost money
+        cancelled.set()  # episodes under way end with their next request: the server may cost money
+        first = failures[0] if failures else e
         executor.shutdown(cancel_futures=True)
         first.played = played
         raise first from None
@@ -372,143 +624,250 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
         executor.shutdown()
 
 
-def _play_episode(t, model, pool, horizon, max_length, deadline, seed, how, stop):
-    worker, talk = pool.take(t.env), agent.Dialogue(split_item(t.item)[1], horizon, **how)
+def play_with_retries(model: ServedModel, pool: EnvPool, item: str, group: int, sample: int,
+                      horizon: int, config: RolloutConfig,
+                      cancelled: threading.Event) -> Trajectory:
+    """Play one trajectory, and again if its environment fails, `config.retries` times at most.
+    A conversation that the server refused is not begun again."""
+    for _ in range(config.retries + 1):
+        t = Trajectory(item, split_item(item)[0], group=group, sample=sample)
+        ServedEpisode(t, model, pool, horizon, config, cancelled).play()
+        if t.status != Status.ENV_ERROR or t.error.startswith(REFUSED):
+            break
+    return t
 
-    def ask(function, *args):
-        future = worker.call(function, *args)
-        result, error = outcome(future, time.monotonic() + deadline, deadline)
-        if error and future.done() and not t.messages and isinstance(future.exception(), ValueError):
-            raise future.exception()
-        t.error = error
-        return result
 
-    first, t.status = ask(talk.begin), ""
-    if not t.error:
-        t.messages = [{"role": "user", "content": first[0].strip()}, {"role": "assistant", "content": "OK"},
-                      {"role": "user", "content": first[1].strip()}]
-    while not (t.status or t.error):
-        try:  # a seed of its own for each turn: servers draw the same random numbers for the same seed
-            text, cut, tokens = model(t.messages, zlib.crc32(f"{seed} {t.item} {t.sample} {t.turns}".encode()) >> 1, stop)
-        except TooLong:
-            t.status = "length"
-            break
-        except ConversationRefused as e:  # nothing about the model: left out of the statistics, its share is in the result
-            t.error = f"{REFUSED}{e}"
-            break
-        for end in worker.env.stop:  # a server's own stop strings would be missing from the reply
-            text = text.partition(end)[0] + end if end in text else text
-        step = ask(talk.reply, text)
-        if t.error:
-            break
-        t.turns, t.cut_replies, t.valid_actions = t.turns + 1, t.cut_replies + cut, t.valid_actions + step.valid
-        t.score, t.success, t.reward = step.score, step.success, 0.0 if talk.aside == "reflection on all" else t.reward + step.reward
-        t.progress.append(step.progress)
-        t.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation.strip()}]
-        t.status = "done" if step.done else "horizon" if t.turns >= horizon else "length" if tokens >= max_length else ""
-    if t.error:
-        t.status = "env_error"
-        pool.drop(worker)
-    else:
-        pool.give_back(t.env, worker)
+# ---- statistics ----
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The probability that at least one of k samples succeeds, estimated without bias from c
+    successes in n >= k samples: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, not n={n}, c={c}, k={k}")
+    # Integers up to the one division, so that the result is exact for many samples, too.
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+def powers(samples: int) -> list[int]:
+    """The k of pass@k: powers of two and the number of samples: 6 -> [1, 2, 4, 6]."""
+    return sorted({2 ** i for i in range(samples.bit_length())} | {samples})
+
+
+def bootstrap(values: Sequence[float] | np.ndarray, seed: int,
+              resamples: int = 10_000) -> tuple[float, float]:
+    """The 95 % interval of the mean of `values`, which has one value an item: the percentiles 2.5
+    and 97.5 of the means of resampled items.
+
+    It has no width if all values are equal, and is a little too narrow for a handful of values.
+    """
+    values = np.asarray(values, float)
+    rng = np.random.default_rng(seed)
+    means = []
+    for start in range(0, resamples, 1000):  # a thousand at a time, to bound the memory
+        rows = min(1000, resamples - start)
+        drawn = rng.integers(0, len(values), (rows, len(values)))
+        means.append(values[drawn].mean(1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return float(low), float(high)
+
+
+BASIC_MEASURES = ("success", "score", "turns")
+
+
+def summarise(trajectories: list[Trajectory], categories: dict[str, str], ks: list[int],
+              seed: int) -> dict:
+    """-> {"success", "score", "turns", "valid_actions", "env_error", "avg@1", "avg@k",
+    "pass@1" ... "pass@k", "ci95": {name: [low, high]},
+    "categories": {category: {"items", "success", "score", "turns", "ci95"}}}.
+
+    categories: item -> category. ks: the k of pass@k. Every number is a mean over items of the mean
+    over the item's samples. Trajectories whose environment failed are left out, and so is an item
+    that has no others; only env_error, their share, counts them.
+
+    valid_actions: the share of a trajectory's actions that were valid. avg@k: the mean success of k
+    samples. Its expected value is the same for every k, so avg@1 and avg@k (k: the largest of ks)
+    are both `success`, over all samples. pass@k: over the items with at least k samples; None if
+    there is none. Raises ValueError if every environment failed.
+    """
+    played = {}  # item -> its trajectories whose environment did not fail
+    failed = {}  # item -> for each of its trajectories, whether the environment failed
+    for t in trajectories:
+        has_failed = t.status == Status.ENV_ERROR
+        failed.setdefault(t.item, []).append(has_failed)
+        if not has_failed:
+            played.setdefault(t.item, []).append(t)
+    if not played:
+        raise ValueError("nothing to summarise: every environment failed")
+
+    columns = {name: means_of_items(name, played) for name in BASIC_MEASURES}
+    columns["valid_actions"] = [np.mean([t.valid_actions / max(1, t.turns) for t in ts])
+                                for ts in played.values()]
+    columns["env_error"] = [np.mean(flags) for flags in failed.values()]
+    for k in sorted({1, max(ks)}):
+        columns[f"avg@{k}"] = columns["success"]
+    for k in ks:
+        columns[f"pass@{k}"] = [pass_at_k(len(ts), sum(t.success for t in ts), k)
+                                for ts in played.values() if len(ts) >= k]
+
+    result = {name: float(np.mean(column)) if column else None for name, column in columns.items()}
+    result["ci95"] = {name: list(bootstrap(column, seed)) if column else None
+                      for name, column in columns.items()}
+    result["categories"] = summarise_categories(played, categories, seed)
+    return result
+
+
+def summarise_categories(played: dict[str, list[Trajectory]], categories: dict[str, str],
+                         seed: int) -> dict[str, dict]:
+    """Category -> the number of its items that were played, and their means and interval."""
+    result = {}
+    for category in sorted({categories[item] for item in played if item in categories}):
+        part = {item: ts for item, ts in played.items() if categories.get(item) == category}
+        means = {name: float(np.mean(means_of_items(name, part))) for name in BASIC_MEASURES}
+        interval = list(bootstrap(means_of_items("success", part), seed))
+        result[category] = {"items": len(part), **means, "ci95": {"success": interval}}
+    return result
+
+
+def means_of_items(name: str, played: dict[str, list[Trajectory]]) -> list[float]:
+    """For each item the mean of a trajectory's field."""
+    return [float(np.mean([getattr(t, name) for t in ts])) for ts in played.values()]
 
 
 # ---- the command ----
 
 
+def result_config(cfg: EvalConfig, items: list[str]) -> dict:
+    """What it takes to repeat the evaluation of `items`: the result's `config`, but for the
+    horizon."""
+    flags = {name: value for name, value in asdict(cfg).items()
+             if name not in ("out", "trajectories", "horizon")}
+    model_sha256 = None  # of a served model nothing is known
+    if not is_served(cfg):
+        files = sorted(Path(rl.model_path(cfg.model)).glob("model*.safetensors"))
+        weights = hashlib.sha256()  # of all files, one after the other
+        for path in files:
+            weights.update(path.read_bytes())
+        model_sha256 = weights.hexdigest() if files else None
+    return flags | {
+        "model_sha256": model_sha256,
+        "items": len(items),
+        "items_sha256": hashlib.sha256("\n".join(items).encode()).hexdigest(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file all at once. Its folder is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+
+
+def save_trajectories(cfg: EvalConfig, played: dict[int, list[Trajectory]]) -> None:
+    """Write the trajectories of each horizon to --trajectories, if it is given. A sweep has a file
+    for each horizon."""
+    if not cfg.trajectories:
+        return
+    for horizon, trajectories in played.items():
+        path = Path(cfg.trajectories)
+        if "," in cfg.horizon:
+            path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}")
+        write_file(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+
+
 def tables(results: list[dict]) -> str:
     """For people: one result in full, or a line for each of several."""
-    def cell(x):
-        if isinstance(x, list):
-            return f"{x[0]:.3f} .. {x[1]:.3f}"
-        return "-" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x)
-
-    def table(*rows):
-        rows = [[cell(x) for x in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "".join("\n" + "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])])
-                       for first, *rest in rows)
-
-    result, c = results[0], results[0]["config"]
-    title = f"{c['model']} on {c['env']} {c['split']}, {c['items']} items x {c['samples']}"
+    config = results[0]["config"]
+    title = (f"{config['model']} on {config['env']} {config['split']}, "
+             f"{config['items']} items x {config['samples']}")
     if len(results) > 1:
-        names = ["score", "turns", "valid_actions", "env_error", f"pass@{c['samples']}"]
-        return title + table(["horizon", "success", "95 % interval", *names],
-                             *([r["config"]["horizon"], r["success"], r["ci95"]["success"], *(r[n] for n in names)]
-                               for r in results))
-    text = f"{title}, horizon {c['horizon']}" + table(
-        ["", "mean", "95 % interval"], *([name, result[name], interval] for name, interval in result["ci95"].items()))
-    return text + ("\n" + table(["category", "items", "success", "95 % interval", "score", "turns"], *(
-        [name, c["items"], c["success"], c["ci95"]["success"], c["score"], c["turns"]]
-        for name, c in result["categories"].items())) if result["categories"] else "")
+        return title + "\n" + sweep_table(results)
+
+    result = results[0]
+    rows = [["", "mean", "95 % interval"]]
+    for name, interval in result["ci95"].items():
+        rows.append([name, result[name], interval])
+    text = f"{title}, horizon {config['horizon']}\n" + table(rows)
+    if not result["categories"]:
+        return text
+    rows = [["category", "items", "success", "95 % interval", "score", "turns"]]
+    for name, c in result["categories"].items():
+        rows.append([name, c["items"], c["success"], c["ci95"]["success"], c["score"], c["turns"]])
+    return f"{text}\n\n{table(rows)}"
 
 
-def write(path: Path, text: str) -> None:
-    """All or nothing: the file gets its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+def sweep_table(results: list[dict]) -> str:
+    """A line for each horizon."""
+    samples = results[0]["config"]["samples"]
+    names = ["score", "turns", "valid_actions", "env_error", f"pass@{samples}"]
+    rows = [["horizon", "success", "95 % interval", *names]]
+    for r in results:
+        measures = [r[name] for name in names]
+        rows.append([r["config"]["horizon"], r["success"], r["ci95"]["success"], *measures])
+    return table(rows)
 
 
-def save(cfg: Config, played: dict[int, list[Trajectory]]) -> None:
-    """Trajectories by horizon -> --trajectories, if it is given; in a sweep a file each."""
-    for horizon, trajectories in played.items() if cfg.trajectories else ():
-        path = Path(cfg.trajectories)
-        path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}") if "," in cfg.horizon else path
-        write(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+def table(rows: list[list]) -> str:
+    """Columns with two spaces between them: the first flush left, the others flush right."""
+    cells = [[cell(value) for value in row] for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(*cells)]
+    lines = []
+    for first, *rest in cells:
+        others = [text.rjust(width) for text, width in zip(rest, widths[1:])]
+        lines.append("  ".join([first.ljust(widths[0]), *others]))
+    return "\n".join(lines)
 
 
-def pins(cfg: Config, names: list[str]) -> dict:
-    """What it takes to repeat the evaluation of the items `names`: `config` in the result, but for the horizon."""
-    weights = hashlib.sha256()
-    files = [] if remote(cfg) else sorted(Path(rl.model_path(cfg.model)).glob("model*.safetensors"))  # one; several are hashed as one
-    for path in files:
-        weights.update(path.read_bytes())
-    return {k: v for k, v in asdict(cfg).items() if k not in ("out", "trajectories", "horizon")} | {
-        "model_sha256": weights.hexdigest() if files else None,  # of a local model
-        "items": len(names), "items_sha256": hashlib.sha256("\n".join(names).encode()).hexdigest(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+def cell(value: object) -> str:
+    """A value as text: an interval, a number, a word, or a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        low, high = value
+        return f"{low:.3f} .. {high:.3f}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value)
+
+
+def quieten_libraries() -> None:
+    """Let transformers and its hub client report errors only."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # It reports every attempt to reach a hub that is not there.
+    getLogger("huggingface_hub").setLevel(ERROR)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command -> its exit code: 2 for bad usage, 1 if every environment failed or the model's server; one line on stderr says why."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    getLogger("huggingface_hub").setLevel(ERROR)  # it tells of every attempt to reach a hub that is not there
-    played = {}  # horizon -> trajectories
+    """The command -> its exit code: 2 for bad usage, 1 if every environment or the model's server
+    failed. One line on stderr says why."""
+    quieten_libraries()
     try:
-        cfg = parse_config(argv)
-        names, config = pick_items(cfg), pins(cfg, pick_items(cfg))
-        categories = worlds.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
-        how = {k: getattr(cfg, k) for k in ("slots", "seed", "max_length", "action_format", "plan", "reflect")}
-        if remote(cfg):
-            policy, tokenizer = ServedModel(cfg.model.removeprefix("openai:"), cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
-        else:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            policy, tokenizer = rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
-            how |= {k: getattr(cfg, k) for k in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "engine")}
-            how["arrival"] = cfg.arrival_order
-        with EnvPool(servers(cfg.env_url, [cfg.env]), options={cfg.env: options(cfg)}) as pool:
-            for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
-                played[horizon] = evaluate(policy, tokenizer, pool, names, horizon, cfg.samples, **how)
-                if all(t.status == "env_error" for t in played[horizon]):
-                    print(f"eval.py: nothing to report, every environment failed; the first: "
-                          f"{' '.join(played[horizon][0].error.split())}", file=sys.stderr)
-                    return 1
-                if not any(t.turns for t in played[horizon]):
-                    raise ValueError(f"--max_length is {cfg.max_length}: no first prompt fits")
-    except (ValueError, ModelError) as e:
-        print(f"eval.py: {' '.join(str(e).split())}", file=sys.stderr)
-        if done := getattr(e, "played", []):  # they may have cost money
-            save(cfg, played | {horizon: done})
+        cfg = parse_eval_config(argv)
+        items = pick_items(cfg)
+        shared_config = result_config(cfg, items)
+        categories = {}
+        if cfg.split == "test":
+            categories = envs.categories(cfg.env, cfg.data or None)
+        played = play_horizons(cfg, items)
+    except (ValueError, ModelError, AllFailed) as e:
+        print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
-    results = [summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
-               | {"config": config | {"horizon": horizon}} for horizon, trajectories in played.items()]
-    sweep = {"sweep": results, "config": config | {"horizon": list(played)}}
+
+    results = []
+    for horizon, trajectories in played.items():
+        statistics = summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
+        results.append(statistics | {"config": shared_config | {"horizon": horizon}})
     if cfg.out:
-        write(Path(cfg.out), json.dumps(sweep if len(played) > 1 else results[0], indent=1) + "\n")
-    save(cfg, played)
+        result = results[0]
+        if len(results) > 1:
+            result = {"sweep": results, "config": shared_config | {"horizon": list(played)}}
+        write_file(Path(cfg.out), json.dumps(result, indent=1) + "\n")
+    save_trajectories(cfg, played)
     print(tables(results))
     return 0
 

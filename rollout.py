@@ -311,7 +311,7 @@ class Episode:
 # ---- all trajectories of a call ----
 
 
-class Batch:
+class TrajectoryQueue:
     """The trajectories of one call of `rollout`: to be played, being played, finished."""
 
     def __init__(self, items: list[str], step: int, slots: int,
@@ -353,7 +353,7 @@ class Batch:
         if self.progress is not None:
             self.progress(t)
 
-    def sample(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
+    def draw_tokens(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
         """logits [n, V] -> (token, log-prob) for each of the n episodes, each by its own random
         number. Raises FloatingPointError if the logits are not finite."""
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
@@ -419,21 +419,21 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     if engine == "ragged":
         engine = make_engine(policy, min(config.slots, len(items) * config.samples))
     slots = config.slots if engine == "hf" else engine.slots
-    batch = Batch(items, step, slots, make_episode, config, stats, progress)
+    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress)
     try:
         with gathered(policy):
             if engine == "hf":
-                forwarded = decode_in_step(policy, batch)
+                forwarded = decode_in_step(policy, queue)
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
-                forwarded = Decoder(engine, batch).run()
+                forwarded = Decoder(engine, queue).run()
                 engine.clear()
     finally:
-        for episode in batch.alive:  # left over only if the rollout was interrupted
+        for episode in queue.alive:  # left over only if the rollout was interrupted
             episode.leave()
     stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-    return [batch.finished[key] for key in batch.keys]
+    return [queue.finished[key] for key in queue.keys]
 
 
 # ---- the decode loop ----
@@ -453,10 +453,10 @@ class Decoder:
     reset.
     """
 
-    def __init__(self, engine: Ragged, batch: Batch):
+    def __init__(self, engine: Ragged, queue: TrajectoryQueue):
         self.engine = engine
-        self.batch = batch
-        self.arrival_order = batch.config.arrival_order
+        self.queue = queue
+        self.arrival_order = queue.config.arrival_order
         self.free = list(range(engine.slots))
         self.starting: list[Episode] = []
         self.playing: dict[int, Episode] = {}
@@ -473,8 +473,8 @@ class Decoder:
             for now in itertools.count():
                 for slot in self.answered_slots(now):
                     self.collect(slot)
-                while self.batch.todo and len(self.starting) < self.starters_wanted():
-                    self.starting.append(self.batch.begin())
+                while self.queue.todo and len(self.starting) < self.starters_wanted():
+                    self.starting.append(self.queue.begin())
                 if not self.playing and not self.starting:
                     return self.engine.forwarded
                 self.fill_free_slots()
@@ -509,7 +509,7 @@ class Decoder:
         ends."""
         del self.waiting[slot]
         if not self.playing[slot].take_answer():
-            self.batch.end(self.playing.pop(slot))
+            self.queue.end(self.playing.pop(slot))
             self.free.append(slot)
 
     def starters_wanted(self) -> int:
@@ -528,7 +528,7 @@ class Decoder:
                 continue
             if not episode.pending and not episode.take_answer():  # its reset failed
                 self.starting.remove(episode)
-                self.batch.end(episode)
+                self.queue.end(episode)
                 continue
             ids = episode.pending
             source, n = self.engine.best_prefix(ids)
@@ -550,55 +550,55 @@ class Decoder:
             return
         logits = self.engine.forward(feed)
         episodes = [self.playing[slot] for slot in feed]
-        sampled = self.batch.sample(logits, episodes)
+        sampled = self.queue.draw_tokens(logits, episodes)
         for slot, episode, (token, logprob) in zip(feed, episodes, sampled):
             if episode.add_token(token, logprob):
                 self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
 
 
-def decode_in_step(policy: PreTrainedModel, batch: Batch) -> int:
+def decode_in_step(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
     # Padding would change the results of a model that depends on the length of its rows.
-    slots = 1 if length_dependence(policy.config) else batch.slots
+    slots = 1 if length_dependence(policy.config) else queue.slots
     forwarded = 0
-    while batch.todo:
+    while queue.todo:
         cache = Padded(policy)
         rows = []  # the episodes, one in each row of the cache
-        for episode in [batch.begin() for _ in range(min(slots, len(batch.todo)))]:
+        for episode in [queue.begin() for _ in range(min(slots, len(queue.todo)))]:
             if episode.take_answer():
                 rows.append(episode)
             else:
-                batch.end(episode)
+                queue.end(episode)
         while rows:
-            write_replies(cache, rows, batch)
-            rows = collect_answers(cache, rows, batch)
+            write_replies(cache, rows, queue)
+            rows = collect_answers(cache, rows, queue)
         forwarded += cache.forwarded
     return forwarded
 
 
-def write_replies(cache: Padded, rows: list[Episode], batch: Batch) -> None:
+def write_replies(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> None:
     """Decode until the reply in every row is complete."""
     forward = cache.forward if cache.forwarded else cache.start
     logits = forward([e.pending for e in rows])
     writing = list(rows)
     while True:
         logits = logits[[place for place, e in enumerate(rows) if e in writing]]
-        sampled = batch.sample(logits, writing)
+        sampled = queue.draw_tokens(logits, writing)
         writing = [e for e, draw in zip(writing, sampled) if not e.add_token(*draw)]
         if not writing:
             return
         logits = cache.forward([e.pending if e in writing else [] for e in rows])
 
 
-def collect_answers(cache: Padded, rows: list[Episode], batch: Batch) -> list[Episode]:
+def collect_answers(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> list[Episode]:
     """Take the answer for every row, and keep the cache's rows of the episodes that go on."""
     kept = []
     for place, episode in enumerate(rows):
         if episode.take_answer():
             kept.append(place)
         else:
-            batch.end(episode)
+            queue.end(episode)
     if kept and len(kept) < len(rows):
         cache.keep(kept)
     return [rows[place] for place in kept]

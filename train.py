@@ -101,11 +101,11 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             run.step = step
             began = time.perf_counter()
             horizons = horizons_at(run, step)
-            items = items_at(run, step)
+            items = items_of_step(run, step)
             set_learning_rates(run, step)
 
             # Rollout: each rank plays its share of the items.
-            trajectories, counts = play(run, pool, sigterm, items, horizons)
+            trajectories, counts = play_items(run, pool, sigterm, items, horizons)
             if trajectories is None:  # SIGTERM came
                 stop(run)
                 break
@@ -137,7 +137,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-                save(run, step + 1)
+                save_checkpoint(run, step + 1)
         else:
             finish(run)
 
@@ -284,7 +284,7 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
     return horizons
 
 
-def items_at(run: Run, step: int) -> list[str]:
+def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
     counts = items_per_world(run.cfg)
     return [item for world, count in counts.items()
@@ -301,7 +301,7 @@ def set_learning_rates(run: Run, step: int) -> None:
                 group["lr"] = lr * factor
 
 
-def play(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
+def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
          horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
     """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
     and how many positions were computed for them. None in place of the trajectories if SIGTERM came
@@ -373,7 +373,7 @@ def summary(row: dict) -> str:
             f"entropy {row['entropy']:.2f} {row['tokens_per_second']:.0f} tok/s")
 
 
-def save(run: Run, step: int) -> None:
+def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint to continue from at `step`, and draw the curves anew."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
@@ -387,7 +387,7 @@ def save(run: Run, step: int) -> None:
 def stop(run: Run) -> None:
     """After SIGTERM: save what the step under way began with."""
     if run.saved != run.step:
-        save(run, run.step)
+        save_checkpoint(run, run.step)
     if run.rank == 0:
         print(f"SIGTERM: saved before step {run.step}; --resume goes on")
 

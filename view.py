@@ -1,8 +1,10 @@
-"""A run to look at: `python view.py runs/NAME` writes runs/NAME/view.html, one page that needs no network, and curves.png again.
+"""A run to look at: `python view.py runs/NAME` writes runs/NAME/view.html, and curves.png again.
 
-The page (view.html is its template) has the learning curves, a table of all trajectories, and each of them token by token, with
-log-probs and advantages; BabyAI's rooms are drawn by playing the episode again. Trajectories stand in it as compressed pieces that
-the browser opens when they are looked at. What models and worlds wrote is data there, never markup.
+The page needs no network. Its template is view.html. It has the learning curves, a table of all
+trajectories, and each trajectory token by token, with log-probs and advantages. BabyAI's rooms are
+drawn by playing the episode again. The page holds trajectories as compressed chunks, which the
+browser decompresses when they are looked at. Text written by models and worlds is data in the page,
+never markup.
 """
 
 import argparse
@@ -10,68 +12,150 @@ import base64
 import gzip
 import json
 import math
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from metrics import draw_curves, stages
+from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
+from envs import Env, make_env
+from metrics import draw_curves, stages, write_atomically
+from rl import checkpoints, model_path
 
-CURVES = "success score reward turns entropy kl kl_behaviour grad_norm valid_actions zero_gradient_groups tokens_per_second".split()
-CHUNK, ROOMS = 16, 2000  # trajectories in a compressed piece; about how many have their rooms drawn
-TOKENS = 10_000_000  # a page holds no more
+CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour", "grad_norm",
+          "valid_actions", "zero_gradient_groups", "tokens_per_second")
+CHUNK = 16  # trajectories in a compressed chunk
+MAX_DRAWN = 2000  # about how many trajectories have their rooms drawn
+MAX_TOKENS = 10_000_000  # about how many tokens a page holds
+TABLE = ("step", "env", "item", "group", "sample", "status", "reward", "success", "turns")
+
+# ---- BabyAI's rooms ----
+
+# A cell as the simulator encodes it is (kind of object, colour, state).
+DOOR = 4
+LETTERS = {2: "#", 5: "k", 6: "o", 7: "b"}  # wall, key, ball, box; other kinds are a space
+DOOR_LETTERS = "dcl"  # by state: open, closed, locked
+
+Room = tuple[int, str, tuple[int, int, int]]  # width, cells, (x, y, direction) of the agent
 
 
-def rooms(trajectory: dict, world: Any, action_format: str) -> list[tuple[int, str, tuple[int, int, int]]]:
-    """BabyAI from above, before each reply and after the last -> [(width, two characters a cell, (x, y, direction)), ...]"""
-    from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
-    letters = {2: "#", 5: "k", 6: "o", 7: "b"}
+def draw_room(world: Env) -> Room:
+    """The room from above, two characters a cell, row by row: a letter and the colour's number."""
+    env = world.env.unwrapped
+    cells = env.grid.encode().transpose(1, 0, 2).reshape(-1, 3).tolist()  # [H * W, 3]
+    drawn = []
+    for kind, colour, state in cells:
+        letter = DOOR_LETTERS[state] if kind == DOOR else LETTERS.get(kind, " ")
+        drawn.append(letter + str(colour))
+    x, y = env.agent_pos
+    return env.grid.width, "".join(drawn), (int(x), int(y), int(env.agent_dir))
 
-    def look():
-        env = world.env.unwrapped
-        cells = env.grid.encode().transpose(1, 0, 2).reshape(-1, 3).tolist()  # [H * W, (kind, colour, state)]
-        drawn = "".join(("dcl"[state] if kind == 4 else letters.get(kind, " ")) + str(colour) for kind, colour, state in cells)
-        return env.grid.width, drawn, (int(env.agent_pos[0]), int(env.agent_pos[1]), int(env.agent_dir))
 
-    world.reset(int(trajectory["item"].removeprefix("babyai_")))
-    seen = [look()]
-    for asked, reply in zip(trajectory["messages"][2::2], trajectory["messages"][3::2]):
-        if asked["content"].endswith(REFLECT_ON_ALL):
-            world.reset(int(trajectory["item"].removeprefix("babyai_")))
-        elif not asked["content"].endswith((PLAN, REFLECT)):
+def rooms(trajectory: dict, world: Env, action_format: str) -> list[Room]:
+    """Play a BabyAI trajectory again -> the room before each reply and after the last one."""
+    number = int(trajectory["item"].removeprefix("babyai_"))
+    world.reset(number)
+    drawn = [draw_room(world)]
+    messages = trajectory["messages"]
+    for observation, reply in zip(messages[2::2], messages[3::2]):
+        asked = observation["content"]
+        if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
+            world.reset(number)
+        elif not asked.endswith((PLAN, REFLECT)):
             world.step(parse(reply["content"], action_format))
-        seen.append(look())
-    return seen
+        drawn.append(draw_room(world))
+    return drawn
 
 
-def piece(tokenizer: Any, token: int) -> str | list[int]:
-    """What a token adds to a text; as bytes where it is a part of a character (the page puts them together)."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token) or ""
-    if "\ufffd" in text:
-        known = {c: b for b, c in bytes_to_unicode().items()}  # byte-level BPE's
-        if len(written) == 6 and written.startswith("<0x"):  # SentencePiece's
+# ---- tokens and trajectories as the page holds them ----
+
+
+def piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[int]:
+    """The text of a token; for a token that is a part of a character its bytes, which the page
+    joins with those of its neighbours."""
+    text = tokenizer.decode([token])
+    written = tokenizer.convert_ids_to_tokens(token) or ""
+    if "\ufffd" in text:  # the replacement character: incomplete UTF-8
+        if len(written) == 6 and written.startswith("<0x"):  # SentencePiece writes <0xE2>
             return [int(written[3:5], 16)]
-        if all(c in known for c in written):
-            return [known[c] for c in written]
-    return " " + text if written.startswith("\u2581") and not text.startswith(" ") else text
+        # Byte-level BPE writes each byte as a character of its own.
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        if all(character in byte_of for character in written):
+            return [byte_of[character] for character in written]
+    # SentencePiece's space before a word is lost where a token is decoded alone.
+    if written.startswith("\u2581") and not text.startswith(" "):
+        return " " + text
+    return text
 
 
-def packed(trajectories: list[dict]) -> str:
+def compress(trajectories: list[dict]) -> str:
     """JSON, compressed, in base64."""
-    return base64.b64encode(gzip.compress(json.dumps(trajectories, separators=(",", ":")).encode())).decode()
+    text = json.dumps(trajectories, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode())).decode()
 
 
-def write_page(run: str | Path, most: int = 10_000) -> Path:
-    """runs/NAME -> runs/NAME/view.html, of about `most` trajectories (whole groups, evenly spread over the steps).
-    Raises ValueError if the folder holds no run."""
-    from transformers import AutoTokenizer
+def finite(x: float, digits: int) -> float:
+    """x, rounded; 0 if it is not finite, for which JSON has no number."""
+    return round(x, digits) if math.isfinite(x) else 0.0
 
-    from envs import make_env
-    from rl import checkpoints, model_path
-    run = Path(run)
+
+def advantages(trajectory: dict) -> list[float]:
+    """One advantage a token. Some algorithms record one number for all sampled tokens."""
+    advantage = trajectory["advantage"]
+    if isinstance(advantage, list):
+        return advantage
+    return [advantage * sampled for sampled in trajectory["mask"]]
+
+
+class Contents:
+    """The trajectories of a page: `table` has a row for each, `chunks` the tokens of `CHUNK` at a
+    time, `vocabulary` the text of each token that occurs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.table: list[dict] = []
+        self.chunks: list[str] = []
+        self.vocabulary: dict[int, str | list[int]] = {}
+        self.chunk: list[dict] = []  # the trajectories of the next chunk
+
+    def add(self, trajectory: dict, drawn: list[Room] | None) -> None:
+        """Add a trajectory, and its rooms if they are drawn."""
+        tokens = trajectory["tokens"]
+        for token in tokens:
+            if token not in self.vocabulary:
+                self.vocabulary[token] = piece(self.tokenizer, token)
+        row = {name: trajectory[name] for name in TABLE}
+        self.table.append({"id": len(self.table), "tokens": len(tokens)} | row)
+        self.chunk.append({
+            "ids": tokens,
+            "mask": [int(sampled) for sampled in trajectory["mask"]],
+            "logprobs": [finite(x, 5) for x in trajectory["logprobs"]],
+            "rewards": trajectory["rewards"],
+            "advantage": [finite(x, 4) for x in advantages(trajectory)],
+            "score": trajectory["score"],
+            "error": trajectory["error"],
+            "grids": drawn,
+        })
+        if len(self.chunk) == CHUNK:
+            self.end_chunk()
+
+    def end_chunk(self) -> None:
+        """Compress what has been added since the last chunk."""
+        if self.chunk:
+            self.chunks.append(compress(self.chunk))
+            self.chunk = []
+
+
+# ---- the page ----
+
+
+def read_run(run: Path) -> tuple[dict, list[dict], list[Path]]:
+    """-> the run's config, its rows of metrics, and the trajectory files of the same steps.
+
+    Raises ValueError if the folder holds no run, or one without a complete step.
+    """
     files = sorted((run / "trajectories").glob("step_*.jsonl"))
     if not files or not (run / "config.json").exists():
         raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
@@ -79,51 +163,111 @@ def write_page(run: str | Path, most: int = 10_000) -> Path:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if not rows:
         raise ValueError(f"{run} has not ended its first step")
-    files = files[:len(rows)]  # a step's row is written last
-    folder = next((p for p in (run / "final", *reversed(checkpoints(run))) if (p / "tokenizer.json").exists()), None)
-    tokenizer = AutoTokenizer.from_pretrained(folder or model_path(config["model"]))
+    return config, rows, files[:len(rows)]  # a step's row is written last
+
+
+def load_tokenizer(run: Path, config: dict) -> PreTrainedTokenizerBase:
+    """The tokenizer of final/ or of the newest checkpoint, else that of the run's first model."""
+    for folder in (run / "final", *reversed(checkpoints(run))):
+        if (folder / "tokenizer.json").exists():
+            return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(model_path(config["model"]))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def choose_groups(rows: list[dict], most: int) -> tuple[int, int]:
+    """-> (every, every_drawn): one group in `every` is in the page, and of those one in
+    `every_drawn` has its rooms drawn.
+
+    most: about how many trajectories the page may hold. Raises ValueError if it is not positive.
+    """
     if most < 1:
         raise ValueError(f"--most must be positive, not {most}")
-    total, finite = sum(row["trajectories"] for row in rows), lambda x, digits: round(x, digits) if math.isfinite(x) else 0.0
-    every = max(1, -(-total // most), -(-sum(row.get("tokens", 0) for row in rows) // TOKENS))
-    draw = max(1, -(-total // every // ROOMS))  # of so many groups one has its rooms drawn
-    table, chunks, vocabulary, current, world = [], [], {}, [], make_env("babyai") if "babyai" in config["env"] else None
+    trajectories = sum(row["trajectories"] for row in rows)
+    tokens = sum(row.get("tokens", 0) for row in rows)
+    every = max(1, ceil_div(trajectories, most), ceil_div(tokens, MAX_TOKENS))
+    every_drawn = max(1, ceil_div(ceil_div(trajectories, every), MAX_DRAWN))
+    return every, every_drawn
+
+
+def collect(files: list[Path], config: dict, tokenizer: PreTrainedTokenizerBase, every: int,
+            every_drawn: int) -> Contents:
+    """Read the trajectories of the chosen groups: whole groups, evenly spread over the steps."""
+    contents = Contents(tokenizer)
+    world = make_env("babyai") if "babyai" in config["env"] else None
     for file in tqdm(files, desc="view", unit="step"):
-        for line in file.open():
-            t = json.loads(line)
-            if (t["group"] + t["step"]) % every:
-                continue
-            for token in t["tokens"]:
-                if token not in vocabulary:
-                    vocabulary[token] = piece(tokenizer, token)
-            advantage = t["advantage"] if isinstance(t["advantage"], list) else [t["advantage"] * m for m in t["mask"]]
-            known = world and t["item"].removeprefix("babyai_").isdecimal() and t["messages"] and (t["group"] + t["step"]) // every % draw == 0
-            drawn = rooms(t, world, config["action_format"]) if known else None
-            table.append({"id": len(table), "tokens": len(t["tokens"])} | {k: t[k] for k in (
-                "step", "env", "item", "group", "sample", "status", "reward", "success", "turns")})
-            current.append({"ids": t["tokens"], "mask": [int(m) for m in t["mask"]], "logprobs": [finite(x, 5) for x in t["logprobs"]], "rewards": t["rewards"],
-                            "advantage": [finite(a, 4) for a in advantage], "score": t["score"], "error": t["error"], "grids": drawn})
-            if len(current) == CHUNK:
-                chunks.append(packed(current))
-                current = []
-    chunks += [packed(current)] if current else []
-    names = [k for k in CURVES if k in rows[0]] + [k for k in rows[0] if k.startswith("success/")]
-    about = f"{config['algo']} on {config['env']}, {config['model']}, horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps"
-    data = {"name": run.name, "about": about,
-            "curves": names, "metrics": {name: [row[name] if math.isfinite(row[name]) else None for row in rows] for name in names},
-            "stages": stages(rows),
-            "table": table, "chunk": CHUNK, "chunks": chunks, "vocabulary": vocabulary,
-            "note": f" (of {total} played: one group in {every})" if every > 1 else ""}
-    # "</script>" in a string would end the element; < is as good as "<" in JSON
+        with file.open() as lines:
+            for line in lines:
+                trajectory = json.loads(line)
+                number = trajectory["group"] + trajectory["step"]
+                if number % every:
+                    continue
+                drawn = None
+                if (number // every) % every_drawn == 0 and can_be_drawn(trajectory, world):
+                    drawn = rooms(trajectory, world, config["action_format"])
+                contents.add(trajectory, drawn)
+    contents.end_chunk()
+    return contents
+
+
+def can_be_drawn(trajectory: dict, world: Env | None) -> bool:
+    """Whether it is a BabyAI trajectory that has begun. world: BabyAI, if the run has played it."""
+    if world is None or not trajectory["messages"]:
+        return False
+    return trajectory["item"].removeprefix("babyai_").isdecimal()
+
+
+def page_data(name: str, config: dict, rows: list[dict], contents: Contents, every: int) -> dict:
+    """What the page's script reads. name: the run's."""
+    curves = [key for key in CURVES if key in rows[0]]
+    curves += [key for key in rows[0] if key.startswith("success/")]
+    metrics = {key: [row[key] if math.isfinite(row[key]) else None for row in rows]
+               for key in curves}
+    about = (f"{config['algo']} on {config['env']}, {config['model']}, "
+             f"horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps")
+    note = ""
+    if every > 1:
+        total = sum(row["trajectories"] for row in rows)
+        note = f" (of {total} played: one group in {every})"
+    return {
+        "name": name,
+        "about": about,
+        "curves": curves,
+        "metrics": metrics,
+        "stages": stages(rows),
+        "table": contents.table,
+        "chunk": CHUNK,
+        "chunks": contents.chunks,
+        "vocabulary": contents.vocabulary,
+        "note": note,
+    }
+
+
+def write_page(run: str | Path, most: int = 10_000) -> Path:
+    """runs/NAME -> runs/NAME/view.html, with about `most` trajectories.
+
+    Raises ValueError if the folder holds no run.
+    """
+    run = Path(run)
+    config, rows, files = read_run(run)
+    tokenizer = load_tokenizer(run, config)
+    every, every_drawn = choose_groups(rows, most)
+    contents = collect(files, config, tokenizer, every, every_drawn)
+    data = page_data(run.name, config, rows, contents, every)
+
+    # "</script>" in a string would end the element. JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = (Path(__file__).parent / "view.html").read_text().replace("/*DATA*/", text)
-    (run / "view.html.tmp").write_text(page)
-    os.replace(run / "view.html.tmp", run / "view.html")
+    template = (Path(__file__).parent / "view.html").read_text()
+    write_atomically(run / "view.html", template.replace("/*DATA*/", text))
     return run / "view.html"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="the folder of a run: runs/NAME")
     parser.add_argument("--most", type=int, default=10_000, help="trajectories in the page")
     args = parser.parse_args()

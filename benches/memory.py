@@ -33,7 +33,7 @@ from parallel import blocks
 VOCABULARIES, TOKENS = (2_000, 8_000, 32_000, 152_000), 16_384
 TARGET = 1.2  # largest over smallest peak
 LARGEST_MEASUREMENT = 4e9  # bytes
-BYTES_PER_LOGIT = 24  # with all logits at once: the logits, their copies and their gradients
+BYTES_PER_LOGIT = 24  # about, with all logits at once: their copies and gradients included
 
 # Published configs: class, layers, hidden size, intermediate size, heads, key-value heads,
 # vocabulary, whether the input and output embeddings are tied.

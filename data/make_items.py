@@ -1,14 +1,19 @@
-"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval (seconds; needs Java).
-`python data/make_items.py --check` plays BabyAI's held-out items with policies that cannot read (minutes); `--searchqa` tells how
-SearchQA's questions and articles hang together (seconds).
+"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval.
 
-BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of episodes of 4 turns;
-250 held-out items and 2,000 for training, every held-out first observation unlike every one in training.
-TextCraft: 200 goals are held out, by depth as in the whole. Of the others those of depth 1 and 2 are trained on, with nine and
-three sets of distractors: the tiny model starts with no success on deeper ones, so there is nothing to learn from in them.
-SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to 40 of its training ones trained on.
-WebArena: every template with 24 seeds is trained on, and held out with 3 seeds of its own; by site.
-SearchQA: four worlds are trained on; the questions held out are of two others, in words that no training world uses.
+It takes seconds and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
+read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
+
+BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of
+    episodes of 4 turns. 250 held-out items and 2,000 for training. The first observation of every
+    held-out item differs from all those in training.
+TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
+    goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
+    model never succeeds on deeper goals, so it could learn nothing from them.
+SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to
+    40 of its training variations are trained on.
+WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
+SearchQA: four worlds are trained on. The held-out questions are of two other worlds, in words that
+    no training world uses.
 """
 
 import json
@@ -22,100 +27,154 @@ from envs import make_env  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
 from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 
-BABYAI = {  # level -> (family, held-out items); fewer of the red balls, where a policy that ignores the mission does well
-    "GoToRedBallGrey": ("ball", 30), "GoToRedBall": ("ball", 30), "GoToRedBlueBall": ("ball", 40),
-    "GoToDoor": ("door", 80), "GoToObjDoor": ("object", 70)}
+# Level -> (family, held-out items). Few of the red balls: there a policy that ignores the mission
+# does well.
+BABYAI = {
+    "GoToRedBallGrey": ("ball", 30),
+    "GoToRedBall": ("ball", 30),
+    "GoToRedBlueBall": ("ball", 40),
+    "GoToDoor": ("door", 80),
+    "GoToObjDoor": ("object", 70),
+}
 
 
 def write(path, env, numbers):
     path = HERE / path
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([{"item_id": f"{env}_{n}"} for n in numbers], indent=0) + "\n")
+    items = [{"item_id": f"{env}_{n}"} for n in numbers]
+    path.write_text(json.dumps(items, indent=0) + "\n")
+
+
+# Each of these functions -> (training numbers, {category: held-out numbers}).
 
 
 def babyai():
-    env, seen, train, test = make_env("babyai"), set(), [], {}
+    env = make_env("babyai")
+    seen = set()  # first observations: none is used twice
+    train = []
+    test = {}
     for level, (family, held_out) in BABYAI.items():
         chosen = []
-        for seed in range(2000):  # no first observation twice
-            n = LEVELS.index(level) + len(LEVELS) * seed
-            first = env.reset(n)
+        for seed in range(2000):
+            number = LEVELS.index(level) + len(LEVELS) * seed
+            first = env.reset(number)
             if first not in seen and len(chosen) < 9 * held_out:
                 seen.add(first)
-                chosen.append(n)
+                chosen.append(number)
         test.setdefault(family, []).extend(chosen[:held_out])
         train += chosen[held_out:]
     return sorted(train), test
 
 
 def textcraft():
-    rng, test = random.Random(0), {}
+    rng = random.Random(0)
+    test = {}
     for depth in (1, 2, 3, 4):
-        goals = [g for g in range(GOALS) if goal_depth(g) == depth]
+        goals = [goal for goal in range(GOALS) if goal_depth(goal) == depth]
         test[f"depth_{depth}"] = sorted(rng.sample(goals, round(200 * len(goals) / GOALS)))
-    held = {g for goals in test.values() for g in goals}
-    return [g + GOALS * k for k in range(9) for g in range(GOALS) if g not in held and k < {1: 9, 2: 3}.get(goal_depth(g), 0)], test
+    held_out = {goal for goals in test.values() for goal in goals}
+    distractor_sets = {1: 9, 2: 3}  # depth -> how many are trained on
+    train = []
+    for k in range(9):
+        for goal in range(GOALS):
+            if goal not in held_out and k < distractor_sets.get(goal_depth(goal), 0):
+                train.append(goal + GOALS * k)
+    return train, test
 
 
 def sciworld():
     from worlds.sciworld import ENDS, TASKS  # an extra, and Java
-    rng, env, train, test = random.Random(0), make_env("sciworld"), [], {}
+
+    rng = random.Random(0)
+    env = make_env("sciworld")
+    train = []
+    test = {}
     for (task, count), end in zip(TASKS.items(), ENDS):
-        env.reset(end - count)
-        splits = []
+        first = end - count  # the task's first item
+        env.reset(first)
+        chosen = {}
         for split, most in (("test", 8), ("train", 40)):
             numbers = sorted(env.variations(split))
-            splits.append([end - count + n for n in sorted(rng.sample(numbers, min(most, len(numbers))))])
-        test[task] = splits[0]
-        train += splits[1]
+            sample = sorted(rng.sample(numbers, min(most, len(numbers))))
+            chosen[split] = [first + n for n in sample]
+        test[task] = chosen["test"]
+        train += chosen["train"]
     env.close()
     return sorted(train), test
 
 
 def known_as(title, question, world):
-    """How a question leads to an article: by its title, or by the pen name that the question has."""
+    """The words of a question that lead to an article: its title, or the pen name in its place."""
     alias = world.facts[title].get("alias", "")
     return alias if alias and alias in question.text else title
 
 
 def searchqa(report=False):
-    """Train: worlds 0 to 3, held out: of worlds 100 and 101 each the first 50 of a source (75 of one hop). A question of several hops whose
-    own search brings the answer is none, and is left out; so is one with an article that its title (or, where the question has
-    one, the pen name) does not find. With `report` also a table of how often that is so."""
+    """Train on worlds 0 to 3. Of each of the worlds 100 and 101, hold out the first 50 questions of
+    a source (75 of one hop).
+
+    A question of several hops is left out where searching for its own text brings the answer: it
+    needs no second search. A question is left out, too, where one of its articles is not found by
+    its title (or by its pen name, where the question has that). With `report`, also print how
+    often that is so.
+    """
     from worlds.almanac import HELD_OUT, QUESTIONS, almanac
     from worlds.searchqa import BM25
-    train, test = [], {}
-    for world in (0, 1, 2, 3, HELD_OUT, HELD_OUT + 1):
-        index, found, rows = BM25(almanac(world).articles), {}, {}
-        for number, q in enumerate(almanac(world).questions):
-            text = " ".join(" ".join(article) for article in index.search(q.text, 3))
-            shown = any(answer in text for answer in q.answers)
-            led = all(title in [t for t, _ in index.search(known_as(title, q, almanac(world)), 3)] for title in q.titles)
-            rows.setdefault(q.source, []).append((shown, led))
-            if led and (q.source in ("1_hop", "comparison") or not shown):
-                found.setdefault(q.source, []).append(world * QUESTIONS + number)
-        for source, part in sorted(rows.items()) if report else ():
-            shown, led = (sum(column) / len(part) for column in zip(*part))
-            print(f"world {world:3}  {source:10}  {len(part):4} questions  answer in the top 3 of the question {shown:.3f}  "
-                  f"every article in the top 3 of its title {led:.3f}")
-        for source, numbers in found.items():
-            if world < HELD_OUT:
+
+    train = []
+    test = {}
+    for number in (0, 1, 2, 3, HELD_OUT, HELD_OUT + 1):
+        world = almanac(number)
+        index = BM25(world.articles)
+        chosen = {}  # source -> item numbers
+        checks = {}  # source -> (answer shown, every article found) of each question
+        for k, question in enumerate(world.questions):
+            articles = index.search(question.text, 3)
+            text = " ".join(" ".join(article) for article in articles)
+            is_shown = any(answer in text for answer in question.answers)
+            is_found = all(
+                title in [t for t, _ in index.search(known_as(title, question, world), 3)]
+                for title in question.titles
+            )
+            source = question.source
+            checks.setdefault(source, []).append((is_shown, is_found))
+            if is_found and (source in ("1_hop", "comparison") or not is_shown):
+                chosen.setdefault(source, []).append(number * QUESTIONS + k)
+        if report:
+            report_searches(number, checks)
+        for source, numbers in chosen.items():
+            if number < HELD_OUT:
                 train += numbers
             else:
-                test.setdefault(source, []).extend(numbers[:75 if source == "1_hop" else 50])
+                most = 75 if source == "1_hop" else 50
+                test.setdefault(source, []).extend(numbers[:most])
     return sorted(train), test
+
+
+def report_searches(world, checks):
+    for source, pairs in sorted(checks.items()):
+        shown, found = (sum(column) / len(pairs) for column in zip(*pairs))
+        print(
+            f"world {world:3}  {source:10}  {len(pairs):4} questions  "
+            f"answer in the top 3 of the question {shown:.3f}  "
+            f"every article in the top 3 of its title {found:.3f}"
+        )
 
 
 def webarena():
     from websites.tasks import HELD_OUT, TEMPLATES
-    test, count = {}, len(TEMPLATES)
+
+    count = len(TEMPLATES)
+    test = {}
     for number, template in enumerate(TEMPLATES):
-        test.setdefault(template.site, []).extend(number + count * seed for seed in range(HELD_OUT, HELD_OUT + 3))
-    return [number + count * seed for seed in range(24) for number in range(count)], test
+        seeds = range(HELD_OUT, HELD_OUT + 3)
+        test.setdefault(template.site, []).extend(number + count * seed for seed in seeds)
+    train = [number + count * seed for seed in range(24) for number in range(count)]
+    return train, test
 
 
 def success(env, items, policy, horizon=4):
-    """policy(env, turn) -> action. Mean success over items, and by level."""
+    """Mean success over items, and by level. `policy(env, turn) -> action`."""
     wins = {}
     for n in items:
         env.reset(n)
@@ -129,43 +188,69 @@ def success(env, items, policy, horizon=4):
 
 
 def blind_baselines():
-    """Success at horizon 4 of a random policy, of the best constant action and of the best fixed sequence of actions (by
-    coordinate ascent), both chosen on 250 training items."""
-    env, rng = make_env("babyai"), random.Random(0)
-    train, test = babyai()
-    test = sorted(n for numbers in test.values() for n in numbers)
+    """Print success at horizon 4 of a random policy, of the best constant action and of the best
+    fixed sequence of actions (by coordinate ascent), both chosen on 250 training items."""
+    env = make_env("babyai")
+    rng = random.Random(0)
+    train, by_family = babyai()
+    test = sorted(n for numbers in by_family.values() for n in numbers)
     train = rng.sample(train, 250)
     print("random", success(env, test * 4, lambda e, turn: rng.choice(e.valid_actions())))
-    seen = {}
+
+    # The 30 actions that are most often valid in the first two turns.
+    count = {}
     for n in train:
         env.reset(n)
         for _ in range(2):
             for action in env.valid_actions():
-                seen[action] = seen.get(action, 0) + 1
+                count[action] = count.get(action, 0) + 1
             env.step("turn left")
-    actions = sorted(seen, key=seen.get)[-30:]
-    plays = lambda plan: lambda e, turn: plan[turn]  # noqa: E731
-    rate = lambda plan: success(env, train, plays(plan))[0]  # noqa: E731
-    best = max(([a] * 4 for a in actions), key=rate)
-    print("constant", best[0], success(env, test, plays(best)))
+    actions = sorted(count, key=count.get)[-30:]
+
+    def playing(plan):
+        return lambda env, turn: plan[turn]
+
+    def success_in_training(plan):
+        return success(env, train, playing(plan))[0]
+
+    best = max(([action] * 4 for action in actions), key=success_in_training)
+    print("constant", best[0], success(env, test, playing(best)))
     best = ["go to red ball 1", "turn left"] * 2
     for turn in (0, 1, 2, 3) * 2:
-        best = max((best[:turn] + [a] + best[turn + 1:] for a in actions), key=rate)
-    print("sequence", best, success(env, test, plays(best)))
+        plans = (best[:turn] + [action] + best[turn + 1 :] for action in actions)
+        best = max(plans, key=success_in_training)
+    print("sequence", best, success(env, test, playing(best)))
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    print(__doc__)
-elif __name__ == "__main__" and "--check" in sys.argv:
-    blind_baselines()
-elif __name__ == "__main__" and "--searchqa" in sys.argv:
-    searchqa(report=True)
-elif __name__ == "__main__":
-    for env, make in (("babyai", babyai), ("textcraft", textcraft), ("sciworld", sciworld), ("searchqa", searchqa),
-                      ("webarena", webarena)):
+def make_all():
+    makers = {
+        "babyai": babyai,
+        "textcraft": textcraft,
+        "sciworld": sciworld,
+        "searchqa": searchqa,
+        "webarena": webarena,
+    }
+    for env, make in makers.items():
         train, test = make()
         write(f"AgentItemId/{env}_train.json", env, train)
-        write(f"AgentEval/{env}/{env}_test.json", env, sorted(n for numbers in test.values() for n in numbers))
+        all_held_out = sorted(n for numbers in test.values() for n in numbers)
+        write(f"AgentEval/{env}/{env}_test.json", env, all_held_out)
         for category, numbers in test.items():
             write(f"AgentEval/{env}/{category}.json", env, sorted(numbers))
-        print(env, len(train), "for training,", {c: len(n) for c, n in test.items()}, "held out")
+        counts = {category: len(numbers) for category, numbers in test.items()}
+        print(env, len(train), "for training,", counts, "held out")
+
+
+def main(args):
+    if "-h" in args or "--help" in args:
+        print(__doc__)
+    elif "--check" in args:
+        blind_baselines()
+    elif "--searchqa" in args:
+        searchqa(report=True)
+    else:
+        make_all()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

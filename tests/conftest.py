@@ -1,4 +1,4 @@
-"""What all tests share: the built-in model, a pool of environments, and models of other families."""
+"""What tests share: the built-in model, a pool of environments, models of other families."""
 
 import os
 import sys

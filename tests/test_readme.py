@@ -85,8 +85,3 @@ def test_a_newcomer_can_follow_the_readme():
     done = subprocess.run([sys.executable, "experiments/readme.py", "--quick"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\nok ") > 10
-
-
-def test_every_file_of_the_top_level_is_installed():
-    modules = (ROOT / "pyproject.toml").read_text().split("py-modules = [")[1].split("]")[0]
-    assert {name.strip(' "') for name in modules.split(",")} == {path.stem for path in ROOT.glob("*.py")} - {"notebook"}

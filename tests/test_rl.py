@@ -92,7 +92,7 @@ def test_lengths_at_which_rotary_embeddings_change_are_known():
 
 
 def plain_logprobs(model, ids, mask, temperature):
-    """The oracle: the model's own forward pass over padded rows, with the logits of all positions."""
+    """The oracle: the model's own forward pass over padded rows, all positions' logits at once."""
     logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1] / temperature, -1)
     logprobs = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
     entropies = -(logp.exp() * logp).sum(-1)

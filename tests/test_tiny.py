@@ -1,4 +1,4 @@
-"""The built-in model is an honest base: it speaks the interface, and it knows nothing of the tasks."""
+"""The built-in model is an honest base: it speaks the interface and knows nothing of the tasks."""
 
 import hashlib
 import json
@@ -21,8 +21,9 @@ HORIZON = {"babyai": 4, "textcraft": 8, "sciworld": 6}
 
 
 def random_policy(name, items, episodes):
-    """make_tiny's random policy -> per-item score [n] (in BabyAI and TextCraft a success is 1, else 0)."""
-    env, scores = envs.make_env(name), []
+    """make_tiny's random policy -> score of each item [n] (BabyAI and TextCraft: the success)."""
+    env = envs.make_env(name)
+    scores = []
     for item in items:
         for k in range(episodes):
             read = [env.reset(envs.split_item(item)[1])]
@@ -39,24 +40,50 @@ def random_policy(name, items, episodes):
 
 
 def test_the_web_policy_acts_on_what_the_window_shows():
-    page = ("OBSERVATION:\nTab 0 (current): Shop\n\n[1] RootWebArea 'Shop' focused: True\n\t[2] link 'My orders'\n\t[3] searchbox 'Find'\n"
-            "\t[4] StaticText 'Hello.'\nURL: http://shop.localhost/\nOBJECTIVE: Show my orders.\nPREVIOUS ACTION: None")
+    page = (
+        "OBSERVATION:\nTab 0 (current): Shop\n\n"
+        "[1] RootWebArea 'Shop' focused: True\n"
+        "\t[2] link 'My orders'\n"
+        "\t[3] searchbox 'Find'\n"
+        "\t[4] StaticText 'Hello.'\n"
+        "URL: http://shop.localhost/\n"
+        "OBJECTIVE: Show my orders.\n"
+        "PREVIOUS ACTION: None"
+    )
     policy = make_tiny.on_page(page)
     assert list(policy) == ["My orders", "Find", "Hello.", "nothing"]
     assert abs(sum(p for p, _ in policy.values()) - 1) < 1e-9
-    assert all(abs(sum(actions.values()) - 1) < 1e-9 for _, actions in policy.values())
+    for _, actions in policy.values():
+        assert abs(sum(actions.values()) - 1) < 1e-9
+        assert all(webarena.parse(action) for action in actions)
     assert policy["My orders"][1] == {"```click [2]```": 0.95, "```stop [My orders]```": 0.05}
-    assert "```type [3] [Show my] [1]```" in policy["Find"][1] and policy["Hello."][1] == {"```stop [Hello.]```": 1.0}
-    assert all(webarena.parse(action) for _, actions in policy.values() for action in actions)
+    assert "```type [3] [Show my] [1]```" in policy["Find"][1]
+    assert policy["Hello."][1] == {"```stop [Hello.]```": 1.0}
+
+
+def test_the_targets_of_a_reply_are_the_policys_probabilities():
+    # Thoughts: (1, 2), (1, 3) or (4,). Then an action: (5, 9) or (6, 9), where 9 ends the turn.
+    levels = [{(1, 2): 0.5, (1, 3): 0.25, (4,): 0.25}, {(5, 9): 0.75, (6, 9): 0.25}]
+    found = make_tiny.token_probabilities((1, 2, 5, 9), levels)
+    expected = [
+        (0, 1, 0.75), (0, 4, 0.25),
+        (1, 2, 2 / 3), (1, 3, 1 / 3),
+        (2, 5, 0.75), (2, 6, 0.25),
+        (3, 9, 1.0),
+    ]
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+    assert np.allclose([p for *_, p in found], [p for *_, p in expected])
 
 
 def test_ordinary_files_of_a_few_megabytes():
     files = {p.name: p.stat().st_size for p in rl.TINY.iterdir()}
     assert sum(files.values()) < 10e6
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert needed <= set(files)
     assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in files)
     config = json.loads((rl.TINY / "config.json").read_text())
-    assert config["model_type"] == "qwen2" and config["max_position_embeddings"] == 8192
+    assert config["model_type"] == "qwen2"
+    assert config["max_position_embeddings"] == 8192
 
 
 def test_it_is_the_one_that_the_results_refer_to():
@@ -64,15 +91,18 @@ def test_it_is_the_one_that_the_results_refer_to():
     assert digest in (ROOT / "data/README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["babyai", "textcraft", pytest.param("sciworld", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["babyai", "textcraft", pytest.param("sciworld", marks=pytest.mark.slow)]
+)
 def test_it_acts_validly_and_scores_as_much_as_the_random_policy(tiny, name):
     items = envs.items(name, "test")[::2]
-    if name == "sciworld":  # the one task in which it scores, whose items are few
-        items = [i for i, task in envs.categories(name).items() if task == "find-non-living-thing"]
+    if name == "sciworld":  # the one task in which it scores; its items are few
+        categories = envs.categories(name)
+        items = [item for item, task in categories.items() if task == "find-non-living-thing"]
     with envs.EnvPool() as pool:
         played = rollout(*tiny, pool, items, HORIZON[name], samples=2, max_tokens=32, seed=1)
     valid = sum(t.valid_actions for t in played) / sum(t.turns for t in played)
-    assert valid > (0.95 if name != "sciworld" else 0.9)
+    assert valid > (0.9 if name == "sciworld" else 0.95)
     ours = np.array([t.score for t in played]).reshape(len(items), 2).mean(1)
     chance = random_policy(name, items, 4)
     difference = ours - chance  # paired over items
@@ -81,34 +111,53 @@ def test_it_acts_validly_and_scores_as_much_as_the_random_policy(tiny, name):
 
 
 def test_no_transcript_uses_an_item_of_the_item_sets_or_has_a_held_out_task():
-    # make_tiny plays seeds from 100,000 on; the sets stay far below
-    held = set()
-    for name, per_seed in (("babyai", 40), ("textcraft", 544)):
+    # make_tiny plays seeds from 100,000 on. Those of the sets are far below.
+    held_out = set()
+    for name, items_per_seed in (("babyai", 40), ("textcraft", 544)):
         env = envs.make_env(name)
         for split in ("train", "test"):
-            assert all(envs.split_item(i)[1] // per_seed < 100_000 for i in envs.items(name, split))
-        held |= {make_tiny.task(env.reset(envs.split_item(i)[1])) for i in envs.items(name, "test")}
-    assert len(held) == 250 + 200
-    first = [turns[0][0] for _, turns in make_tiny.conversations(2000, seed=5, worlds=("babyai", "textcraft"))]
-    assert len(first) == 2000 and not held & {make_tiny.task(observation) for observation in first}
+            for item in envs.items(name, split):
+                assert envs.split_item(item)[1] // items_per_seed < 100_000
+        for item in envs.items(name, "test"):
+            held_out.add(make_tiny.task(env.reset(envs.split_item(item)[1])))
+    assert len(held_out) == 250 + 200
+    worlds = ("babyai", "textcraft")
+    talks = list(make_tiny.conversations(2000, seed=5, worlds=worlds))
+    assert len(talks) == 2000
+    tasks = {make_tiny.task(turns[0][0]) for _, turns in talks}
+    assert not held_out & tasks
 
 
 @pytest.mark.parametrize("name", ["babyai", "textcraft"])
 def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
     env = envs.make_env(name)
-    first = {split: {env.reset(envs.split_item(i)[1]) for i in envs.items(name, split)} for split in ("train", "test")}
+    first = {}
+    for split in ("train", "test"):
+        numbers = [envs.split_item(item)[1] for item in envs.items(name, split)]
+        first[split] = {env.reset(number) for number in numbers}
     assert not first["train"] & first["test"]
     assert len(envs.items(name, "test")) >= 200
     if name == "babyai":
-        assert len(first["test"]) == 250 and len({o.split("\n")[0] for o in first["test"]}) >= 20
+        assert len(first["test"]) == 250
+        missions = {observation.split("\n")[0] for observation in first["test"]}
+        assert len(missions) >= 20
 
 
 def test_exercises_are_in_no_worlds_format():
-    rng, words = random.Random(0), make_tiny.vocabulary()
-    text = "\n".join(" ".join(make_tiny.exercise(rng, words)) for _ in range(3000))
-    for first, pairs in (make_tiny.repeating(rng, words) for _ in range(500)):
-        text += "\n".join([first, *(t for pair in pairs for t in pair)])
-    for phrase in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", "[\"", "go to ", "pickup",
-                   "toggle",
-                   "Thought", "Action"):
-        assert phrase not in text, phrase
+    rng = random.Random(0)
+    words = make_tiny.vocabulary()
+    texts = []
+    for _ in range(3000):
+        texts += make_tiny.exercise(rng, words)
+    for _ in range(500):
+        first, pairs = make_tiny.repeating(rng, words)
+        texts.append(first)
+        for pair in pairs:
+            texts += pair
+    text = "\n".join(texts)
+    marks = [
+        "Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", '["',
+        "go to ", "pickup", "toggle", "Thought", "Action",
+    ]
+    for mark in marks:
+        assert mark not in text, mark
