@@ -205,6 +205,40 @@ def test_a_step_without_any_gradient_changes_no_weight_and_measures_the_gap(tiny
     assert all(torch.equal(v, tiny[0].state_dict()[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--aggregation", "sequence"],
+    ["--kl_coef", "0.1", "--entropy_coef", "0.01"],
+    ["--algo", "ppo"],
+])
+def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
+        tiny, trajectories, flags):
+    played = copy.deepcopy(trajectories)
+    for t in played:  # the two samples of an item get different rewards
+        t.reward = t.rewards[-1] = float(t.sample)
+    results = []
+    for microbatch_tokens in (10**6, 1):
+        cfg = parse_config([*NO_RUN, *flags, "--microbatch_tokens", str(microbatch_tokens)])
+        models = [copy.deepcopy(tiny[0])]
+        if cfg.algo == "ppo":
+            models.append(rl.Critic("tiny"))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        critic = models[1] if cfg.algo == "ppo" else None
+        critic_optimizer = optimizers[1] if cfg.algo == "ppo" else None
+        reference = tiny[0] if cfg.kl_coef else None
+        batch = update.advantages_of(played, cfg, "cpu", reference, critic)
+        row = update.update(played, batch, cfg, 0, models[0], optimizers[0], critic,
+                            critic_optimizer)
+        weights = [p.detach().flatten() for model in models for p in model.parameters()]
+        results.append((row, torch.cat(weights)))
+    (whole, whole_weights), (cut, cut_weights) = results
+    assert whole["grad_norm"] > 0
+    assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    assert (cut_weights - whole_weights).abs().max() < 1e-6
+    unchanged = torch.cat([p.detach().flatten() for p in tiny[0].parameters()])
+    assert (whole_weights[:len(unchanged)] - unchanged).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("algo, per_token", [("grpo", False), ("rloo", False),
                                              ("reinforce_pp", True)])
 def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
