@@ -134,8 +134,8 @@ FAULTS = [
           "t.step, item_key, t.sample, len(self.pool.workers)]",
           "The number of slots enters the random numbers.",
           "rollout::test_a_trajectory_does_not_depend_on_what_is_played_beside_it"),
-    Fault("rollout.py", "return [batch.finished[key] for key in batch.keys]",
-          "return list(batch.finished.values())",
+    Fault("rollout.py", "[queue.finished[key] for key in queue.keys]",
+          "list(queue.finished.values())",
           "Trajectories are returned in the order in which they ended.",
           "rollout::test_a_trajectory_does_not_depend_on_what_is_played_beside_it"),
     Fault("agent.py", 'return found[0] if len(found) == 1 else ""',
@@ -408,13 +408,13 @@ FAULTS = [
     # ---- several processes ----
     Fault("parallel.py", "dist.all_reduce(flat)", "dist.all_reduce(flat.clone())",
           "Gradients are not summed over ranks.",
-          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher4--900]"),
+          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher5--900]"),
     Fault("update.py", "scale = num_ranks * counts", "scale = 1 * counts",
           "A sharded model's gradient is divided by the number of ranks.",
-          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher5-shard-8192]"),
+          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher6-shard-8192]"),
     Fault("update.py", "scale = num_ranks * counts", "scale = num_ranks * 1",
           "A trajectory that a rank computes again counts twice.",
-          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher5-shard-8192]"),
+          "parallel::test_gradients_are_the_same_however_they_are_computed[launcher6-shard-8192]"),
 
     # ---- schedules ----
     Fault("schedule.py", "min(step // every,", "min((step + 1) // every,",
@@ -443,7 +443,7 @@ FAULTS = [
           "schedule::test_a_fixed_horizon_is_the_longest_of_the_preset"),
     Fault("config.py", "counts[world] += 1", "counts[world] += 0",
           "A mixture plays fewer items than a step has.",
-          "train::test_of_a_steps_items_each_world_has_its_share"),
+          "train::test_each_world_of_a_mixture_has_its_share_of_a_steps_items"),
 
     # ---- checkpoints and final weights ----
     Fault("rl.py", 'Path(run).glob("checkpoints/step_*/state.json")',

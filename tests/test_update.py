@@ -4,7 +4,6 @@ import copy
 import doctest
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -260,11 +259,6 @@ def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
         assert t.advantage == (row if per_token else row[2])
 
 
-def kept_apart(t):
-    """A copy of a trajectory, to be changed."""
-    return replace(t, rewards=list(t.rewards), logprobs=list(t.logprobs))
-
-
 @pytest.mark.parametrize("mode", ["token", "sequence"])
 def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
     """The oracle: the loss of the whole batch, token by token, on the model's own forward pass.
@@ -276,7 +270,7 @@ def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
              "--kl_coef", "0.3", "--entropy_coef", "0.2", "--clip_high", "0.3"]
     cfg = parse_config([*NO_RUN, *flags, "--aggregation", mode])
     generator = torch.Generator().manual_seed(0)
-    played = [kept_apart(t) for t in trajectories]
+    played = copy.deepcopy(trajectories)
     played[2].status = Status.ENV_ERROR
     reference_logprobs = []
     for t in played:
@@ -325,7 +319,7 @@ def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
 def test_the_kl_in_the_reward_is_taken_off_each_sampled_token(tiny, trajectories, algo):
     cfg = parse_config([*NO_RUN, "--algo", algo, "--kl_in", "reward", "--kl_type", "k1",
                         "--kl_coef", "0.5"])
-    played = [kept_apart(t) for t in trajectories[:2]]  # a group
+    played = copy.deepcopy(trajectories[:2])  # a group
     penalties = []
     for t, shift, reward in zip(played, (0.5, -0.25), (1.0, 0.0)):
         # The policy gave each token another log-prob than the reference, which is the tiny model.
