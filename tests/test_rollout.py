@@ -132,6 +132,26 @@ def test_the_largest_length_ends_a_trajectory(tiny, pool):
     assert any(t.status == "length" for t in trajectories)
 
 
+def test_a_trajectory_fills_its_largest_length_exactly(tiny, pool, monkeypatch):
+    (t,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=1)
+    prompt = t.mask.index(True)
+    (t,) = rollout(*tiny, pool, ["babyai_8"], 1, max_length=prompt)
+    assert (t.status, t.turns, t.tokens) == ("length", 0, [])  # there is no room for a reply
+    word = tiny[1].encode(" ball")[0]
+    for room in (1, 2):
+        scripted(monkeypatch, [word] * 9)
+        (t,) = rollout(*tiny, pool, ["babyai_8"], 2, max_tokens=9, max_length=prompt + room)
+        assert (t.status, t.turns, len(t.tokens)) == ("length", 1, prompt + room)
+        assert t.tokens[prompt:] == [word] * room
+
+
+def test_the_random_numbers_of_a_trajectory_change_with_the_training_step(tiny, pool, played):
+    (later,) = rollout(*tiny, pool, ITEMS[:1], 4, step=1, **SETTINGS | {"samples": 1})
+    (again,) = rollout(*tiny, pool, ITEMS[:1], 4, step=0, **SETTINGS | {"samples": 1})
+    assert again.tokens == played[0].tokens
+    assert later.tokens != again.tokens
+
+
 # ---- tokens that the policy is made to sample ----
 
 
@@ -240,6 +260,47 @@ def test_a_passing_fault_is_retried(tiny):
     assert t.success
     assert t.turns == 1
     assert sum(t.rewards) == 1.0
+
+
+@pytest.mark.parametrize("retries, num_faults, status", [
+    (0, 1, "env_error"), (1, 1, "done"), (2, 2, "done"), (2, 3, "env_error")])
+def test_a_failing_environment_is_retried_a_bounded_number_of_times(
+        tiny, retries, num_faults, status):
+    faults = itertools.chain([True] * num_faults, itertools.repeat(False))
+    pool = EnvPool(make=lambda name: Broken("fault", "step", faults))
+    (t,) = rollout(*tiny, pool, ["broken_1"], 2, max_tokens=4, action_format="plain",
+                   retries=retries)
+    assert t.status == status
+    assert t.reward == (status == "done")
+
+
+def test_an_environment_that_hung_is_not_used_again(tiny):
+    """The first environment hangs in its first step; the episode is played again in another."""
+    release = threading.Event()
+    made = []
+
+    class HangsIfFirst(Env):
+        prompt = "Do something."
+
+        def __init__(self):
+            made.append(self)
+
+        def reset(self, item):
+            return "Go."
+
+        def step(self, action):
+            if self is made[0]:
+                release.wait(30)
+            return Step("Done.", 1.0, 1.0, True, True)
+
+    try:
+        pool = EnvPool(make=lambda name: HangsIfFirst())
+        (t,) = rollout(*tiny, pool, ["slow_1"], 2, max_tokens=4, action_format="plain",
+                       deadline=0.5, retries=1)
+    finally:
+        release.set()
+    assert t.status == "done"
+    assert len(made) == 2
 
 
 def test_hung_environments_share_one_deadline(tiny):
