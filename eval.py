@@ -89,7 +89,7 @@ class EvalConfig:
     slots: Annotated[int | None, positive] = arg(
         None, "trajectories played at a time; 32 at most on a server's model")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the "
+        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
                                            "not bit-for-bit repeatable; default: with --env_url")
@@ -522,7 +522,7 @@ class ServedEpisode:
         result = self.ask_environment(self.dialogue.begin)
         if result is not None:
             instructions, observation = result
-            self.trajectory.open(instructions.strip(), observation.strip())
+            self.trajectory.record_start(instructions.strip(), observation.strip())
 
     def next_reply(self) -> Reply | None:
         """The model's reply, up to the world's stop strings; None if the server refuses."""

@@ -1,4 +1,6 @@
-"""The horizon, the largest number of turns of a trajectory, as a function of the training step.
+"""What depends on the training step alone: the horizon, the learning rate, the items.
+
+The horizon is the largest number of turns of a trajectory.
 
 ScalingInter-RL (arXiv 2509.08755) starts with few turns, so that the policy first learns to use
 what it knows. It then raises the limit in stages, so that the policy learns to explore before long
