@@ -483,7 +483,7 @@ class ServedModel:
         return text.replace(self.key, "***") if self.key else text
 
 
-class ServedEpisode:
+class TextEpisode:
     """A trajectory while a served model plays it, in the calling thread.
 
     It has messages but no tokens. When `cancelled` is set, the next
@@ -631,7 +631,7 @@ def play_with_retries(model: ServedModel, pool: EnvPool, item: str, group: int, 
     A conversation that the server refused is not begun again."""
     for _ in range(config.retries + 1):
         t = Trajectory(item, split_item(item)[0], group=group, sample=sample)
-        ServedEpisode(t, model, pool, horizon, config, cancelled).play()
+        TextEpisode(t, model, pool, horizon, config, cancelled).play()
         if t.status != Status.ENV_ERROR or t.error.startswith(REFUSED):
             break
     return t

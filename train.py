@@ -153,7 +153,7 @@ def start(cfg: Config) -> Run | None:
     folder = Path(cfg.out)
     newest = next(reversed(rl.checkpoints(folder)), None)
     try:
-        policy, tokenizer, trained, reference = load_models(cfg, newest, device)
+        policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
         state = {"step": 0, "horizon": {}}
         if newest:
             state |= rl.resume(newest, trained)
@@ -185,7 +185,7 @@ def start(cfg: Config) -> Run | None:
     )
 
 
-def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
+def load_for_training(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
     """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
     model or None. Raises ValueError for a model that cannot be loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
