@@ -257,7 +257,7 @@ def test_fewer_items_are_the_head_of_a_seeded_shuffle():
 
 def command(*argv):
     done = subprocess.run([sys.executable, "eval.py", *map(str, argv)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=60,
+                          capture_output=True, text=True, timeout=300,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     return done.returncode, done.stdout, done.stderr
 
@@ -271,7 +271,7 @@ def two_evaluations(tmp_path_factory):
     """The same command twice -> its folder: new/a.json, new/trajectories.jsonl; b.json, b.jsonl;
     and the first one's table."""
     folder = tmp_path_factory.mktemp("two")
-    final = make_run(folder / "run", rl.TINY, horizon="1,3")
+    final = make_run(folder / "run", rl.TINY_MODEL, horizon="1,3")
     flags = ("--model", final, "--items", "8", "--samples", "2")
     code, table, err = command(*flags, "--out", folder / "new/a.json",
                                "--trajectories", folder / "new/trajectories.jsonl")
