@@ -33,7 +33,8 @@ TABLE = ROOT / "docs/mutants.md"
 JOBS = 2
 TIME_LIMIT = 240  # seconds of one fault's test
 UNCHANGED_TIME_LIMIT = 900  # seconds of all named tests, in the unchanged copy
-PYTEST_FLAGS = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
+PYTEST_FLAGS = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--tb=no", "-rfE",
+                "--disable-warnings"]
 TESTS_FAILED = 1  # pytest's exit code
 # One thread each, and no compiled files: they would be taken for those of a changed source.
 ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
@@ -166,7 +167,7 @@ FAULTS = [
     Fault("rollout.py", "return self._end(Status.ENV_ERROR, error)",
           "return self._end(Status.DONE)",
           "A failed environment is a finished episode with reward 0.",
-          "rollout::test_a_failing_environment_is_an_env_error_never_a_reward"),
+          "rollout::test_a_failing_environment_is_retried_a_bounded_number_of_times"),
     Fault("rollout.py", "self.tries[key] <= self.config.retries",
           "self.tries[key] < self.config.retries",
           "An episode is played again one time too few.",
@@ -370,7 +371,7 @@ FAULTS = [
           "algos::test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient"),
     Fault("algos.py", "ref = torch.where(mask, ref, 0.0)", "ref = ref * 1.0",
           "The KL is taken on the prompt, too.",
-          "algos::test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient"),
+          "algos::test_the_kl_of_masked_tokens_is_zero_outside_the_mask"),
     Fault("algos.py", "difference = (ref - logp)", "difference = (logp - ref)",
           "The arguments of k3 are swapped.",
           "algos::test_kl_by_hand_and_zero_for_equal_policies"),

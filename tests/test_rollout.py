@@ -221,7 +221,7 @@ class Broken(Env):
         if method != self.at or not next(self.faults, False):
             return
         if self.how == "hang":
-            time.sleep(3)
+            time.sleep(30)
         raise self.exceptions[self.how]("broken")
 
     def reset(self, item):
@@ -248,7 +248,7 @@ def test_a_failing_environment_is_an_env_error_never_a_reward(tiny, how, at):
     assert bad.error.startswith({"fault": "fault", "hang": "timeout"}.get(how, "crash"))
     assert good.status in ("done", "horizon")
     assert good.turns >= 1
-    assert time.time() - start < 3  # two tries of 0.3 s each, not the sleep
+    assert time.time() - start < 15  # two tries of 0.3 s each, not the sleep
 
 
 def test_a_passing_fault_is_retried(tiny):
@@ -306,11 +306,11 @@ def test_an_environment_that_hung_is_not_used_again(tiny):
 def test_hung_environments_share_one_deadline(tiny):
     start = time.time()
     pool = EnvPool(make=lambda name: Broken("hang", "step"))
-    played = rollout(*tiny, pool, [f"broken_{i}" for i in range(6)], 2, max_tokens=2, deadline=0.4,
+    played = rollout(*tiny, pool, [f"broken_{i}" for i in range(6)], 2, max_tokens=2, deadline=1,
                      retries=0, action_format="plain")
     assert len(played) == 6
     assert all(t.status == "env_error" for t in played)
-    assert time.time() - start < 2 * 0.4 + 1  # not six times the deadline
+    assert time.time() - start < 5  # not six times the deadline
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Terminated])
