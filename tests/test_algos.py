@@ -573,6 +573,16 @@ def test_kl_by_hand_and_zero_for_equal_policies(kind, value):
     assert kl(logp, logp, kind).item() == 0
 
 
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_the_kl_of_masked_tokens_is_zero_outside_the_mask(kind):
+    mask = torch.tensor([[False, True, False, True]])
+    logp = torch.tensor([[-1.0, -1.0, NAN, -2.0]])
+    ref = torch.tensor([[-3.0, -1.5, -1.0, -2.5]])
+    result = kl(logp, ref, kind, mask)
+    assert (result[~mask] == 0).all()
+    assert torch.equal(result[mask], kl(logp[mask], ref[mask], kind))
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="'low_var_kl'; choose from k1, abs, k2, k3"):
         kl(torch.zeros(1, 1), torch.zeros(1, 1), "low_var_kl")

@@ -395,3 +395,11 @@ def test_min_p_leaves_out_what_is_unlikely():
     tokens, logprobs = sample(logits, torch.linspace(0, 0.9999, 1000), min_p=0.5)
     assert set(tokens.tolist()) == {0, 1}
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.3])[tokens], atol=1e-6)
+
+
+def test_a_token_that_is_left_out_is_never_drawn():
+    logits = torch.log(torch.tensor([[0.05, 0.5, 0.4, 0.05]])).repeat(2, 1)
+    uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)  # the smallest and the largest
+    for truncation in (dict(top_k=2), dict(top_p=0.8), dict(min_p=0.5)):
+        tokens, _ = sample(logits, uniforms, **truncation)
+        assert tokens.tolist() == [1, 2]

@@ -2,11 +2,14 @@
 
 import doctest
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import schedule
-from config import PUBLISHED_HORIZONS, TINY_HORIZONS, presets
+import train
+from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
 from schedule import adaptive_horizon, adaptive_start, horizon_at, items_at, parse_rounds
 
 
@@ -131,6 +134,26 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
     assert steps[:3] != steps[3:]  # the next epoch has another order
     assert steps != [items_at(items, 1, step, 3) for step in range(6)]
+
+
+def test_a_fixed_horizon_is_the_longest_of_the_preset():
+    cfg = parse_config(["--horizon_schedule", "fixed", "--out", "runs/never-made"])
+    assert cfg.horizon == "4"
+    assert cfg.worlds["babyai"].rounds == [TINY_HORIZONS["babyai"].rounds[-1]]
+
+
+def test_learning_rates_follow_their_schedule():
+    cfg = parse_config(["--algo", "ppo", "--warmup_steps", "4", "--out", "runs/never-made"])
+    trained = {}
+    for name in ("policy", "critic"):
+        model = torch.nn.Linear(1, 1)
+        trained[name] = (model, torch.optim.SGD(model.parameters(), lr=7.0))
+    run = SimpleNamespace(cfg=cfg, trained=trained)
+    for step, factor in ((0, 0.25), (1, 0.5), (3, 1.0), (50, 1.0)):
+        train.set_learning_rates(run, step)
+        for name, lr in (("policy", cfg.lr), ("critic", cfg.critic_lr)):
+            _, optimizer = trained[name]
+            assert [group["lr"] for group in optimizer.param_groups] == [lr * factor]
 
 
 def test_rounds_are_read_from_text():

@@ -204,13 +204,47 @@ def test_a_step_without_any_gradient_changes_no_weight_and_measures_the_gap(tiny
     assert all(torch.equal(v, tiny[0].state_dict()[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--aggregation", "sequence"],
+    ["--kl_coef", "0.1", "--entropy_coef", "0.01"],
+    ["--algo", "ppo"],
+])
+def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
+        tiny, trajectories, flags):
+    played = copy.deepcopy(trajectories)
+    for t in played:  # the two samples of an item get different rewards
+        t.reward = t.rewards[-1] = float(t.sample)
+    results = []
+    for microbatch_tokens in (10**6, 1):
+        cfg = parse_config([*NO_RUN, *flags, "--microbatch_tokens", str(microbatch_tokens)])
+        models = [copy.deepcopy(tiny[0])]
+        if cfg.algo == "ppo":
+            models.append(rl.Critic("tiny"))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        critic = models[1] if cfg.algo == "ppo" else None
+        critic_optimizer = optimizers[1] if cfg.algo == "ppo" else None
+        reference = tiny[0] if cfg.kl_coef else None
+        batch = update.advantages_of(played, cfg, "cpu", reference, critic)
+        row = update.update(played, batch, cfg, 0, models[0], optimizers[0], critic,
+                            critic_optimizer)
+        weights = [p.detach().flatten() for model in models for p in model.parameters()]
+        results.append((row, torch.cat(weights)))
+    (whole, whole_weights), (cut, cut_weights) = results
+    assert whole["grad_norm"] > 0
+    assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    assert (cut_weights - whole_weights).abs().max() < 1e-6
+    unchanged = torch.cat([p.detach().flatten() for p in tiny[0].parameters()])
+    assert (whole_weights[:len(unchanged)] - unchanged).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("algo, per_token", [("grpo", False), ("rloo", False),
                                              ("reinforce_pp", True)])
 def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
     """A failed environment's trajectory has advantage 0 and is left out of its group's mean."""
     cfg = parse_config([*NO_RUN, "--algo", algo])
     played = []
-    for sample, reward in enumerate((1.0, 0.0, 0.5)):
+    for sample, reward in enumerate((1.0, 0.0, 0.75)):
         t = Trajectory("babyai_8", "babyai", sample=sample, reward=reward)
         t.append([5, 6])
         t.append([7, 8], [-1.0, -1.0])
@@ -223,6 +257,91 @@ def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
     assert not advantages[2].any()
     for t, row in zip(played, advantages.tolist(), strict=True):
         assert t.advantage == (row if per_token else row[2])
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
+    """The oracle: the loss of the whole batch, token by token, on the model's own forward pass.
+
+    The update computes one trajectory at a time. Trajectory 1 has advantage 0, trajectory 2 is of
+    a failed environment.
+    """
+    flags = ["--minibatches", "1", "--microbatch_tokens", "1", "--max_grad_norm", "1e9",
+             "--kl_coef", "0.3", "--entropy_coef", "0.2", "--clip_high", "0.3"]
+    cfg = parse_config([*NO_RUN, *flags, "--aggregation", mode])
+    generator = torch.Generator().manual_seed(0)
+    played = copy.deepcopy(trajectories)
+    played[2].status = Status.ENV_ERROR
+    reference_logprobs = []
+    for t in played:
+        noise = torch.randn(2, len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
+        reference_logprobs.append((torch.tensor(t.logprobs) + noise[0]).tolist())
+        t.logprobs = (torch.tensor(t.logprobs) + noise[1]).tolist()
+    advantages = [0.0 if i == 1 else 1.5 - i for i in range(len(played))]
+    batch = update.collate(played, advantages=advantages, ref_logprobs=reference_logprobs)
+
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = update.update(played, batch, cfg, 0, model, optimizer)
+
+    plain = copy.deepcopy(tiny[0])
+    sums = []  # one for each trajectory
+    counts = []
+    for t, advantage, reference in zip(played, advantages, reference_logprobs, strict=True):
+        if t.status == Status.ENV_ERROR:
+            continue
+        logp = torch.log_softmax(plain(torch.tensor([t.tokens])).logits[0], -1)  # [T, V]
+        losses = []
+        for i in (i for i, sampled in enumerate(t.mask) if sampled):
+            new = logp[i - 1, t.tokens[i]]
+            ratio = (new - t.logprobs[i]).exp()
+            surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+            difference = reference[i] - new
+            k3 = difference.exp() - difference - 1
+            entropy = -(logp[i - 1].exp() * logp[i - 1]).sum()
+            losses.append(-surrogate + 0.3 * k3 - 0.2 * entropy)
+        sums.append(sum(losses))
+        counts.append(len(losses))
+    if mode == "token":
+        loss = sum(sums) / sum(counts)
+    else:
+        loss = sum(total / count for total, count in zip(sums, counts)) / len(counts)
+    loss.backward()
+
+    assert len(set(counts)) > 1
+    assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for p, q, before in zip(model.parameters(), plain.parameters(), tiny[0].parameters()):
+        torch.testing.assert_close(p, before - q.grad, atol=1e-5, rtol=0)
+    assert max(q.grad.abs().max() for q in plain.parameters()) > 1e-2
+
+
+@pytest.mark.parametrize("algo", ["rloo", "reinforce_pp"])
+def test_the_kl_in_the_reward_is_taken_off_each_sampled_token(tiny, trajectories, algo):
+    cfg = parse_config([*NO_RUN, "--algo", algo, "--kl_in", "reward", "--kl_type", "k1",
+                        "--kl_coef", "0.5"])
+    played = copy.deepcopy(trajectories[:2])  # a group
+    penalties = []
+    for t, shift, reward in zip(played, (0.5, -0.25), (1.0, 0.0)):
+        # The policy gave each token another log-prob than the reference, which is the tiny model.
+        t.logprobs = [x + shift if sampled else 0.0 for x, sampled in zip(t.logprobs, t.mask)]
+        t.rewards[-1] = t.reward = reward
+        penalties.append([0.5 * shift if sampled else 0.0 for sampled in t.mask])
+    advantages = update.advantages_of(played, cfg, "cpu", tiny[0])["advantages"]
+
+    mask = update.collate(played)["mask"]
+    if algo == "rloo":
+        scores = [t.reward - sum(own) for t, own in zip(played, penalties)]
+        difference = scores[0] - scores[1]
+        expected = torch.tensor([[difference], [-difference]]).expand_as(mask)[mask]
+        torch.testing.assert_close(advantages[mask], expected, atol=1e-3, rtol=0)
+        return
+    returns = []  # of the sampled tokens of both
+    for t, own in zip(played, penalties):
+        rewards = [reward - penalty for reward, penalty in zip(t.rewards, own)]
+        returns += [sum(rewards[i:]) for i, sampled in enumerate(t.mask) if sampled]
+    returns = torch.tensor(returns)
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(advantages[mask], expected, atol=1e-3, rtol=0)
 
 
 def test_the_documented_examples_hold():
