@@ -45,7 +45,7 @@ import rl
 import schedule
 from envs import EnvPool, outcome, split_item
 from metrics import write_atomically
-from rollout import RolloutConfig, Status, Trajectory, of_world, rollout
+from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 
 # ---- flags ----
 
@@ -505,7 +505,7 @@ class TextEpisode:
         self.pool = pool
         self.horizon = horizon
         self.config = config
-        self.max_length = of_world(config.max_length, trajectory.env)
+        self.max_length = limit_for(config.max_length, trajectory.env)
         self.cancelled = cancelled
         self.worker = pool.take(trajectory.env)
         self.dialogue = agent.Dialogue(split_item(trajectory.item)[1], horizon,
