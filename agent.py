@@ -65,8 +65,8 @@ def instructions(prompt: str, action_format: str = "plain") -> str:
     Raises ValueError for an unknown format.
     """
     if action_format not in FORMATS:
-        raise ValueError(
-            f"unknown action format '{action_format}'; choose from {', '.join(FORMATS)}")
+        known = ", ".join(FORMATS)
+        raise ValueError(f"unknown action format '{action_format}'; choose from {known}")
     return prompt + FORMATS[action_format]
 
 
@@ -251,11 +251,8 @@ class Dialogue:
         return instructions(env.prompt, action_format), observation
 
     def reply(self, env: Env, text: str) -> Step:
-        """Answer the agent's reply.
-
-        -> the step of the environment. If the environment does not see the reply, a step with
-        reward 0 that keeps the last score.
-        """
+        """Answer the agent's reply -> the environment's step or, if the environment does not see
+        the reply, a step with reward 0 that keeps the last score."""
         phase = self.phase
         self.phase = Phase.ACT
         self.turns += 1
@@ -348,11 +345,8 @@ class Chat:
             return backend.encode_batch([text], add_special_tokens=False)[0].ids
 
     def start(self, prompt: str, observation: str) -> list[int]:
-        """Ids of the beginning of a conversation.
-
-        These are the instructions, the fixed reply "OK", the first observation and the generation
-        prompt.
-        """
+        """Ids of the beginning of a conversation: the instructions, the fixed reply "OK", the first
+        observation and the generation prompt."""
         ids = self.head + self._encode(prompt.strip(), special_tokens=False)
         ids += self.to_reply + self.ok
         ids += self.to_user + self._encode(observation.strip(), special_tokens=False)

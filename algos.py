@@ -1,6 +1,6 @@
 """The algorithms: advantages, policy and value losses, KL estimators, aggregation.
 
-All functions are pure functions of tensors. Shapes: B trajectories, T tokens, V words of the
+All functions are pure functions of tensors. Shapes: B trajectories, T tokens, V entries of the
 vocabulary. A row holds the prompt, all replies and all observations of one trajectory, padded on
 the right. `mask` [B, T] bool is True where the policy sampled the token. Every other [B, T] tensor
 is aligned with it: `logprobs[b, t]` and `values[b, t]` belong to the state in which token t was
@@ -334,7 +334,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = 
 def entropy(logits: Tensor) -> Tensor:
     """-sum_v p_v log p_v of softmax(logits), in nats.
 
-    logits [..., V] -> [...]. Words with logit -inf have probability 0 and contribute 0.
+    logits [..., V] -> [...]. Entries with logit -inf have probability 0 and contribute 0.
 
     >>> entropy(torch.tensor([0.0, 0.0, -torch.inf]))
     tensor(0.6931)

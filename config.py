@@ -174,6 +174,8 @@ LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 
 @dataclass
 class Config:
+    """The flags of train.py."""
+
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
                              f"{', '.join(PROTOCOLS)}; several with weights: babyai:2,textcraft:1")
     algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
@@ -202,10 +204,11 @@ class Config:
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
     horizon_steps: int | None = arg(
-        None, "training steps a stage lasts; adaptive: it compares the mean success of halves of "
-              "so many steps (rounded down)")
-    horizon_schedule: str = arg("scaling_inter", "scaling_inter | fixed (one horizon throughout) | "
-                                                 "adaptive (a stage ends when success levels off)")
+        None, "training steps a stage lasts; adaptive: it compares the mean success of two "
+              "windows of half as many steps")
+    horizon_schedule: Annotated[str, one_of("scaling_inter", "fixed", "adaptive")] = arg(
+        "scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends "
+                         "when success levels off)")
 
     # Rollouts.
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
@@ -220,7 +223,7 @@ class Config:
     slots: Annotated[int | None, positive] = arg(
         None, "trajectories played at a time on each process")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the "
+        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
     arrival_order: bool | None = arg(
         None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
@@ -414,8 +417,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
         envs.check_name(world, urls[world])
     default = {world: presets(cfg.model, world) for world in weights}
 
-    # What each world has for itself. The run's own value is the largest of them, for a reader of
-    # config.json.
+    # What each world has for itself. The run's own value is the largest of them: train.py checks
+    # --max_length against the model's limit.
     rounds = {world: rounds_of(cfg, world, default[world]["rounds"]) for world in weights}
     given = {name: getattr(cfg, name) for name in LIMITS if getattr(cfg, name) is not None}
     limits = {world: {name: default[world][name] for name in LIMITS} | given for world in weights}

@@ -1,16 +1,15 @@
 """The decode engine of a rollout: each step is one forward pass, and each token is forwarded once.
 
-A slot holds one trajectory. A slot decodes while the policy samples a reply: its only new id is
-the token that was sampled last. A slot prefills after a prompt or an observation: it has several
+A slot holds one trajectory. While the policy samples a reply, the slot decodes: its only new id is
+the token that was sampled last. After a prompt or an observation the slot prefills: it has several
 new ids. The input of a step is one flat row of ids without padding:
 
     flat row [1, N]:  the new id of each decoding slot, then all new ids of each prefilling slot
 
-The linear layers never see padding. Prompts, observations and replies mix in one step, and a free
-slot can be given to another trajectory at any step. Only the attention must know the slots. The
-function `attend`, registered with transformers' AttentionInterface, writes the new keys and values
-at (slot, position) of a cache with one entry for each slot. Each query then reads its own slot:
-decoding slots share batched calls, each prefilling slot takes a call of its own.
+Only the attention must know the slots. `Ragged.attend` writes the new keys and values at
+(slot, position) of a cache. Each query then reads its own slot: decoding slots share batched calls,
+each prefilling slot takes a call of its own. A free slot can be given to another trajectory at any
+step.
 
 `Ragged` is this engine, for Qwen2, Qwen3 and Llama. `Padded` uses the model's own attention and
 cache, with padded rows that advance together. It is the reference, and it plays all other models.
@@ -24,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from parallel import device_of
@@ -33,18 +33,11 @@ from rl import length_dependence, packs, use_attention
 # ---- sampling ----
 
 
-def sample(
-    logits: Tensor,
-    uniforms: Tensor,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0,
+           top_k: int = 0, min_p: float = 0.0) -> tuple[Tensor, Tensor]:
     """Draw one token for each row by inverting the cumulative distribution at `uniforms`.
 
     logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32.
-
     top_k keeps the k likeliest tokens (0: all), min_p the tokens with at least min_p times the
     probability of the likeliest one, top_p the fewest likeliest tokens whose mass reaches top_p.
     A log-prob is log_softmax(logits / temperature) at the token, without any such truncation.
@@ -81,23 +74,20 @@ def _truncate(weights: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor
 
 
 def _invert_cdf(weights: Tensor, uniforms: Tensor, block_size: int = 64) -> Tensor:
-    """Invert the cumulative distribution that `weights` [B, V] are proportional to.
+    """Draw from the distributions that `weights` [B, V] are proportional to.
 
-    uniforms [B] float64 -> tokens [B] long; never a token of weight 0. The search finds a block
-    of `block_size` tokens first, then a token in it: in float64 a sum over the vocabulary is
-    cheap, a cumulative sum is not.
+    uniforms [B] float64 -> tokens [B] long; never a token of weight 0. The search finds a block of
+    tokens first, then a token in it: in float64 sums are cheap, cumulative sums are not.
     """
-    if weights.shape[1] % block_size:
-        padding = -weights.shape[1] % block_size
-        weights = torch.nn.functional.pad(weights, (0, padding))
+    padding = -weights.shape[1] % block_size
+    if padding:
+        weights = pad(weights, (0, padding))
     blocks = weights.view(len(weights), -1, block_size)  # [B, V / block_size, block_size]
-
     block_cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms[:, None] * block_cdf[:, -1:]  # [B, 1]
     block = torch.searchsorted(block_cdf, target, right=True).clamp(max=block_cdf.shape[1] - 1)
     mass_up_to_previous = block_cdf.gather(1, (block - 1).clamp(min=0))
     target -= torch.where(block > 0, mass_up_to_previous, 0.0)
-
     chosen_block = blocks.take_along_dim(block[..., None], 1).squeeze(1)
     cdf = chosen_block.cumsum(-1, dtype=torch.float64)  # [B, block_size]
     # The block's sum and the last entry of its cumulative sum may differ in their last bits.
@@ -109,13 +99,10 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor, block_size: int = 64) -> Tens
 def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
 
-    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5])
-    2
-    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5], threshold=2)
-    0
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
+    (2, 0)
     """
-    low = threshold + 1
-    high = min(len(a), len(b))
+    low, high = threshold + 1, min(len(a), len(b))
     if high < low or a[:low] != b[:low]:
         return 0
     # Binary search. a[:low] == b[:low] holds throughout.
@@ -132,47 +119,32 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
 
 
 class DecodeView(NamedTuple):
-    """One attention call of decoding slots: a rectangle of the cache, read without a copy.
+    """One attention call of decoding slots, which reads a rectangle of the cache without a copy.
 
-    A view covers all slots from the first to the last of a group, and as many keys as the longest
+    The rectangle: all slots from the first to the last of a group, and as many keys as the longest
     of the group has. Slots in between that do not decode are computed too, and dropped.
     """
 
-    start: int  # the group's queries are [start:end] of the flat row
-    end: int
-    num_slots: int  # of the view, the slots in between included
-    region: tuple[slice, slice, slice]  # index of the view in keys [slots, H_kv, capacity, D]
-    places: Tensor | None  # [end - start] the group's slots within the view; None: all of them
-    mask: Tensor | None  # [num_slots, 1, 1, width] True: key is seen; None: every key is seen
+    row: slice  # the group's queries in the flat row
+    region: tuple[slice, slice, slice]  # the rectangle in keys [slots, H_kv, capacity, D]
+    places: Tensor | None  # the group's slots within the rectangle; None: there are no others
+    mask: Tensor | None  # [slots, 1, 1, keys] True: the key is seen; None: every key is seen
 
 
 class PrefillChunk(NamedTuple):
     """One attention call of a prefilling slot: the slot's new ids and the keys that they see."""
 
-    start: int  # the new ids are [start:end] of the flat row
-    end: int
+    row: slice  # the new ids in the flat row
     slot: int
     length: int  # number of keys of the slot, the new ones included
     mask: Tensor | None  # [query heads per KV head * new ids, length]; None: causal, no key before
 
 
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    ragged: "Ragged | None" = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer.
-
-    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
-    """
-    # Under autocast the rotary embedding returns float32.
-    query = query.to(value.dtype)
-    key = key.to(value.dtype)
+def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+           attention_mask: Tensor | None, scaling: float | None = None,
+           ragged: "Ragged | None" = None, **_: object) -> tuple[Tensor, None]:
+    """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # float32 under autocast
     return ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
@@ -183,7 +155,7 @@ class Ragged:
     """The KV cache of `slots` trajectories, and the forward pass that extends it.
 
     `ids[slot]` are the ids whose keys and values the cache holds. They stay after a trajectory
-    has ended, so that a later trajectory that begins with the same ids can copy them.
+    has ended, so that a later one that begins with the same ids can copy them.
     `forwarded` counts the token positions that were computed.
     """
 
@@ -197,7 +169,6 @@ class Ragged:
         # A GPU takes all decoding slots in one call.
         self.attention_call_cost = 512 if self.device.type == "cpu" else 10**6
         self.kv_cache = {}  # layer -> keys and values [2, slots, H_kv, capacity, D]
-
         # CUDA graphs of decode steps. A graph reads its inputs at fixed addresses, so these two
         # tensors are never replaced.
         self.use_graphs = self.device.type == "cuda"
@@ -221,13 +192,9 @@ class Ragged:
     @staticmethod
     def lacks(policy: PreTrainedModel) -> str:
         """Why this engine cannot play the model; "" if it can."""
-        config = policy.config
-        if packs(config):
+        if packs(policy.config):
             return ""
-        reason = length_dependence(config)
-        if reason:
-            return reason
-        return f"model type {config.model_type}"
+        return length_dependence(policy.config) or f"model type {policy.config.model_type}"
 
     def attention(self) -> AbstractContextManager[None]:
         """Inside this context the policy's layers call `attend`."""
@@ -235,31 +202,20 @@ class Ragged:
 
     def best_prefix(self, ids: list[int]) -> tuple[int, int]:
         """Find the slot that holds the longest prefix of `ids` -> (slot, length of the prefix).
-
-        The prefix never includes the last id, which must be forwarded for its logits.
-        """
-        best_slot = 0
-        best_length = 0
+        The prefix never includes the last id, which must be forwarded for its logits."""
+        best_slot, best_length = 0, 0
         for slot, held in enumerate(self.ids):
-            if best_length >= len(held) or best_length >= len(ids) - 1:
-                continue
             # A longer prefix agrees at the next position too. One comparison excludes most slots.
-            if held[best_length] != ids[best_length]:
-                continue
-            length = common_prefix_length(held, ids, best_length)
-            if length:
-                best_slot = slot
-                best_length = min(length, len(ids) - 1)
+            possible = best_length < min(len(held), len(ids) - 1)
+            if possible and held[best_length] == ids[best_length]:
+                length = common_prefix_length(held, ids, best_length)
+                if length:
+                    best_slot, best_length = slot, min(length, len(ids) - 1)
         return best_slot, best_length
 
-    def begin(
-        self, slot: int, ids: list[int], source_slot: int, prefix_length: int
-    ) -> list[int]:
-        """Give `slot` to a trajectory that begins with `ids`.
-
-        The keys and values of the first `prefix_length` ids are copied from `source_slot` (see
-        `best_prefix`). -> the other ids, at least one: they must be forwarded.
-        """
+    def begin(self, slot: int, ids: list[int], source_slot: int, prefix_length: int) -> list[int]:
+        """Give `slot` to a trajectory that begins with `ids`. The keys and values of the first
+        `prefix_length` ids are copied from `source_slot`. -> the other ids: forward them next."""
         if prefix_length and source_slot != slot:
             for kv in self.kv_cache.values():
                 kv[:, slot, :, :prefix_length] = kv[:, source_slot, :, :prefix_length]
@@ -268,30 +224,23 @@ class Ragged:
 
     @torch.no_grad()
     def forward(self, feed: dict[int, list[int]]) -> Tensor:
-        """Append new ids to some slots and compute the logits after them.
-
-        feed: {slot: new ids, at least one} -> logits [len(feed), V] after the last new id of each
-        slot, in the order of `feed`.
-        """
+        """Append new ids to some slots. feed: {slot: new ids, at least one} -> logits
+        [len(feed), V] after the last new id of each slot, in the order of `feed`."""
         # A graph computes all slots. It pays off if at least half of them are fed.
         if self.use_graphs and 2 * len(feed) >= self.slots:
             if all(len(new_ids) == 1 for new_ids in feed.values()):
                 return self._decode_with_graph(feed)
         ids, logit_places = self._lay_out(feed)
-        out = self.policy(
-            input_ids=ids[None],
-            position_ids=self.token_positions[None],
-            use_cache=False,
-            ragged=self,
-            logits_to_keep=torch.tensor(logit_places, device=self.device),
-        )
-        return out.logits[0]
+        return self._logits(ids, logits_to_keep=torch.tensor(logit_places, device=self.device))
+
+    def _logits(self, ids, **options):
+        """The policy's forward pass over the flat row [N] -> logits of the places kept."""
+        return self.policy(input_ids=ids[None], position_ids=self.token_positions[None],
+                           use_cache=False, ragged=self, **options).logits[0]
 
     def _lay_out(self, feed):
-        """Build the flat row of a step, and set the attributes that `attend` reads.
-
-        feed: {slot: new ids} -> (ids [N], the place of each slot's last id, in the order of `feed`)
-        """
+        """Build the flat row of a step, and set the attributes that `attend` reads. -> ids [N], and
+        the place of each slot's last id in the row, in the order of `feed`."""
         decoding = sorted(slot for slot, new_ids in feed.items() if len(new_ids) == 1)
         prefilling = [slot for slot, new_ids in feed.items() if len(new_ids) > 1]
         ids, slots, positions = [], [], []  # of each token of the flat row
@@ -301,11 +250,10 @@ class Ragged:
             new_ids = feed[slot]
             past = len(self.ids[slot])
             length = past + len(new_ids)
-            start = len(ids)
             if len(new_ids) > 1:
-                mask = self._chunk_mask(past, len(new_ids))
-                chunk = PrefillChunk(start, start + len(new_ids), slot, length, mask)
-                self.prefill_chunks.append(chunk)
+                row = slice(len(ids), len(ids) + len(new_ids))
+                mask = self._chunk_mask(past, length) if past else None
+                self.prefill_chunks.append(PrefillChunk(row, slot, length, mask))
             ids += new_ids
             slots += [slot] * len(new_ids)
             positions += range(past, length)
@@ -321,72 +269,60 @@ class Ragged:
         self.decode_views = self._make_decode_views(decoding)
         return ids_on_device, [last_place[slot] for slot in feed]
 
-    def _chunk_mask(self, past, num_new):
-        """The mask of a PrefillChunk after `past` keys.
-
-        Query heads that share a KV head stand one after the other along the queries' dimension,
-        so the mask of one head is repeated for each.
-        """
-        if not past:
-            return None
-        mask = torch.ones(num_new, past + num_new, dtype=torch.bool, device=self.device)
+    def _chunk_mask(self, past, length):
+        """The mask of a PrefillChunk, repeated for the query heads that share a KV head."""
+        mask = torch.ones(length - past, length, dtype=torch.bool, device=self.device)
         return mask.tril(past).repeat(self.query_heads_per_kv_head, 1)
 
-    def _decode_groups(self, decoding):
-        """Cut decoding slots, in order, into groups that share one attention call.
+    def _make_decode_views(self, decoding):
+        """Cut decoding slots, in order, into groups that share one attention call -> [DecodeView].
 
-        A slot joins the group before it if the keys that are then read in vain cost less than a
-        call. -> [(slots, length of the longest, sum of lengths)]
+        A slot joins the last group if the masked keys that are then read cost no more than a call.
         """
-        groups = []
+        groups = []  # (slots, length of the longest, sum of lengths)
         for slot in decoding:
             length = len(self.ids[slot])
             if groups:
                 slots, longest, total = groups[-1]
                 longest = max(longest, length)
                 total += length
-                num_slots = slot + 1 - slots[0]
-                unneeded_keys = num_slots * longest - total
-                if unneeded_keys <= self.attention_call_cost:
-                    slots.append(slot)
-                    groups[-1] = (slots, longest, total)
+                masked_keys = (slot + 1 - slots[0]) * longest - total
+                if masked_keys <= self.attention_call_cost:
+                    groups[-1] = ([*slots, slot], longest, total)
                     continue
             groups.append(([slot], length, length))
-        return groups
 
-    def _make_decode_views(self, decoding):
-        """The attention calls of this step's decoding slots -> [DecodeView]."""
         views = []
         start = 0
-        for slots, longest, total in self._decode_groups(decoding):
-            end = start + len(slots)
-            first_slot = slots[0]
-            num_slots = slots[-1] + 1 - first_slot
-            last_keys = self.token_positions[start:end]  # the last key that each query sees
-            places = None
-            mask = None
+        for slots, longest, total in groups:
+            row = slice(start, start + len(slots))
+            start = row.stop
+            num_slots = slots[-1] + 1 - slots[0]  # those in between included
+            last_keys = self.token_positions[row]  # the last key that each query sees
+            places, mask = None, None
             if num_slots > len(slots):
-                places = self.token_slots[start:end] - first_slot
+                places = self.token_slots[row] - slots[0]
                 # A slot in between sees its first key: a softmax over no key would be NaN.
                 last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
             if total < num_slots * longest:
-                key_positions = torch.arange(longest, device=self.device)
-                mask = (key_positions <= last_keys[:, None])[:, None, None]
-            region = (slice(first_slot, first_slot + num_slots), slice(None), slice(longest))
-            views.append(DecodeView(start, end, num_slots, region, places, mask))
-            start = end
+                mask = self._decode_mask(last_keys, longest)
+            region = (slice(slots[0], slots[-1] + 1), slice(None), slice(longest))
+            views.append(DecodeView(row, region, places, mask))
         return views
+
+    def _decode_mask(self, last_keys, width):
+        """last_keys [slots], the last key that each slot's query sees -> [slots, 1, 1, width]"""
+        key_positions = torch.arange(width, device=self.device)
+        return (key_positions <= last_keys[:, None])[:, None, None]
 
     def _decode_with_graph(self, feed):
         """A step in which all slots of `feed` decode, as one CUDA graph -> logits [len(feed), V].
 
-        A graph repeats its kernels on the same addresses, so the shapes are fixed and all slots
-        take part. A slot that is not fed writes a key and a value at its next position, where its
-        next id overwrites them before they are read.
+        The shapes of a graph are fixed, so all slots take part. A slot that is not fed writes a key
+        and a value at its next position, where its next id overwrites them before they are read.
         """
         new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
-        positions = [len(ids) for ids in self.ids]
-        inputs = torch.tensor([new_ids, positions])
+        inputs = torch.tensor([new_ids, [len(ids) for ids in self.ids]])  # ids and positions
         for slot, ids in feed.items():
             self.ids[slot] += ids
         self.forwarded += self.slots
@@ -401,40 +337,28 @@ class Ragged:
             for layer, kv in self.kv_cache.items():
                 self._layer_cache(layer, kv[0, 0])
 
-        # Building a graph runs the step, which writes keys and values: the inputs come first.
+        # Building a graph runs the step, which writes keys and values: set the inputs first.
         self.graph_inputs.copy_(inputs, non_blocking=True)
         if width not in self.graph_steps:
             self.graph_steps[width] = self._make_graph_step(width)
-        logits = self.graph_steps[width]()
-        return logits[list(feed)]
+        return self.graph_steps[width]()[list(feed)]
 
     def _make_graph_step(self, width: int) -> Callable[[], Tensor]:
-        """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V].
-
-        width: number of keys that are read in each slot. On a GPU the function replays a graph.
-        """
-
+        """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V], and
+        reads `width` keys in each slot. On a GPU it replays a graph."""
         def decode():
             ids, self.token_positions = self.graph_inputs
             self.token_slots = self.all_slots
             self.prefill_chunks = []
             self.decode_count = self.slots
-            key_positions = torch.arange(width, device=self.device)
-            mask = (key_positions <= self.token_positions[:, None])[:, None, None]
             region = (slice(None), slice(None), slice(width))
-            self.decode_views = [DecodeView(0, self.slots, self.slots, region, None, mask)]
-            out = self.policy(
-                input_ids=ids[None],
-                position_ids=self.token_positions[None],
-                use_cache=False,
-                ragged=self,
-            )
-            return out.logits[0]
+            mask = self._decode_mask(self.token_positions, width)
+            self.decode_views = [DecodeView(slice(self.slots), region, None, mask)]
+            return self._logits(ids)
 
         if self.device.type != "cuda":
             decode()  # a warm-up, as on a GPU, so that tests on a CPU cover its side effects
             return decode
-
         # Warm up outside the recording: the first calls allocate and initialize.
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -442,7 +366,6 @@ class Ragged:
             for _ in range(2):
                 decode()
         torch.cuda.current_stream().wait_stream(side_stream)
-
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = decode()
@@ -450,16 +373,12 @@ class Ragged:
         def replay():
             graph.replay()
             return logits
-
         return replay
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-    ) -> Tensor:
-        """Attention of one layer over the flat row: store new keys and values, then read.
-
-        query [H, N, D], key and value [H_kv, N, D] -> [N, H, D].
-        """
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
+               scaling: float | None) -> Tensor:
+        """Attention of one layer over the flat row: store the new keys and values, then read.
+        query [H, N, D], key and value [H_kv, N, D] -> [N, H, D]."""
         H, N, D = query.shape
         H_kv = len(key)
         keys, values = self._layer_cache(layer, key)  # each [slots, H_kv, capacity, D]
@@ -470,50 +389,37 @@ class Ragged:
         # Decoding slots have one query each. The query heads that share a KV head stand where the
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
         queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
-        for start, end, num_slots, region, places, mask in self.decode_views:
-            q = queries[start:end]
+        for row, region, places, mask in self.decode_views:
+            q, k, v = queries[row], keys[region], values[region]
             if places is not None:
-                q = q.new_zeros(num_slots, *q.shape[1:]).index_copy_(0, places, q)
-            o = scaled_dot_product_attention(q, keys[region], values[region], mask, scale=scaling)
+                q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, places, q)
+            o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
             if places is not None:
                 o = o[places]
-            out[start:end] = o.reshape(-1, H, D)
+            out[row] = o.reshape(-1, H, D)
 
-        # Each prefilling slot has several queries, and sees the keys of its own slot.
-        for start, end, slot, length, mask in self.prefill_chunks:
-            q = query[:, start:end]
-            k = keys[None, slot, :, :length]
-            v = values[None, slot, :, :length]
+        # A prefilling slot has several queries.
+        for row, slot, length, mask in self.prefill_chunks:
+            q = query[:, row]
+            k, v = keys[None, slot, :, :length], values[None, slot, :, :length]
             if mask is None:
-                q = q[None]
-                o = scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=scaling, enable_gqa=H != H_kv
-                )
+                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
+                                                 enable_gqa=H != H_kv)
             else:
                 q = q.reshape(1, H_kv, -1, D)
                 o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
-            out[start:end] = o.reshape(H, -1, D).transpose(0, 1)
+            out[row] = o.reshape(H, -1, D).transpose(0, 1)
         return out
 
     def _layer_cache(self, layer, like):
-        """The layer's cache [2, slots, H_kv, capacity, D], with room for this step.
-
-        like: a tensor [H_kv, any, D] of the keys' dtype and device.
-        """
-        cache = self.kv_cache.get(layer)
-        fits = (
-            cache is not None
-            and cache.shape[3] >= self.needed_capacity
-            and cache.dtype == like.dtype
-        )
-        if fits:
-            return cache
-        return self._grow_layer_cache(layer, like)
-
-    def _grow_layer_cache(self, layer, like):
-        """Replace the layer's cache by one of about twice the needed capacity, with its content."""
+        """The layer's cache [2, slots, H_kv, capacity, D], grown if this step needs more room.
+        like: a tensor [H_kv, any, D] of the keys' dtype and device."""
+        old = self.kv_cache.get(layer)
+        needed = self.needed_capacity
+        if old is not None and old.shape[3] >= needed and old.dtype == like.dtype:
+            return old
         H_kv, _, D = like.shape
-        capacity = max(self.needed_capacity, min(2 * self.needed_capacity, self.max_length))
+        capacity = max(needed, min(2 * needed, self.max_length))
         shape = (2, self.slots, H_kv, capacity, D)
         # Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN.
         if like.device.type == "cpu":
@@ -523,7 +429,6 @@ class Ragged:
             new = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
         else:
             new = like.new_zeros(shape)
-        old = self.kv_cache.get(layer)
         if old is not None:
             new[..., : old.shape[3], :] = old
         self.kv_cache[layer] = new
@@ -537,8 +442,8 @@ class Ragged:
 class Padded:
     """The KV cache of rows that advance together, on the model's own attention.
 
-    The new ids of a step are padded on the left to one width. The attention mask over all columns
-    hides the padding, and positions count real tokens only.
+    The new ids of a step are padded on the left to one width. The attention mask hides the
+    padding, and positions count real tokens only.
     """
 
     def __init__(self, policy: PreTrainedModel):
@@ -550,10 +455,7 @@ class Padded:
         self.forwarded = 0  # token positions computed, padding included
 
     def start(self, chunks: list[list[int]]) -> Tensor:
-        """The first forward pass: equal rows (the samples of an item) are computed once.
-
-        chunks: B lists of ids -> logits [B, V] after each row's last id.
-        """
+        """`forward` at the start, when equal rows (the samples of an item) are computed once."""
         place = {}  # chunk -> its row among the distinct ones
         for chunk in chunks:
             place.setdefault(tuple(chunk), len(place))
@@ -564,38 +466,22 @@ class Padded:
 
     @torch.no_grad()
     def forward(self, chunks: list[list[int]]) -> Tensor:
-        """Append ids to the rows and compute the logits after them.
-
-        chunks: B lists of ids, [] for a row that waits -> logits [B, V] after each row's last id.
-        """
-        B = len(chunks)
-        width = max(map(len, chunks))
-        ids = torch.zeros(B, width, dtype=torch.long)
-        is_real = torch.zeros(B, width, dtype=torch.bool)
-        for row, chunk in enumerate(chunks):
-            if chunk:
-                start = width - len(chunk)
-                ids[row, start:] = torch.tensor(chunk)
-                is_real[row, start:] = True
-        ids = ids.to(self.device)
-        is_real = is_real.to(self.device)
-
+        """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
+        [B, V] after the last column; those of a row that waits mean nothing."""
+        rows = [torch.tensor(chunk, dtype=torch.long) for chunk in chunks]
+        real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+        ids = pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
+        is_real = pad_sequence(real, batch_first=True, padding_side="left").to(self.device)
         if self.attention_mask is None:
             self.attention_mask = is_real[:, :0]
-            self.lengths = torch.zeros(B, dtype=torch.long, device=self.device)
+            self.lengths = torch.zeros(len(rows), dtype=torch.long, device=self.device)
         self.attention_mask = torch.cat([self.attention_mask, is_real], dim=1)
-        positions = (self.lengths[:, None] + is_real.cumsum(1) - 1).clamp(min=0)  # [B, width]
+        positions = (self.lengths[:, None] + is_real.cumsum(1) - 1).clamp(min=0)  # [B, new]
         self.lengths = self.lengths + is_real.sum(1)
-        self.forwarded += B * width
-        out = self.policy(
-            input_ids=ids,
-            attention_mask=self.attention_mask.long(),
-            position_ids=positions,
-            past_key_values=self.kv_cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]
+        self.forwarded += ids.numel()
+        return self.policy(input_ids=ids, attention_mask=self.attention_mask.long(),
+                           position_ids=positions, past_key_values=self.kv_cache,
+                           use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def keep(self, rows: list[int]) -> None:
         """Replace the rows by these of them: a row may be left out, or repeated."""

@@ -186,10 +186,8 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
             # The status line and headers suffice: reading a slow body could exceed the limit.
             requests.get(url, timeout=(5, 5), stream=True).raise_for_status()
         except (requests.RequestException, ValueError) as e:
-            raise ValueError(
-                f"no environment server answers at {url} ({type(e).__name__}); "
-                "start one or drop --env_url"
-            ) from e
+            raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
+                             "start one or drop --env_url") from e
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
@@ -320,13 +318,10 @@ class EnvPool:
     server keeps an episode until it is closed.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str] | dict[str, list[str]] = (),  # servers, or world -> its servers
-        make: Callable[..., Env] = make_env,
-        options: dict[str, dict] | None = None,  # world -> keyword arguments of its class
-    ):
-        """Without `urls` a world is played in this process; only then it gets its `options`."""
+    def __init__(self, urls: Sequence[str] | dict[str, list[str]] = (),
+                 make: Callable[..., Env] = make_env, options: dict[str, dict] | None = None):
+        """urls: servers, or world -> its servers. Without any, a world is played in this process.
+        options: world -> keyword arguments of its class, for worlds played in this process."""
         self.urls = urls
         self.make = make
         self.options = options or {}
@@ -383,9 +378,9 @@ class EnvPool:
         if not urls:
             return self.make(name, **self.options.get(name, {}))
 
-        turn, first = divmod(number, len(urls))
+        shift, first = divmod(number, len(urls))
         others = urls[:first] + urls[first + 1:]
-        fallbacks = [others[(turn + i) % len(others)] for i in range(len(others))]
+        fallbacks = [others[(shift + i) % len(others)] for i in range(len(others))]
         for url in [urls[first], *fallbacks]:
             try:
                 return self.make(name, url=url)

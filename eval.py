@@ -89,7 +89,7 @@ class EvalConfig:
     slots: Annotated[int | None, positive] = arg(
         None, "trajectories played at a time; 32 at most on a server's model")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in step (slow; the "
+        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
                                            "not bit-for-bit repeatable; default: with --env_url")
@@ -483,7 +483,7 @@ class ServedModel:
         return text.replace(self.key, "***") if self.key else text
 
 
-class ServedEpisode:
+class TextEpisode:
     """A trajectory while a served model plays it, in the calling thread.
 
     It has messages but no tokens. When `cancelled` is set, the next
@@ -522,7 +522,7 @@ class ServedEpisode:
         result = self.ask_environment(self.dialogue.begin)
         if result is not None:
             instructions, observation = result
-            self.trajectory.open(instructions.strip(), observation.strip())
+            self.trajectory.record_start(instructions.strip(), observation.strip())
 
     def next_reply(self) -> Reply | None:
         """The model's reply, up to the world's stop strings; None if the server refuses."""
@@ -631,7 +631,7 @@ def play_with_retries(model: ServedModel, pool: EnvPool, item: str, group: int, 
     A conversation that the server refused is not begun again."""
     for _ in range(config.retries + 1):
         t = Trajectory(item, split_item(item)[0], group=group, sample=sample)
-        ServedEpisode(t, model, pool, horizon, config, cancelled).play()
+        TextEpisode(t, model, pool, horizon, config, cancelled).play()
         if t.status != Status.ENV_ERROR or t.error.startswith(REFUSED):
             break
     return t

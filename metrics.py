@@ -172,7 +172,7 @@ def draw_curves(run: str | Path) -> None:
         ax.set_title(" and ".join(n.replace("_", " ") for n in names))
         ax.set_xlabel("training step")
     figure.suptitle(f"{run.name}: training trajectories; dark: mean of 5 steps; light: each step; "
-                    "upright lines: the horizon grows")
+                    "vertical lines: the horizon changes")
     figure.savefig(run / "curves.png.tmp", format="png", dpi=110)
     os.replace(run / "curves.png.tmp", run / "curves.png")
 

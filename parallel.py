@@ -100,7 +100,7 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
     for block in blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
-    # `through` calls this method, and so passes the hooks that gather parameters.
+    # A registered forward method runs FSDP's hooks, which gather the parameters. `through` uses it.
     model.call = lambda function, *args: function(*args)
     register_fsdp_forward_method(model, "call")
     return model
@@ -159,8 +159,8 @@ class Sigterm:
     once; outside, an update is finished first."""
 
     def __init__(self) -> None:
-        self.came = False
-        self.inside = False
+        self.received = False
+        self.in_rollout = False
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.previous = signal.signal(signal.SIGTERM, self._handle) if self.in_main_thread else None
 
@@ -170,15 +170,15 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self.previous)
 
     def _handle(self, *_):
-        is_first = not self.came
-        self.came = True
-        if is_first and self.inside:
+        is_first = not self.received
+        self.received = True
+        if is_first and self.in_rollout:
             raise Terminated
 
     def __enter__(self):
-        self.inside = True
-        if self.came:
+        self.in_rollout = True
+        if self.received:
             raise Terminated
 
     def __exit__(self, *_):
-        self.inside = False
+        self.in_rollout = False

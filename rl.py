@@ -95,7 +95,7 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, a model with LoRA is the one it started from."""
+    """Inside, the adapters are off: the model is the one that training started from."""
     layers = [m for m in model.modules() if hasattr(m, "lora_A")]
     for layer in layers:
         layer.enable_adapters(False)
@@ -256,7 +256,7 @@ def steady_length(config: PreTrainedConfig) -> float:
 
 def packs(config: PreTrainedConfig) -> bool:
     """Whether the model's sequences can stand in one row: its attention can be any function, and
-    looks at all that is before."""
+    attends to all earlier positions."""
     return config.model_type in ("qwen2", "qwen3", "llama") and not length_dependence(config)
 
 
@@ -368,7 +368,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
-    # What training needs besides, written by all ranks together.
+    # What training needs besides the policy, written by all ranks together.
     if state is not None:
         tensors = training_tensors(trained)
         optimizer_steps = {}

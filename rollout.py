@@ -34,7 +34,7 @@ from envs import Env, EnvPool, ItemError, Step, outcome, split_item
 from parallel import device_of, gathered
 from rl import length_dependence
 
-# ---- what a rollout gives, and what it is told ----
+# ---- trajectories and settings ----
 
 
 class Status(str, Enum):
@@ -79,7 +79,7 @@ class Trajectory:
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.rewards += [0.0] * len(ids)
 
-    def open(self, instructions: str, observation: str) -> None:
+    def record_start(self, instructions: str, observation: str) -> None:
         """Record the messages before the first reply."""
         self.messages = [{"role": "user", "content": instructions},
                          {"role": "assistant", "content": "OK"},
@@ -144,7 +144,7 @@ class RolloutConfig:
         return cls(**own | changes)
 
 
-def of_world(limit: "int | float | dict", world: str) -> "int | float":
+def limit_for(limit: int | float | dict, world: str) -> int | float:
     """A limit that may be given for each world, for this world."""
     return limit[world] if isinstance(limit, dict) else limit
 
@@ -166,8 +166,8 @@ class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
-    waited for until the moment `until`. Made, it resets its environment, in the environment's
-    thread.
+    waited for until the moment `until`. The constructor starts the
+    environment's reset, in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
@@ -178,9 +178,9 @@ class Episode:
         self.chat = chat
         self.pool = pool
         self.on_cpu = on_cpu
-        self.max_tokens = of_world(config.max_tokens, trajectory.env)
-        self.max_length = of_world(config.max_length, trajectory.env)
-        self.invalid_penalty = of_world(config.invalid_penalty, trajectory.env)
+        self.max_tokens = limit_for(config.max_tokens, trajectory.env)
+        self.max_length = limit_for(config.max_length, trajectory.env)
+        self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
         self.uniforms = self._uniforms()
         self.pending: list[int] = []
         self.reply: list[int] = []
@@ -204,8 +204,7 @@ class Episode:
         self.future = self.worker.call(function, *args, here=here)
         self.until = time.monotonic() + self.config.deadline
 
-    # The next two run in the environment's thread, so that text and tokenization cost this one
-    # nothing.
+    # The next two run in the environment's thread, so the main thread spends no time on text.
 
     def _reset(self, env: Env) -> tuple[str, str, list[int]]:
         instructions, observation = self.dialogue.begin(env)
@@ -218,8 +217,8 @@ class Episode:
         return text, step, self.chat.turn(step.observation, closed)
 
     def answers_at_once(self) -> bool:
-        """Whether the answer is taken before the next forward pass. On a GPU it never is: the CPU
-        can work on it while the GPU computes."""
+        """Whether the answer is taken before the next forward pass. On a GPU it never
+        is: the environment computes while the GPU does."""
         return self.on_cpu and self.worker.env.instant
 
     def ready(self) -> bool:
@@ -269,7 +268,7 @@ class Episode:
             return self._end(Status.ENV_ERROR, error)
         if resetting:
             instructions, observation, ids = result
-            t.open(instructions, observation)
+            t.record_start(instructions, observation)
         else:
             reply, step, ids = result
             t.record_turn(reply, step, self.dialogue.restarts, self.invalid_penalty)
@@ -374,8 +373,8 @@ def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
     support."""
     lacks = Ragged.lacks(policy)
     if lacks:
-        print(f"rollout: {lacks}: played on the model's own attention, all trajectories in step",
-              file=sys.stderr)
+        print(f"rollout: {lacks}: played on the model's own attention, "
+              "all trajectories in lockstep", file=sys.stderr)
         return "hf"
     return Ragged(policy, slots)
 
@@ -399,10 +398,10 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     {"babyai": 4, "textcraft": 8}. config: see `RolloutConfig`; its fields may also be given one by
     one, as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's
     random key. engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf":
-    the model's own attention, all trajectories in step. progress: called with each trajectory that
-    has ended. stats: receives "forwarded" (token positions computed, padding included), "steps"
-    (forward passes that were sampled from), "busy" (slots that were fed, summed over the steps) and
-    "room" (slots that could be fed: no more than trajectories that have not ended).
+    the model's own attention, all trajectories in lockstep. progress: called with each trajectory
+    that has ended. stats: receives "forwarded" (token positions computed, padding included),
+    "steps" (forward passes that were sampled from), "busy" (slots that were fed, summed over the
+    steps) and "room" (slots that could be fed: no more than trajectories that have not ended).
 
     -> the trajectories in the order of items, the samples of an item side by side. Raises
     ValueError for a bad item, FloatingPointError if the policy's logits are not finite.
@@ -414,7 +413,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     policy.eval()
 
     def make_episode(t: Trajectory) -> Episode:
-        return Episode(t, of_world(horizon, t.env), config, chat, envs, on_cpu)
+        return Episode(t, limit_for(horizon, t.env), config, chat, envs, on_cpu)
 
     if engine == "ragged":
         engine = make_engine(policy, min(config.slots, len(items) * config.samples))
@@ -423,7 +422,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     try:
         with gathered(policy):
             if engine == "hf":
-                forwarded = decode_in_step(policy, queue)
+                forwarded = decode_in_lockstep(policy, queue)
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
@@ -438,7 +437,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # ---- the decode loop ----
 
-# No further trajectory starts in a decode step whose new trajectories bring this many ids already.
+# No more trajectories start in a decode step once the new ones bring this many ids.
 MAX_NEW_IDS = 8192
 # A trajectory waits one decode step for another one if it can then copy this many more ids.
 SHARED_PREFIX = 16
@@ -473,7 +472,7 @@ class Decoder:
             for now in itertools.count():
                 for slot in self.answered_slots(now):
                     self.collect(slot)
-                while self.queue.todo and len(self.starting) < self.starters_wanted():
+                while self.queue.todo and len(self.starting) < self.num_resets_ahead():
                     self.starting.append(self.queue.begin())
                 if not self.playing and not self.starting:
                     return self.engine.forwarded
@@ -512,8 +511,9 @@ class Decoder:
             self.queue.end(self.playing.pop(slot))
             self.free.append(slot)
 
-    def starters_wanted(self) -> int:
-        """Resets take time: a few more episodes than there are free slots are begun ahead."""
+    def num_resets_ahead(self) -> int:
+        """How many resets may be under way: resets take time, so a few more than there are free
+        slots."""
         return len(self.free) + min(8, self.engine.slots // 4)
 
     def fill_free_slots(self) -> None:
@@ -556,7 +556,7 @@ class Decoder:
                 self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
 
 
-def decode_in_step(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
+def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
     # Padding would change the results of a model that depends on the length of its rows.

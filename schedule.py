@@ -1,4 +1,6 @@
-"""The horizon, the largest number of turns of a trajectory, as a function of the training step.
+"""What depends on the training step alone: the horizon, the learning rate, the items.
+
+The horizon is the largest number of turns of a trajectory.
 
 ScalingInter-RL (arXiv 2509.08755) starts with few turns, so that the policy first learns to use
 what it knows. It then raises the limit in stages, so that the policy learns to explore before long
@@ -165,9 +167,10 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
 
 
 def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str]:
-    """The items of a training step: every epoch has a new order, which is a function of (seed, step) alone.
+    """The items of a training step, in an order that is a function of (seed, step) alone.
 
-    No item comes twice in a step. What is left at the end of an epoch, less than `count`, is not played in it.
+    Every epoch has a new order, and no item comes twice in a step. The items that are left over at
+    the end of an epoch, fewer than `count`, are not played in it.
     """
     steps_per_epoch = len(items) // count
     epoch, part = divmod(step, steps_per_epoch)

@@ -1,4 +1,4 @@
-"""Refuse an installation that is not editable: it would leave behind the model, the items and the page."""
+"""Refuse an installation that is not editable: it would lack the model, the items and the page."""
 
 import sys
 

@@ -1,9 +1,7 @@
-"""Multi-turn reinforcement learning of an LLM agent: schedule, rollout, advantages, update, log,
-save.
+"""Multi-turn RL of an LLM agent: schedule, rollout, advantages, update, log, save.
 
-    python train.py --env babyai --algo grpo          # the built-in tiny model, two CPU cores,
-    minutes torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model
-    Qwen/Qwen2.5-7B-Instruct
+    python train.py --env babyai --algo grpo        # the built-in tiny model: minutes on two cores
+    torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct
 
 The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates
 from the original in three points. A turn's reward sits on the last token that the policy sampled in
@@ -105,7 +103,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             set_learning_rates(run, step)
 
             # Rollout: each rank plays its share of the items.
-            trajectories, counts = play_items(run, pool, sigterm, items, horizons)
+            trajectories, decode_stats = play_items(run, pool, sigterm, items, horizons)
             if trajectories is None:  # SIGTERM came
                 stop(run)
                 break
@@ -124,9 +122,9 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             # Log.
             by_world = world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
-                   **rollout_metrics(trajectories), **changes, **counts,
+                   **rollout_metrics(trajectories), **changes, **decode_stats,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
-                   "tokens_per_second": counts["tokens"] / seconds,
+                   "tokens_per_second": decode_stats["tokens"] / seconds,
                    "memory_gb": memory_gb(run.device), **mixture_columns(by_world)}
             log_step(run, row, trajectories)
             bar.set_postfix_str(summary(row))
@@ -147,14 +145,15 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
 
 def start(cfg: Config) -> Run | None:
     """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it
-    is finished. Nothing is written before all that can be broken has been read."""
+    is finished. All inputs that may be broken are
+    read before anything is written."""
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = Path(cfg.out)
-    newest = rl.checkpoints(folder)[-1] if rl.checkpoints(folder) else None
+    newest = next(reversed(rl.checkpoints(folder)), None)
     try:
-        policy, tokenizer, trained, reference = load_models(cfg, newest, device)
+        policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
         state = {"step": 0, "horizon": {}}
         if newest:
             state |= rl.resume(newest, trained)
@@ -186,7 +185,7 @@ def start(cfg: Config) -> Run | None:
     )
 
 
-def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
+def load_for_training(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
     """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
     model or None. Raises ValueError for a model that cannot be loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
@@ -219,7 +218,8 @@ def load_models(cfg: Config, newest: Path | None, device: torch.device) -> tuple
 
 def trainable(model: nn.Module, lr: float, cfg: Config,
               device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """-> the model as the flags want it trained (in place), and its optimizer"""
+    """Prepare a model for training in place (LoRA, gradient checkpointing, sharding), and make its
+    optimizer."""
     if cfg.lora_rank:
         rl.add_lora(getattr(model, "body", model), cfg.lora_rank, cfg.seed)
     if cfg.gradient_checkpointing:
@@ -238,7 +238,7 @@ def placed(model: nn.Module, cfg: Config, device: torch.device) -> nn.Module:
 
 def rollout_config(cfg: Config) -> RolloutConfig:
     """The rollouts' settings from the flags; each world has limits of its own."""
-    limits = {name: {world: getattr(own, name) for world, own in cfg.worlds.items()}
+    limits = {name: {world: getattr(settings, name) for world, settings in cfg.worlds.items()}
               for name in ("max_tokens", "max_length", "invalid_penalty")}
     return RolloutConfig.from_flags(cfg, samples=cfg.rollouts_per_item, **limits)
 
@@ -248,9 +248,9 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
     if cfg.horizon_schedule != "adaptive":
         return {}
     states = {}
-    for world, own in cfg.worlds.items():
-        window = max(2, own.horizon_steps // 2)
-        states[world] = resumed.get(world) or schedule.adaptive_start(own.rounds, window)
+    for world, settings in cfg.worlds.items():
+        window = max(2, settings.horizon_steps // 2)
+        states[world] = resumed.get(world) or schedule.adaptive_start(settings.rounds, window)
     return states
 
 
@@ -275,11 +275,11 @@ def prepare_folder(cfg: Config, folder: Path, step: int) -> None:
 def horizons_at(run: Run, step: int) -> dict[str, int]:
     """World -> its horizon at this step."""
     horizons = {}
-    for world, own in run.cfg.worlds.items():
+    for world, settings in run.cfg.worlds.items():
         if run.adaptive:
-            horizons[world] = own.rounds[run.adaptive[world]["stage"]]
+            horizons[world] = settings.rounds[run.adaptive[world]["stage"]]
         else:
-            horizons[world] = schedule.horizon_at(step, own.rounds, own.horizon_steps,
+            horizons[world] = schedule.horizon_at(step, settings.rounds, settings.horizon_steps,
                                                   run.cfg.horizon_schedule)
     return horizons
 
@@ -306,7 +306,9 @@ def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
     """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
     and how many positions were computed for them. None in place of the trajectories if SIGTERM came
     on any rank."""
-    own, stats, samples = [], {}, run.cfg.rollouts_per_item
+    own: list[Trajectory] = []
+    stats: dict[str, int] = {}
+    samples = run.cfg.rollouts_per_item
     try:
         # The parameters are gathered outside `sigterm`: no rank may leave while others gather.
         with gathered(run.policy), sigterm, rl.compute_in(run.cfg.dtype, run.device):
@@ -315,10 +317,10 @@ def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
                           step=run.step, engine=run.engine, stats=stats)
     except Terminated:
         pass
-    if any(gather([sigterm.came])):
+    if any(gather([sigterm.received])):
         return None, {}
     groups = gather([own[i:i + samples] for i in range(0, len(own), samples)])
-    for number, group in enumerate(groups):
+    for number, group in enumerate(groups):  # each rank has counted its own groups from 0
         for t in group:
             t.group = number
     trajectories = [t for group in groups for t in group]
@@ -329,19 +331,21 @@ def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
 
 
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
-    """Raise SystemExit if nothing was played, in any world or in one world for want of room."""
+    """Raise SystemExit if every environment failed, or if no trajectory of a world had room for a
+    first turn."""
     if all(t.status == "env_error" for t in trajectories):
         sys.exit(f"train.py: every environment failed at step {run.step}; "
                  f"the first: {trajectories[0].error}")
-    for world, own in run.cfg.worlds.items():
+    for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns):
-            sys.exit(f"train.py: --max_length is {own.max_length}: no first prompt of {world} fits")
+            sys.exit(f"train.py: --max_length is {settings.max_length}: "
+                     f"no first prompt of {world} fits")
 
 
 def advance_adaptive_horizons(run: Run, by_world: dict[str, dict[str, float]]) -> None:
-    """Let the adaptive schedule, if there is one, see this step. A world that failed says
-    nothing."""
+    """Update each world's adaptive schedule, if there is one, with this step's metrics. A world
+    whose environments all failed is skipped."""
     for world, state in run.adaptive.items():
         if by_world[world]["env_error"] < 1:
             _, run.adaptive[world] = schedule.adaptive_horizon(state, by_world[world])
@@ -385,7 +389,7 @@ def save_checkpoint(run: Run, step: int) -> None:
 
 
 def stop(run: Run) -> None:
-    """After SIGTERM: save what the step under way began with."""
+    """After SIGTERM: write a checkpoint from which the interrupted step starts again."""
     if run.saved != run.step:
         save_checkpoint(run, run.step)
     if run.rank == 0:

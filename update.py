@@ -12,6 +12,7 @@ columns, all [B, T] and padded on the right, and "lengths" [B], the number of to
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,10 +42,11 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
+        # +1 at the first token of each reply, -1 after its last one.
         edges = np.diff(np.array([False, *t.mask, False]).astype(int))
-        starts = (edges == 1).nonzero()[0]  # of the replies
+        starts = (edges == 1).nonzero()[0]
         ends = (edges == -1).nonzero()[0]
-        turns = len(t.progress)
+        turns = len(t.progress)  # a last reply that was never answered is no turn
         extra = [0.0] * turns
         if shaping != "none":
             lengths = (ends - starts)[:turns].tolist()
@@ -63,16 +65,16 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
                   critic: rl.Critic | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
-    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are put
-    aside. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
-    "old_values" and "returns". Each trajectory's `advantage` is set for its record.
+    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are
+    switched off. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a
+    critic also "old_values" and "returns". Each trajectory's `advantage` is set for its record.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])  # [B]
     mask = batch["mask"] & valid[:, None]  # [B, T]
     rewards = batch["rewards"]
-    # The return is not the sum over a row: that sum's rounding would depend on where the rewards
-    # stand.
+    # Scores are the recorded returns: the rounding of a row's sum would depend on where the
+    # rewards stand.
     scores = torch.tensor([t.reward for t in trajectories])  # [B]
     groups = torch.tensor([t.group for t in trajectories])
 
@@ -95,7 +97,7 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
     elif cfg.algo == "reinforce_pp":
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
-    else:
+    else:  # ppo
         with rl.compute_in(cfg.dtype, device):
             values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
                               cfg.microbatch_tokens)
@@ -146,16 +148,12 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
             if not computed and not steps:
                 computed = list(rows[:1])  # one trajectory, to measure `logprob_gap`
 
-            def policy_loss(part, denominator=denominator):
-                return policy_objective(policy, part, cfg, denominator)
-
-            def value_loss(part, denominator=denominator):
-                return value_objective(critic, part, cfg, denominator)
-
-            stats = optimizer_step(policy, optimizer, batch, computed, policy_loss,
+            loss_of = partial(policy_objective, policy, cfg, denominator)
+            stats = optimizer_step(policy, optimizer, batch, computed, loss_of,
                                    cfg.microbatch_tokens, cfg.max_grad_norm)
             if critic is not None:
-                value_stats = optimizer_step(critic, critic_optimizer, batch, rows, value_loss,
+                loss_of = partial(value_objective, critic, cfg, denominator)
+                value_stats = optimizer_step(critic, critic_optimizer, batch, rows, loss_of,
                                              cfg.microbatch_tokens, cfg.max_grad_norm)
                 stats["value_loss"] = value_stats.get("loss", 0.0)
             if not steps:  # the weights are still those that sampled
@@ -187,8 +185,8 @@ def loss_denominator(mask: Tensor, aggregation: str) -> int:
     return max(1, count)
 
 
-def policy_objective(policy: PreTrainedModel, part: Batch, cfg: "Config",
-                     denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
+                     part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss,
     stats, which are sums over its tokens."""
     mask = part["mask"]
@@ -208,8 +206,8 @@ def policy_objective(policy: PreTrainedModel, part: Batch, cfg: "Config",
     return algos.aggregate(loss, mask, cfg.aggregation, denominator), stats
 
 
-def value_objective(critic: rl.Critic, part: Batch, cfg: "Config",
-                    denominator: int) -> tuple[Tensor, dict[str, Tensor]]:
+def value_objective(critic: rl.Critic, cfg: "Config", denominator: int,
+                    part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss of a micro-batch -> loss, no stats."""
     mask = part["mask"]
     with rl.compute_in(cfg.dtype, part["ids"].device):
@@ -238,8 +236,8 @@ def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, 
 
 def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
             **columns: Sequence[Sequence[float] | float]) -> Batch:
-    """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T], name: [B,
-    T] ..., "lengths" [B] long}.
+    """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T],
+    name: [B, T] ..., "lengths" [B] long}.
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
     """

@@ -175,6 +175,7 @@ def load_tokenizer(run: Path, config: dict) -> PreTrainedTokenizerBase:
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

@@ -1,4 +1,5 @@
-"""Models behind an OpenAI-compatible server: same items, prompts and figures; keys go nowhere; faults end with a line."""
+"""Models behind an OpenAI-compatible server: the same items, prompts and measures as a model here;
+keys are never written; a failing server ends the evaluation with one line."""
 
 import json
 import subprocess
@@ -12,19 +13,25 @@ from conftest import ROOT
 
 import eval as evaluation
 from envs import EnvError, EnvPool, items
-from eval import summarise
-from rollout import rollout
+from eval import ModelError, ServedModel, play_served, summarise
+from rollout import RolloutConfig, rollout
+
+LOOK = "Action: inventory"  # a reply with an action that is always valid in TextCraft
 
 
 @contextmanager
 def server(answer):
-    """answer(body, headers) -> (status, reply as a string, or a dict)"""
+    """answer(body, headers) -> (status, the reply as a string, or the whole JSON as a dict)"""
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = answer(body, self.headers) if self.path == "/v1/chat/completions" else (404, {})
+            status, reply = 404, {}
+            if self.path == "/v1/chat/completions":
+                status, reply = answer(body, self.headers)
             if isinstance(reply, str):
-                reply = {"choices": [{"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}], "usage": {"total_tokens": 9}}
+                message = {"role": "assistant", "content": reply}
+                reply = {"choices": [{"message": message, "finish_reason": "stop"}],
+                         "usage": {"total_tokens": 9}}
             data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Retry-After", "1" if status == 429 else "soon")
@@ -34,6 +41,7 @@ def server(answer):
 
         def log_message(self, *_):
             pass
+
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     try:
@@ -43,106 +51,105 @@ def server(answer):
         running.server_close()
 
 
-@pytest.mark.parametrize("env, how", [("babyai", {}), ("textcraft", dict(plan=True, reflect=True)), ("searchqa", {})])
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """A server that fails is asked again at once."""
+    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
+
+
+def play(url, names, horizon, **how):
+    """Play the items with the server's model."""
+    with EnvPool() as pool:
+        return play_served(ServedModel("m", url), pool, names, horizon,
+                           RolloutConfig(slots=16, **how))
+
+
+def roles_and_texts(messages):
+    return [(message["role"], message["content"].strip()) for message in messages]
+
+
+# ---- what is played ----
+
+
+@pytest.mark.parametrize("env, how", [("babyai", {}),
+                                      ("textcraft", dict(plan=True, reflect=True)),
+                                      ("searchqa", {})])
 def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
-    """What the tiny model said in a rollout, said again over HTTP: same texts, rewards and figures."""
+    """What the tiny model said in a rollout, said again over HTTP."""
     if env == "searchqa":
         pytest.importorskip("bm25s")
     names = items(env, "test")[:12]
+    config = RolloutConfig(max_tokens=32, slots=16, **how)
     with EnvPool() as pool:
-        here = rollout(*tiny, pool, names, 4, max_tokens=32, **how)
-    said = {}
+        here = rollout(*tiny, pool, names, 4, config)
+    said = {}  # a conversation -> the reply to it
     for t in here:
         for n in range(3, len(t.messages), 2):
-            said[json.dumps([m["content"].strip() for m in t.messages[:n]])] = t.messages[n]["content"]
+            said[json.dumps(roles_and_texts(t.messages[:n]))] = t.messages[n]["content"]
 
     def answer(body, _):
         assert body["model"] == "m" and body["max_tokens"] == 32
-        assert [m["role"] for m in body["messages"]][:4] in (["user", "assistant", "user"], ["user", "assistant", "user", "assistant"])
-        return 200, said[json.dumps([m["content"].strip() for m in body["messages"]])]
+        return 200, said[json.dumps(roles_and_texts(body["messages"]))]
+
     with server(answer) as url, EnvPool() as pool:
-        there = evaluation.play_served(evaluation.ServedModel("m", url, max_tokens=32), pool, names, 4, **how)
-    for a, b in zip(here, there):
-        assert (a.item, a.status, a.turns, a.valid_actions, a.score, a.success, a.reward, a.progress) == (
-            b.item, b.status, b.turns, b.valid_actions, b.score, b.success, b.reward, b.progress)
-        assert [m["content"].strip() for m in a.messages] == [m["content"].strip() for m in b.messages]
-    assert summarise(here, {}, [1], 0)["success"] == summarise(there, {}, [1], 0)["success"]
+        there = play_served(ServedModel("m", url, max_tokens=32), pool, names, 4, config)
+    assert len(there) == 12 and sum(t.turns for t in there) > 12
+    for a, b in zip(here, there, strict=True):
+        for name in ("item", "group", "sample", "status", "turns", "valid_actions", "score",
+                     "success", "reward", "progress"):
+            assert getattr(a, name) == getattr(b, name), name
+        assert roles_and_texts(a.messages) == roles_and_texts(b.messages)
+        assert all(m["content"] == m["content"].strip() for m in b.messages[::2])
+    success = [summarise(played, {}, [1], 0)["success"] for played in (here, there)]
+    assert success[0] == success[1]
 
 
-def run(*args, key=None):
-    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | ({"OPENAI_API_KEY": key} if key else {})
-    return subprocess.run([sys.executable, "eval.py", *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
-def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
-    heard = []
-
-    def answer(body, headers):
-        heard.append(headers["Authorization"])
-        return 200, "Thought: I look.\nAction: inventory"
-    with server(answer) as url:
-        done = run("--env", "textcraft", "--model", "openai:some/model", "--base_url", url, "--items", "6", "--horizon", "2",
-                   "--out", str(tmp_path / "r.json"), "--trajectories", str(tmp_path / "t.jsonl"), key="sk-secret")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert result["success"] == 0 and result["turns"] == 2 and result["valid_actions"] == 1 and result["config"]["model"] == "openai:some/model"
-    assert set(heard) == {"Bearer sk-secret"}
-    assert not any("secret" in text for text in (done.stdout, done.stderr, *(p.read_text() for p in tmp_path.iterdir())))
-    (line, *_) = (tmp_path / "t.jsonl").read_text().splitlines()
-    assert json.loads(line)["messages"][3]["content"] == "Thought: I look.\nAction: inventory"
-
-
-def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_ends_it(monkeypatch):
-    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)  # at once
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
-    with server(lambda body, headers: (401, {"error": "x" * 170 + headers["Authorization"]})) as url, pytest.raises(evaluation.ModelError, match=r"Bearer \*\*\*"):
-        evaluation.ServedModel("m", url)([])
-    replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
-    with server(lambda *_: next(replies)) as url:
-        assert evaluation.ServedModel("m", url)([]) == ("yes", False, 9)
-    for status, reply, says in ((401, {"error": "no key"}, "status 401"), (500, {}, "status 500"), (200, {}, "KeyError")):
-        with server(lambda *_: (status, reply)) as url, pytest.raises(evaluation.ModelError, match=says):
-            evaluation.ServedModel("m", url)([])
-    with server(lambda *_: (200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]})) as url:
-        assert evaluation.ServedModel("m", url)([]) == ("", True, 0)
-
-
-def test_what_is_wrong_is_one_line(capsys, monkeypatch):
-    import eval as evaluation
-    with server(lambda *_: (401, {"error": "no key"})) as url:
-        assert evaluation.main(["--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "3"]) == 1
-    assert "status 401" in capsys.readouterr().err.splitlines()[-1]
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u00e9")
-    for args, says in ((("--model", "openai:m"), "needs --base_url"), (("--model", "openai:m", "--base_url", "http://me:word@x/v1"), "without a password"),
-                       (("--base_url", "http://x"), "is for --model openai:NAME"),
-                       (("--model", "openai:m", "--base_url", "http://x", "--top_k", "3"), "run here"),
-                       (("--model", "openai:m", "--base_url", "http://x"), "OPENAI_API_KEY holds")):
-        assert evaluation.main(["--env", "textcraft", *args]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and says in said
-
-
-def test_replies_end_at_the_worlds_stop_strings_and_faults_of_a_world_are_no_reward():
+def test_replies_end_at_the_worlds_stop_strings():
     pytest.importorskip("bm25s")
-    with server(lambda *_: (200, "<search> Tavi </search> and then <answer> x </answer>")) as url, EnvPool() as pool:
-        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["searchqa_0"], 1)
-    assert t.messages[3]["content"] == "<search> Tavi </search>" and t.status == "horizon" and t.valid_actions == 1
+    reply = "<search> Tavi </search> and then <answer> x </answer>"
+    with server(lambda *_: (200, reply)) as url:
+        (t,) = play(url, ["searchqa_0"], 1)
+    assert t.messages[3]["content"] == "<search> Tavi </search>"
+    assert t.status == "horizon" and t.valid_actions == 1
+
+
+def test_a_failed_environment_is_no_reward_of_zero():
+    made = []
 
     def gone(name):
+        made.append(name)
         raise EnvError("gone")
+
     with server(lambda *_: (200, "x")) as url, EnvPool(make=gone) as pool:
-        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0"], 1, retries=1)
-    assert t.status == "env_error" and t.error == "fault: gone"
+        (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1,
+                           RolloutConfig(retries=1))
+    assert t.status == "env_error" and t.error == "fault: gone" and len(made) == 2
 
 
 def test_a_conversation_that_the_server_finds_too_long_ends_with_length_and_the_others_go_on():
     def answer(body, _):
-        return (200, "Action: inventory") if len(body["messages"]) < 7 else (400, {"error": "too many tokens"})
-    with server(answer) as url, EnvPool() as pool:
-        for t in evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0", "textcraft_1"], 5):
-            assert (t.status, t.turns, t.error) == ("length", 2, "")
-    with server(lambda *_: (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]})) as url, pytest.raises(evaluation.ModelError, match="no text"):
-        evaluation.ServedModel("m", url, tries=1)([])
+        if len(body["messages"]) < 7:
+            return 200, LOOK
+        return 400, {"error": "too many tokens"}
+
+    with server(answer) as url:
+        played = play(url, ["textcraft_0", "textcraft_1"], 5)
+    assert [(t.status, t.turns, t.error) for t in played] == [("length", 2, "")] * 2
+
+
+def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again():
+    asked = []
+
+    def answer(body, _):
+        asked.append(body["seed"])
+        if len(body["messages"]) < 5:
+            return 200, LOOK
+        return 400, {"error": "content management policy"}
+
+    with server(answer) as url:
+        (t,) = play(url, ["textcraft_0"], 5)
+    assert t.status == "env_error" and "content management" in t.error
+    assert len(asked) == 2 == len(set(asked))
 
 
 def test_when_the_server_fails_nobody_goes_on_asking_it():
@@ -150,24 +157,73 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
 
     def answer(body, _):
         asked.append(1)
-        return (200, "Action: inventory") if len(asked) < 6 else (401, {})
-    with server(answer) as url, EnvPool() as pool, pytest.raises(evaluation.ModelError, match="401"):
-        evaluation.play_served(evaluation.ServedModel("m", url), pool, [f"textcraft_{n}" for n in range(40)], 50, slots=4)
+        return (200, LOOK) if len(asked) < 6 else (401, {})
+
+    names = [f"textcraft_{n}" for n in range(40)]
+    with server(answer) as url, EnvPool() as pool, pytest.raises(ModelError, match="401"):
+        play_served(ServedModel("m", url), pool, names, 50, RolloutConfig(slots=4))
     assert len(asked) < 16
 
 
-def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
+def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(no_pauses):
+    config = RolloutConfig(slots=16)
     with EnvPool() as pool:
-        model = evaluation.ServedModel("m", "http://127.0.0.1:9/v1")
-        with pytest.raises(evaluation.ModelError, match="127.0.0.1:9.*Connection"):
-            evaluation.play_served(model, pool, items("textcraft", "test")[:16], 3)
+        model = ServedModel("m", "http://127.0.0.1:9/v1")
+        with pytest.raises(ModelError, match="127.0.0.1:9.*Connection"):
+            play_served(model, pool, items("textcraft", "test")[:16], 3, config)
         with pytest.raises(ValueError, match="textcraft"):
-            evaluation.play_served(model, pool, ["textcraft_-1"], 3)
-        with server(lambda *_: (200, "Action: inventory")) as url:
+            play_served(model, pool, ["textcraft_-1"], 3, config)
+        with server(lambda *_: (200, LOOK)) as url:
             model.url = f"{url}/chat/completions"
-            (t,) = evaluation.play_served(model, pool, ["textcraft_0"], 2)
+            (t,) = play_served(model, pool, ["textcraft_0"], 2, config)
     assert t.status == "horizon"
+
+
+# ---- one request ----
+
+
+def test_a_request_that_the_server_calls_wrong_is_not_repeated_and_the_key_is_not_shown(
+        monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    asked = []
+
+    def answer(body, headers):
+        asked.append(1)
+        return 401, {"error": "x" * 170 + headers["Authorization"]}
+
+    with server(answer) as url, pytest.raises(ModelError, match=r"Bearer \*\*\*") as caught:
+        ServedModel("m", url)([])
+    assert "secret" not in str(caught.value) and len(asked) == 1
+
+
+def test_a_server_that_is_busy_or_answers_nonsense_is_asked_again(no_pauses):
+    replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
+    with server(lambda *_: next(replies)) as url:
+        assert ServedModel("m", url)([]) == ("yes", False, 9)
+
+
+@pytest.mark.parametrize("status, reply, says", [
+    (401, {"error": "no key"}, "status 401"),
+    (500, {}, "status 500"),
+    (200, {}, "KeyError"),
+    (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "no text"),
+])
+def test_a_server_that_fails_every_time_is_given_up(no_pauses, status, reply, says):
+    asked = []
+
+    def answer(*_):
+        asked.append(1)
+        return status, reply
+
+    with server(answer) as url, pytest.raises(ModelError, match=says):
+        ServedModel("m", url, tries=3)([])
+    assert len(asked) == (1 if status == 401 else 3)
+
+
+def test_a_reply_without_text_is_an_empty_one():
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    with server(lambda *_: (200, {"choices": [choice]})) as url:
+        assert ServedModel("m", url)([]) == ("", True, 0)
 
 
 def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_newer_name():
@@ -176,38 +232,116 @@ def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_
     def answer(body, _):
         heard.append(body)
         if "max_tokens" in body:
-            return 400, {"error": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."}
-        return (422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}) if "seed" in body else (200, "yes")
+            return 400, {"error": "Unsupported parameter: 'max_tokens' is not supported with this "
+                                  "model. Use 'max_completion_tokens' instead."}
+        if "seed" in body:
+            return 422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}
+        return 200, "yes"
+
     with server(answer) as url:
-        model = evaluation.ServedModel("m", url, max_tokens=7)
+        model = ServedModel("m", url, max_tokens=7, tries=1)
         assert model([])[0] == model([])[0] == "yes"
-    assert len(heard) == 4 and heard[-1] == {"model": "m", "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 7, "messages": []}
+    assert len(heard) == 4
+    assert heard[-1] == {"model": "m", "temperature": 1.0, "top_p": 1.0,
+                         "max_completion_tokens": 7, "messages": []}
 
 
-def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again():
-    asked = []
+def test_a_busy_server_says_when_to_come_back(no_pauses):
+    waited = []
+    replies = iter([(429, {}), (200, "yes")])
 
-    def answer(body, _):
-        asked.append(body["seed"])
-        return (200, "Action: inventory") if len(body["messages"]) < 5 else (400, {"error": "content management policy"})
-    with server(answer) as url, EnvPool() as pool:
-        (t,) = evaluation.play_served(evaluation.ServedModel("m", url), pool, ["textcraft_0"], 5)
-    assert t.status == "env_error" and "content management" in t.error and len(asked) == 2 == len(set(asked))
-
-
-def test_a_busy_server_says_when_to_come_back(monkeypatch):
-    waited, replies = [], iter([(429, {}), (200, "yes")])
-
-    class Stop:
+    class NeverSet:
         def is_set(self):
             return False
 
         def wait(self, seconds):
             waited.append(seconds)
-    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
+
     with server(lambda *_: next(replies)) as url:
-        assert evaluation.ServedModel("m", url)([], stop=Stop())[0] == "yes"
+        assert ServedModel("m", url)([], cancelled=NeverSet())[0] == "yes"
     assert waited == [1.0]
+
+
+# ---- the command ----
+
+
+def run(*args, key=None):
+    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    if key:
+        env["OPENAI_API_KEY"] = key
+    return subprocess.run([sys.executable, "eval.py", *map(str, args)], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
+    heard = []
+    reply = "Thought: I look.\nAction: inventory"
+
+    def answer(body, headers):
+        heard.append(headers["Authorization"])
+        return 200, reply
+
+    with server(answer) as url:
+        done = run("--env", "textcraft", "--model", "openai:some/model", "--base_url", url,
+                   "--items", "6", "--horizon", "2", "--out", tmp_path / "r.json",
+                   "--trajectories", tmp_path / "t.jsonl", key="sk-secret")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["success"], result["turns"], result["valid_actions"]) == (0, 2, 1)
+    assert result["config"]["model"] == "openai:some/model"
+    assert set(heard) == {"Bearer sk-secret"}
+    written = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(written) == 2
+    assert not any("secret" in text for text in (done.stdout, done.stderr, *written))
+    (line, *_) = (tmp_path / "t.jsonl").read_text().splitlines()
+    assert json.loads(line)["messages"][3]["content"] == reply
+
+
+def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
+    heard = []
+
+    def answer(body, _):
+        heard.append(body)
+        return 200, "get"
+
+    with server(answer) as url:
+        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "2",
+                   "--samples", "2", "--horizon", "4", "--temperature", "0.5", "--top_p", "0.25",
+                   "--max_tokens", "7", "--max_length", "5", "--plan", "true", "--action_format",
+                   "plain", "--trajectories", tmp_path / "t.jsonl")
+    assert done.returncode == 0, done.stderr
+    played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    # The server counts 9 tokens, which is above --max_length, after the first turn.
+    assert [(t["group"], t["sample"], t["turns"], t["status"]) for t in played] == [
+        (group, sample, 1, "length") for group in range(2) for sample in range(2)]
+    assert len(heard) == 4 == len({body["seed"] for body in heard})
+    for body in heard:
+        sampling = (body["temperature"], body["top_p"], body["max_tokens"])
+        assert sampling == (0.5, 0.25, 7)
+        assert body["messages"][2]["content"].endswith(evaluation.agent.PLAN.strip())
+        assert "Thought:" not in body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--model openai:m", "needs --base_url"),
+    ("--model openai:m --base_url http://me:word@x/v1", "without a password"),
+    ("--base_url http://x", "is for --model openai:NAME"),
+    ("--model openai:m --base_url http://x --top_k 3", "run here"),
+    ("--model openai:m --base_url http://x", "OPENAI_API_KEY holds"),
+])
+def test_bad_usage_is_one_line(flags, says, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u00e9")
+    assert evaluation.main(["--env", "textcraft", *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and says in said
+
+
+def test_a_server_that_refuses_the_key_is_one_line(capsys):
+    with server(lambda *_: (401, {"error": "no key"})) as url:
+        code = evaluation.main(["--env", "textcraft", "--model", "openai:m", "--base_url", url,
+                                "--items", "3"])
+    assert code == 1
+    assert "status 401" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
@@ -215,9 +349,13 @@ def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
 
     def answer(body, _):
         asked.append(1)
-        return (200, "Action: inventory") if len(asked) < 8 else (401, {})
+        return (200, LOOK) if len(asked) < 8 else (401, {})
+
     with server(answer) as url:
-        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "9", "--horizon", "2", "--slots", "1",
-                   "--out", str(tmp_path / "r.json"), "--trajectories", str(tmp_path / "t.jsonl"))
-    assert done.returncode == 1 and "status 401" in done.stderr and not (tmp_path / "r.json").exists()
-    assert [json.loads(line)["turns"] for line in (tmp_path / "t.jsonl").read_text().splitlines()] == [2, 2, 2]
+        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "9",
+                   "--horizon", "2", "--slots", "1", "--out", tmp_path / "r.json",
+                   "--trajectories", tmp_path / "t.jsonl")
+    assert done.returncode == 1 and "status 401" in done.stderr
+    assert not (tmp_path / "r.json").exists()
+    played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [t["turns"] for t in played] == [2, 2, 2]

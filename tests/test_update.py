@@ -244,7 +244,11 @@ def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
     """A failed environment's trajectory has advantage 0 and is left out of its group's mean."""
     cfg = parse_config([*NO_RUN, "--algo", algo])
     played = []
+<<<<<<< HEAD
+    for sample, reward in enumerate((1.0, 0.0, 0.75)):
+=======
     for sample, reward in enumerate((1.0, 0.0, 0.25)):
+>>>>>>> w-mutants
         t = Trajectory("babyai_8", "babyai", sample=sample, reward=reward)
         t.append([5, 6])
         t.append([7, 8], [-1.0, -1.0])

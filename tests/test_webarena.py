@@ -745,7 +745,7 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
         return parse_config(["--env", *arguments]).env_args
 
     def evaluating(*arguments):
-        return evaluation.parse_config(["--env", *arguments]).env_args
+        return evaluation.parse_eval_config(["--env", *arguments]).env_args
 
     short = "webarena.height=240"
     assert training("webarena") == short

@@ -24,10 +24,10 @@ API_TIMEOUT = 20  # seconds
 # ---- the agent's answer ----
 
 
-def clean(answer: str) -> str:
+def normalize(answer: str) -> str:
     """Lower case, without spaces around it and without one pair of quotation marks.
 
-    >>> clean(" 'Blue Kettle' ")
+    >>> normalize(" 'Blue Kettle' ")
     'blue kettle'
     """
     answer = answer.strip()
@@ -48,8 +48,8 @@ def includes(reference: str, text: str, whole_word: bool = False) -> bool:
     >>> includes("0", "10 of them", whole_word=True), includes("0", "0 of them", whole_word=True)
     (False, True)
     """
-    reference = clean(reference)
-    text = clean(text)
+    reference = normalize(reference)
+    text = normalize(text)
     if whole_word and len(reference) == 1:
         return reference in re.findall(r"\w+|[^\w\s]", text)
     return reference in text
@@ -61,7 +61,7 @@ def _words(text):
 
 def _fuzzy_match(references, answer):
     if references == "N/A":
-        return clean(answer) == "n/a"
+        return normalize(answer) == "n/a"
     if isinstance(references, str):
         references = [references]
     return all(_words(text) in _words(answer) for text in references)
@@ -74,7 +74,7 @@ def string_match(references: dict, answer: str) -> bool:
     """
     for kind, wanted in references.items():
         if kind == "exact_match":
-            right = clean(wanted) == clean(answer)
+            right = normalize(wanted) == normalize(answer)
         elif kind == "must_include":
             whole_word = len(wanted) == 1
             right = all(includes(text, answer, whole_word) for text in wanted)
@@ -229,7 +229,7 @@ def _target_text(target, url, look, shop):
 def _holds(text, wanted):
     """Whether a text meets a target's "required_contents"."""
     if "exact_match" in wanted:
-        return clean(wanted["exact_match"]) == clean(text)
+        return normalize(wanted["exact_match"]) == normalize(text)
     if "must_include" in wanted:
         return all(
             any(includes(option, text) for option in content.split(" |OR| "))
