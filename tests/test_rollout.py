@@ -405,7 +405,8 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
         in_main_thread, stats = [], {}
         pool = EnvPool(make=lambda name: Where(remote, in_main_thread))
         played[remote] = rollout(*tiny, pool, [f"where_{n}" for n in range(5)], 3, samples=2,
-                                 max_tokens=5, action_format="plain", retries=0, stats=stats)
+                                 max_tokens=5, action_format="plain", retries=0, deadline=10,
+                                 stats=stats)
         assert in_main_thread
         assert all(here != remote for here in in_main_thread)
         # Of the ten slots, nine are idle in the first forward pass, because their trajectories
