@@ -12,7 +12,7 @@ from conftest import ROOT
 
 def module_names():
     """The project's modules, except for two scripts."""
-    files = [path for path in ROOT.glob("*.py") if path.stem not in ("notebook", "setup")]
+    files = [path for path in ROOT.glob("*.py") if path.stem != "notebook"]
     for folder in ("worlds", "websites"):
         files += ROOT.glob(f"{folder}/**/*.py")
     all_parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]

@@ -235,7 +235,7 @@ def listed(key):
 
 def test_every_file_of_the_top_level_is_installed():
     top_level = {path.stem for path in ROOT.glob("*.py")}
-    assert listed("py-modules") == top_level - {"notebook", "setup"}
+    assert listed("py-modules") == top_level - {"notebook"}
 
 
 def test_every_package_is_installed():
