@@ -229,6 +229,20 @@ def test_a_slot_is_used_again_and_again_without_traces(tiny):
             engine.begin(0, noise, 0, 0)
 
 
+def test_a_cache_that_grows_keeps_what_it_holds(tiny):
+    model, _ = tiny
+    engine = Ragged(model, 2)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 1000, (90,), generator=generator).tolist()
+    capacities = []
+    with engine.attention():
+        for start, end in ((0, 10), (10, 11), (11, 50), (50, 90)):
+            logits = engine.forward({1: ids[start:end]})[0]
+            assert torch.allclose(logits, reference(model, ids[:end]), atol=1e-4)
+            capacities.append(engine.kv_cache[0].shape[3])
+    assert capacities[0] == capacities[1] < capacities[2]  # it has grown, with ids in it
+
+
 def test_padded_rows_say_the_same(tiny):
     model, _ = tiny
     cache = Padded(model)
