@@ -76,18 +76,18 @@ def test_the_targets_of_a_reply_are_the_policys_probabilities():
 
 
 def test_ordinary_files_of_a_few_megabytes():
-    files = {p.name: p.stat().st_size for p in rl.TINY.iterdir()}
+    files = {p.name: p.stat().st_size for p in rl.TINY_MODEL.iterdir()}
     assert sum(files.values()) < 10e6
     needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert needed <= set(files)
     assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in files)
-    config = json.loads((rl.TINY / "config.json").read_text())
+    config = json.loads((rl.TINY_MODEL / "config.json").read_text())
     assert config["model_type"] == "qwen2"
     assert config["max_position_embeddings"] == 8192
 
 
 def test_it_is_the_one_that_the_results_refer_to():
-    digest = hashlib.sha256((rl.TINY / "model.safetensors").read_bytes()).hexdigest()
+    digest = hashlib.sha256((rl.TINY_MODEL / "model.safetensors").read_bytes()).hexdigest()
     assert digest in (ROOT / "data/README.md").read_text()
 
 

@@ -25,7 +25,7 @@ from conftest import ROOT
 import eval as evaluation
 from config import parse_config
 from envs import EnvError, EnvPool, categories, items, make_env, split_item
-from rl import TINY
+from rl import TINY_MODEL
 from rollout import rollout
 from websites import tasks
 from worlds.webarena import browser as browsers
@@ -756,11 +756,11 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
     narrow = "webarena.width=900"
     assert training("babyai,webarena", "--env_args", narrow) == f"{short} {narrow}"
     assert evaluating("webarena", "--env_args", narrow) == f"{short} {narrow}"
-    assert training("webarena", "--model", str(TINY)) == ""
+    assert training("webarena", "--model", str(TINY_MODEL)) == ""
     assert evaluating("webarena") == short
 
     run = tmp_path / "run"  # of an agent that was trained in another world
-    shutil.copytree(TINY, run / "final")
+    shutil.copytree(TINY_MODEL, run / "final")
     flags = {"env": "babyai", "algo": "grpo", "model": "tiny", "env_args": "", "horizon": "3,4"}
     (run / "config.json").write_text(json.dumps(flags))
     assert evaluating("webarena", "--model", str(run / "final")) == short
