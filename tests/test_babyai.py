@@ -367,7 +367,7 @@ def test_the_description_is_what_the_grid_holds():
 
 
 def test_the_list_in_the_text_is_the_list():
-    for item, env in random_states(range(0, 400, 7), turns=5, seed=1):
+    for _, env in random_states(range(0, 400, 7), turns=5, seed=1):
         text = env._last_text  # what the agent saw last
         listed = json.loads(text.split("\nAvailable actions: ")[1])
         assert listed == env.valid_actions() and len(set(listed)) == len(listed)
