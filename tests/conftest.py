@@ -1,15 +1,49 @@
-"""What tests share: the built-in model, a pool of environments, models of other families."""
+"""What tests share: the built-in model, a pool of environments, commands, other models."""
 
+import contextlib
+import io
 import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time, on two cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+# Files that take minutes are tested first: the last one would keep one core waiting.
+LONG_FILES = ["test_train.py", "test_parallel.py", "test_webarena.py", "test_eval.py"]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
+def run_script(name, *args):
+    """Run a command of the top level, such as train.py, in this process, whose imports take no
+    second time. -> what subprocess.run gives: returncode, stdout, stderr."""
+    out, errors = io.StringIO(), io.StringIO()
+    code = 0
+    argv, folder = sys.argv, os.getcwd()
+    try:
+        sys.argv = [name, *map(str, args)]
+        os.chdir(ROOT)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+    except SystemExit as e:
+        code = e.code or 0
+        if isinstance(code, str):
+            errors.write(code + "\n")
+            code = 1
+    finally:
+        sys.argv = argv
+        os.chdir(folder)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="session")

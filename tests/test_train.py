@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,10 +34,13 @@ TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run(*args, launcher=(sys.executable, "train.py"), **kw):
-    """Run train.py to its end -> the completed process."""
+def run(*args, launcher=None):
+    """Run train.py to its end -> the completed process. launcher: the beginning of the command of
+    a process of its own; default: this process."""
+    if launcher is None:
+        return run_script("train.py", *args)
     return subprocess.run([*launcher, *args], cwd=ROOT, env=ENV, capture_output=True, text=True,
-                          timeout=300, **kw)
+                          timeout=300)
 
 
 def read_jsonl(path):
@@ -99,7 +102,8 @@ def test_the_metrics_hold_memory_and_speed(reference):
 def test_metrics_go_to_tensorboard_too(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    done = run("--out", str(tmp_path / "r"), "--report_to", "tensorboard", *SMALL)
+    done = run("--out", str(tmp_path / "r"), "--report_to", "tensorboard", *SMALL,
+               launcher=(sys.executable, "train.py"))
     assert done.returncode == 0, done.stderr
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
@@ -209,30 +213,22 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
         return {weight.dtype for weight in weights.values()}
 
     done = run("--out", str(tmp_path / "r"), "--algo", "ppo", "--dtype", "bfloat16",
-               "--kl_coef", "0.01", *SMALL)
+               "--kl_coef", "0.01", *SMALL, "--steps", "1")  # slow: most CPUs emulate bfloat16
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "r")
-    assert len(rows) == 3
+    assert len(rows) == 1
     assert all(0 < r["logprob_gap"] < 0.05 for r in rows)
     assert all(0 < r["grad_norm"] < math.inf for r in rows)
-    assert dtypes("checkpoints/step_000003") == {torch.float32}
+    assert dtypes("checkpoints/step_000001") == {torch.float32}
     assert dtypes("final") == {torch.bfloat16}
 
 
 def test_each_action_format_rolls_out_and_trains_a_step(tmp_path):
-    code = """
-import sys
-import train
-for name in sys.argv[2:]:
-    flags = '--plan --reflect --steps 1 --items_per_step 2 --rollouts_per_item 2 --horizon 4'
-    out = f'{sys.argv[1]}/{name}'
-    train.train(train.parse_config([*flags.split(), '--temperature', '1.5', '--out', out,
-                                    '--action_format', name]))
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), *agent.FORMATS], cwd=ROOT,
-                          env=ENV, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    flags = "--plan --reflect --steps 1 --items_per_step 2 --rollouts_per_item 2 --horizon 4"
     for name, description in agent.FORMATS.items():
+        done = run(*flags.split(), "--temperature", "1.5", "--out", str(tmp_path / name),
+                   "--action_format", name)
+        assert done.returncode == 0, done.stderr
         (row,) = metrics(tmp_path / name)
         assert row["turns"] > 1
         assert row["env_error"] == 0

@@ -5,11 +5,9 @@ import base64
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import run_script
 from test_train import SMALL, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -165,8 +163,7 @@ def test_a_mixtures_stages_are_those_of_each_world():
 
 
 def command(folder, *flags):
-    return subprocess.run([sys.executable, "view.py", str(folder), *flags], cwd=ROOT,
-                          capture_output=True, text=True)
+    return run_script("view.py", folder, *flags)
 
 
 def test_the_command_writes_the_page_and_the_curves(folder, tmp_path):
