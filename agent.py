@@ -177,6 +177,27 @@ def parse(reply: str, action_format: str = "plain") -> str:
     return found[0] if len(found) == 1 else ""
 
 
+def reply_with(action: str, action_format: str = "plain", thought: str = "") -> str:
+    """A reply in which `parse` finds `action`: how the reply of an expert reads.
+
+    >>> print(reply_with("turn left", "react", "a wall"))
+    Thought: a wall
+    Action: turn left
+    """
+    if action_format == "react":
+        return f"Thought: {thought}\nAction: {action}"
+    if action_format == "tags":
+        return f"<think> {thought} </think>\n<action> {action} </action>"
+    if action_format == "backticks":
+        return f"{thought}\n```{action}```"
+    if action_format == "json":
+        call = {"thought": thought, "name": "act", "arguments": {"action": action}}
+        return json.dumps(call)
+    if action_format == "code":
+        return f"```python\n# {thought}\nact({json.dumps(action)})\n```"
+    return action
+
+
 def complaint(reply: str, action_format: str) -> str:
     """What the agent is told about a reply in which `parse` finds no action or more than one.
 
@@ -351,6 +372,10 @@ class Chat:
         ids += self.to_reply + self.ok
         ids += self.to_user + self._encode(observation.strip(), special_tokens=False)
         return ids + self.to_policy
+
+    def reply(self, text: str) -> list[int]:
+        """Ids of a reply that the policy did not sample, with its end-of-turn token."""
+        return self._encode(text, special_tokens=False) + [self.end_id]
 
     def turn(self, observation: str, closed: bool) -> list[int]:
         """Ids between a reply and the next one: the observation and the generation prompt.

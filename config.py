@@ -170,105 +170,41 @@ class WorldSettings:
 # Flags that hold for every world of a mixture if they are given, and are each world's own
 # otherwise.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
+EVAL_ITEMS = 64  # of --eval_every
 
 
 @dataclass
-class Config:
-    """The flags of train.py."""
+class RunConfig:
+    """The flags that train.py and sft.py share."""
 
-    env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
-                             f"{', '.join(PROTOCOLS)}; several with weights: babyai:2,textcraft:1")
-    algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
-        "grpo", "ppo | grpo | rloo | reinforce_pp")
+    env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; several with weights: "
+                             "babyai:2,textcraft:1")
     model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
-    env_url: str = arg(
-        "", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; "
-            "of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
     data: str = arg(
         "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
 
-    # How much is played and trained.
-    steps: Annotated[int | None, positive] = arg(None, "training steps")
-    items_per_step: Annotated[int | None, positive] = arg(
-        None, "different items a step; a mixture's default is as many for each world as it has "
-              "alone")
-    rollouts_per_item: Annotated[int | None, positive] = arg(
-        None, "trajectories of each item: the group of GRPO and RLOO")
-    minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
-    epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
-
-    # The horizon.
+    # Trajectories.
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
-    horizon_steps: int | None = arg(
-        None, "training steps a stage lasts; adaptive: it compares the mean success of two "
-              "windows of half as many steps")
-    horizon_schedule: Annotated[str, one_of("scaling_inter", "fixed", "adaptive")] = arg(
-        "scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends "
-                         "when success levels off)")
-
-    # Rollouts.
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
-    temperature: Annotated[float, positive] = arg(1.0, "of sampling")
-    top_p: Annotated[float, fraction] = arg(
-        1.0, "nucleus sampling; truncation makes training off-policy")
-    top_k: Annotated[int, not_negative] = arg(0, "0: off; truncation makes training off-policy")
-    min_p: Annotated[float, below_one] = arg(
-        0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; "
-             "as above")
-    slots: Annotated[int | None, positive] = arg(
-        None, "trajectories played at a time on each process")
-    engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
-                  "reference)")
-    arrival_order: bool | None = arg(
-        None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
-              "default: with --env_url")
-    deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
         None, " | ".join(agent.FORMATS))
-    plan: bool = arg(False, "ask for a plan before the first action")
-    reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
-                               "episode, which is then tried again")
     env_args: str | None = arg(None, "keyword arguments of worlds in this process: "
                                      "'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
-
-    # Rewards.
-    invalid_penalty: Annotated[float | None, not_negative] = arg(
-        None, "subtracted from the reward of a turn with an invalid action")
-    turn_cost: Annotated[float, not_negative] = arg(0.0, "taken off the reward of every turn")
-    shaping: Annotated[str, one_of("none", "potential", "progress")] = arg(
-        "none", "none | potential: pay progress as it comes, take it back at the end | "
-                "progress: pay for it (textcraft, sciworld)")
+    slots: Annotated[int | None, positive] = arg(
+        None, "trajectories played at a time on each process")
 
     # Optimization.
     lr: Annotated[float | None, positive] = arg(None, "AdamW's learning rate")
-    critic_lr: Annotated[float | None, positive] = arg(None, "the same for PPO's critic")
     lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
-        "constant", "constant | cosine (to a tenth, over --steps), after the warm-up")
+        "constant", "constant | cosine (to a tenth, over all steps), after the warm-up")
     warmup_steps: Annotated[int, not_negative] = arg(
         10, "steps over which the learning rates rise to their values (Adam's first steps are "
             "mostly noise)")
-    gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
-    lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
-    clip_low: Annotated[float, not_negative] = arg(0.2, "the ratio is clipped below 1 - clip_low")
-    clip_high: Annotated[float, not_negative] = arg(0.2, "and above 1 + clip_high")
-    value_clip: Annotated[float, not_negative] = arg(
-        0.5, "how far a value may move in one step (ppo)")
-    kl_coef: Annotated[float | None, not_negative] = arg(
-        None, "weight of the KL to the starting model; 0: no reference model at all")
-    kl_type: Annotated[str, one_of("k1", "abs", "k2", "k3")] = arg(
-        "k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
-    kl_in: Annotated[str, one_of("loss", "reward")] = arg("loss", "loss | reward")
-    entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
-    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small "
-                                    "differences count as much as large")
-    aggregation: Annotated[str, one_of("token", "sequence")] = arg(
-        "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
     max_grad_norm: Annotated[float, positive] = arg(1.0, "gradients are clipped to this norm")
 
     # Memory and precision.
@@ -286,25 +222,108 @@ class Config:
     offload: bool = arg(
         False, "with --shard: keep the shares in the CPU's memory and update them there")
 
-    # Stopping, saving, reporting.
-    min_entropy: Annotated[float, not_negative] = arg(
-        1e-4, "stop when the policy's entropy, nats a token, falls below this")
-    max_kl: Annotated[float, not_negative] = arg(
-        10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this")
+    # Evaluating, saving, reporting.
+    eval_every: Annotated[int, not_negative] = arg(
+        0, f"steps between evaluations on the first {EVAL_ITEMS} held-out items of each world; "
+           "0: none")
     save_every: Annotated[int, positive] = arg(50, "steps between checkpoints")
     keep: Annotated[int, positive] = arg(2, "checkpoints kept")
     report_to: Annotated[str, one_of("none", "tensorboard", "wandb")] = arg(
         "none", "none | tensorboard | wandb: metrics go there, too (extras of these names)")
 
-    worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `parse_config`
+    worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `fill_in`
+
+
+@dataclass
+class Config(RunConfig):
+    """The flags of train.py."""
+
+    env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
+                             f"{', '.join(PROTOCOLS)}; several with weights: babyai:2,textcraft:1")
+    algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
+        "grpo", "ppo | grpo | rloo | reinforce_pp")
+    env_url: str = arg(
+        "", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; "
+            "of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
+
+    # How much is played and trained.
+    steps: Annotated[int | None, positive] = arg(None, "training steps")
+    items_per_step: Annotated[int | None, positive] = arg(
+        None, "different items a step; a mixture's default is as many for each world as it has "
+              "alone")
+    rollouts_per_item: Annotated[int | None, positive] = arg(
+        None, "trajectories of each item: the group of GRPO and RLOO")
+    minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
+    epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
+
+    # The horizon.
+    horizon_steps: int | None = arg(
+        None, "training steps a stage lasts; adaptive: it compares the mean success of two "
+              "windows of half as many steps")
+    horizon_schedule: Annotated[str, one_of("scaling_inter", "fixed", "adaptive")] = arg(
+        "scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends "
+                         "when success levels off)")
+
+    # Rollouts.
+    temperature: Annotated[float, positive] = arg(1.0, "of sampling")
+    top_p: Annotated[float, fraction] = arg(
+        1.0, "nucleus sampling; truncation makes training off-policy")
+    top_k: Annotated[int, not_negative] = arg(0, "0: off; truncation makes training off-policy")
+    min_p: Annotated[float, below_one] = arg(
+        0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; "
+             "as above")
+    engine: Annotated[str, one_of("ragged", "hf")] = arg(
+        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
+                  "reference)")
+    arrival_order: bool | None = arg(
+        None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
+              "default: with --env_url")
+    deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
+    plan: bool = arg(False, "ask for a plan before the first action")
+    reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
+                               "episode, which is then tried again")
+
+    # Rewards.
+    invalid_penalty: Annotated[float | None, not_negative] = arg(
+        None, "subtracted from the reward of a turn with an invalid action")
+    turn_cost: Annotated[float, not_negative] = arg(0.0, "taken off the reward of every turn")
+    shaping: Annotated[str, one_of("none", "potential", "progress")] = arg(
+        "none", "none | potential: pay progress as it comes, take it back at the end | "
+                "progress: pay for it (textcraft, sciworld)")
+
+    # Optimization.
+    critic_lr: Annotated[float | None, positive] = arg(
+        None, "AdamW's learning rate for PPO's critic")
+    gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
+    lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
+    clip_low: Annotated[float, not_negative] = arg(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: Annotated[float, not_negative] = arg(0.2, "and above 1 + clip_high")
+    value_clip: Annotated[float, not_negative] = arg(
+        0.5, "how far a value may move in one step (ppo)")
+    kl_coef: Annotated[float | None, not_negative] = arg(
+        None, "weight of the KL to the starting model; 0: no reference model at all")
+    kl_type: Annotated[str, one_of("k1", "abs", "k2", "k3")] = arg(
+        "k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
+    kl_in: Annotated[str, one_of("loss", "reward")] = arg("loss", "loss | reward")
+    entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
+    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small "
+                                    "differences count as much as large")
+    aggregation: Annotated[str, one_of("token", "sequence")] = arg(
+        "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
+
+    # Stopping.
+    min_entropy: Annotated[float, not_negative] = arg(
+        1e-4, "stop when the policy's entropy, nats a token, falls below this")
+    max_kl: Annotated[float, not_negative] = arg(
+        10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this")
 
 
 # What may differ between a run and its continuation by --resume. `worlds` is compared entry by
 # entry.
 MAY_CHANGE = {
-    "resume", "out", "steps", "save_every", "keep", "env_url", "env_args", "deadline", "worlds",
-    "arrival_order", "shard", "offload", "gradient_checkpointing", "report_to", "min_entropy",
-    "max_kl",
+    "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
+    "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing", "report_to",
+    "min_entropy", "max_kl",
 }
 
 
@@ -406,8 +425,8 @@ def preset_tables() -> str:
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
-    """The command line, checked and with every default filled in. Raises ValueError with one clear
-    line."""
+    """train.py's command line, checked and with every default filled in. Raises ValueError with one
+    clear line."""
     description = ("Multi-turn reinforcement learning of an LLM agent: "
                    "torchrun train.py --env babyai --algo grpo")
     cfg = read_flags(Config, argv, "train.py", description, preset_tables())
@@ -415,18 +434,32 @@ def parse_config(argv: list[str] | None = None) -> Config:
     urls = servers(cfg.env_url, weights)
     for world in weights:
         envs.check_name(world, urls[world])
+    if cfg.items_per_step is None:
+        first = next(iter(weights))
+        cfg.items_per_step = presets(cfg.model, first)["items_per_step"] * len(weights)
+    if cfg.arrival_order is None:
+        cfg.arrival_order = bool(cfg.env_url)
+    fill_in(cfg, weights, [world for world in weights if not urls[world]], cfg.algo)
+    check(cfg)
+    return cfg
+
+
+def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str],
+            algo: str) -> None:
+    """Fill in the flags that were not given, in place. weights: world -> weight. in_this_process:
+    the worlds that are not on servers. algo: for the name of the run folder."""
     default = {world: presets(cfg.model, world) for world in weights}
 
     # What each world has for itself. The run's own value is the largest of them: train.py checks
     # --max_length against the model's limit.
-    rounds = {world: rounds_of(cfg, world, default[world]["rounds"]) for world in weights}
-    given = {name: getattr(cfg, name) for name in LIMITS if getattr(cfg, name) is not None}
+    rounds = {world: rounds_of(cfg, world, default[world]) for world in weights}
+    given = {name: getattr(cfg, name) for name in LIMITS if getattr(cfg, name, None) is not None}
     limits = {world: {name: default[world][name] for name in LIMITS} | given for world in weights}
     cfg.worlds = {world: WorldSettings(weight, rounds[world], **limits[world])
                   for world, weight in weights.items()}
-    for name in LIMITS:
+    flags = {f.name for f in fields(cfg)}
+    for name in flags & set(LIMITS):
         setattr(cfg, name, max(own[name] for own in limits.values()))
-    in_this_process = [world for world in weights if not urls[world]]
     cfg.env_args = merge_env_args(cfg.env_args,
                                   *(default[world]["env_args"] for world in in_this_process))
 
@@ -435,34 +468,27 @@ def parse_config(argv: list[str] | None = None) -> Config:
     if cfg.action_format is None and len(weights) > 1:
         others = [default[w]["action_format"] for w in weights if w not in ("searchqa", "webarena")]
         cfg.action_format = others[0] if others else None
-    if cfg.items_per_step is None:
-        cfg.items_per_step = default[next(iter(weights))]["items_per_step"] * len(weights)
-    flags = {f.name for f in fields(cfg)}
     for name, value in default[next(iter(weights))].items():
         if name in flags and getattr(cfg, name) is None:
             setattr(cfg, name, value)
     if not cfg.horizon:
         cfg.horizon = written_rounds(rounds)
-
-    # What follows from other flags.
-    if cfg.arrival_order is None:
-        cfg.arrival_order = bool(cfg.env_url)
     if cfg.shard is None:
         cfg.shard = torch.cuda.is_available() and not cfg.lora_rank
     if not cfg.out:
-        cfg.out = f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{cfg.algo}_s{cfg.seed}"
-    check(cfg)
-    return cfg
+        cfg.out = f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{algo}_s{cfg.seed}"
 
 
-def rounds_of(cfg: Config, world: str, default: tuple[int, ...]) -> list[int]:
+def rounds_of(cfg: RunConfig, world: str, default: dict) -> list[int]:
     """The horizons of `world`: --horizon's, or the preset's, of which a fixed schedule takes the
-    last."""
+    last, and sft.py the horizon in evaluation."""
     if cfg.horizon:
         return list(schedule.parse_rounds(cfg.horizon, world))
+    if not isinstance(cfg, Config):
+        return [default["eval_horizon"]]
     if cfg.horizon_schedule == "fixed":
-        return [default[-1]]
-    return list(default)
+        return [default["rounds"][-1]]
+    return list(default["rounds"])
 
 
 def written_rounds(rounds: dict[str, list[int]]) -> str:
@@ -477,13 +503,13 @@ def written_rounds(rounds: dict[str, list[int]]) -> str:
     return " ".join(f"{world}={text}" for world, text in texts.items())
 
 
-def items_per_world(cfg: Config) -> dict[str, int]:
-    """World -> how many of a step's items are its own: in proportion to the weights, rounded down;
-    the items that are left over go to the first worlds, one each."""
-    total = sum(own.weight for own in cfg.worlds.values())
-    counts = {world: int(cfg.items_per_step * own.weight / total)
+def items_per_world(cfg: RunConfig, total_items: int) -> dict[str, int]:
+    """World -> how many of `total_items` items are its own: in proportion to the weights, rounded
+    down; the items that are left over go to the first worlds, one each."""
+    total_weight = sum(own.weight for own in cfg.worlds.values())
+    counts = {world: int(total_items * own.weight / total_weight)
               for world, own in cfg.worlds.items()}
-    left_over = cfg.items_per_step - sum(counts.values())
+    left_over = total_items - sum(counts.values())
     for world in list(counts)[:left_over]:
         counts[world] += 1
     return counts
@@ -494,11 +520,9 @@ def items_per_world(cfg: Config) -> dict[str, int]:
 
 def check(cfg: Config) -> None:
     """Everything that can be known to be wrong before anything is written."""
-    check_ranges(cfg)
+    check_run(cfg)
     check_combinations(cfg)
     check_items(cfg)
-    rl.model_path(cfg.model)
-    check_run_folder(cfg)
     # Last, as these may take a while: each server is asked once.
     options = envs.env_options(cfg.env_args, cfg.worlds)
     for world, urls in servers(cfg.env_url, cfg.worlds).items():
@@ -508,30 +532,37 @@ def check(cfg: Config) -> None:
         envs.check_env(world, urls, **options.get(world, {}))
 
 
-def check_combinations(cfg: Config) -> None:
-    """Flags that do not go together, and extras that are missing."""
-    if cfg.kl_in == "loss" and cfg.kl_type == "k1":
-        raise ValueError("--kl_type k1 has no expected gradient as a loss; "
-                         "use k3, or --kl_in reward")
-    if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
-        raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
-                         "--rollouts_per_item must be at least 2")
+def check_run(cfg: RunConfig) -> None:
+    """What train.py and sft.py have in common: ranges, extras, the model, the run folder."""
+    check_ranges(cfg)
     extras = {"peft": ("lora", cfg.lora_rank > 0),
               "tensorboard": ("tensorboard", cfg.report_to == "tensorboard"),
               "wandb": ("wandb", cfg.report_to == "wandb")}
     for package, (extra, needed) in extras.items():
         if needed and importlib.util.find_spec(package) is None:
             raise ValueError(f'{package} is missing: pip install -e ".[{extra}]"')
+    if cfg.offload and not (cfg.shard and torch.cuda.is_available()):
+        raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
+    rl.model_path(cfg.model)
+    check_run_folder(cfg)
+
+
+def check_combinations(cfg: Config) -> None:
+    """Flags that do not go together."""
+    if cfg.kl_in == "loss" and cfg.kl_type == "k1":
+        raise ValueError("--kl_type k1 has no expected gradient as a loss; "
+                         "use k3, or --kl_in reward")
+    if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
+        raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
+                         "--rollouts_per_item must be at least 2")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping is for --gamma 1")
-    if cfg.offload and not (cfg.shard and torch.cuda.is_available()):
-        raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
 
 
 def check_items(cfg: Config) -> None:
     """Horizons and training items of each world."""
-    for world, count in items_per_world(cfg).items():
+    for world, count in items_per_world(cfg, cfg.items_per_step).items():
         own = cfg.worlds[world]
         kind = "scaling_inter" if cfg.horizon_schedule == "adaptive" else cfg.horizon_schedule
         schedule.horizon_at(0, own.rounds, own.horizon_steps, kind)
@@ -547,7 +578,7 @@ def check_items(cfg: Config) -> None:
                              f"but the training set has {len(items)}")
 
 
-def check_run_folder(cfg: Config) -> None:
+def check_run_folder(cfg: RunConfig) -> None:
     """--out can be written, and --resume continues the run that it names with the same flags."""
     out = Path(cfg.out)
     above = next(parent for parent in out.absolute().parents if parent.exists())

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from parallel import device_of
-from rl import length_dependence, packs, use_attention
+from rl import common_prefix_length, length_dependence, packs, use_attention
 
 # ---- sampling ----
 
@@ -94,25 +94,6 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor, block_size: int = 64) -> Tens
     target = target.clamp(min=0.0).minimum(cdf[:, -1:] * (1 - 1e-12))
     place = torch.searchsorted(cdf, target, right=True)
     return (block * block_size + place).squeeze(1).clamp(max=weights.shape[1] - 1)
-
-
-def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
-    """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
-
-    >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
-    (2, 0)
-    """
-    low, high = threshold + 1, min(len(a), len(b))
-    if high < low or a[:low] != b[:low]:
-        return 0
-    # Binary search. a[:low] == b[:low] holds throughout.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 # ---- the engine ----

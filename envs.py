@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import queue
+import random
 import re
 import sys
 import threading
@@ -222,6 +223,12 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
     """
     return _read_items(_item_file(env, split, data))
+
+
+def held_out(env: str, count: int, data: str | Path | None = None) -> list[str]:
+    """At most `count` items of the split "test", drawn at random, always the same ones."""
+    names = items(env, "test", data)
+    return random.Random(0).sample(names, min(count, len(names)))
 
 
 def categories(env: str, data: str | Path | None = None) -> dict[str, str]:

@@ -142,6 +142,8 @@ def write_atomically(path: Path, text: str) -> None:
 # ---- curves ----
 
 PLOTS = (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])
+SFT_PLOTS = (["loss"], ["held_out_loss"], ["grad_norm"], ["eval/success"], ["eval/valid_actions"],
+             ["eval/turns"])
 
 
 def stages(rows: list[dict]) -> list[int]:
@@ -153,35 +155,48 @@ def stages(rows: list[dict]) -> list[int]:
 
 def draw_curves(run: str | Path) -> None:
     """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
-    each."""
+    each; held-out success is drawn as dots beside that of the training trajectories."""
     run = Path(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = rows[0] if rows else {}
-    worlds = [key.removeprefix("success/") for key in first if key.startswith("success/")]
+    is_sft = "success" not in first
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
-    for ax, names in zip(axes.flat, PLOTS):
+    for ax, names in zip(axes.flat, SFT_PLOTS if is_sft else PLOTS):
         for name in names:
-            own = [f"{name}/{world}" for world in worlds if f"{name}/{world}" in first]
-            for i, key in enumerate(own or [name]):
-                draw_curve(ax, rows, key, f"C{i}", label=worlds[i] if own else None)
+            draw_column(ax, rows, name)
+        if names == ["success"]:
+            draw_column(ax, rows, "eval/success")
         for i in stages(rows):
             ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
-        if worlds and ax is axes[0, 0]:
+        if ax is axes[0, 0] and ax.get_legend_handles_labels()[0]:
             ax.legend()
         ax.set_title(" and ".join(n.replace("_", " ") for n in names))
         ax.set_xlabel("training step")
-    figure.suptitle(f"{run.name}: training trajectories; dark: mean of 5 steps; light: each step; "
-                    "vertical lines: the horizon changes")
+    what = "supervised training" if is_sft else "training trajectories"
+    figure.suptitle(f"{run.name}: {what}; dark: mean of 5 steps; light: each step; dots: held-out "
+                    "items; vertical lines: the horizon changes")
     figure.savefig(run / "curves.png.tmp", format="png", dpi=110)
     os.replace(run / "curves.png.tmp", run / "curves.png")
 
 
+def draw_column(ax: Axes, rows: list[dict], name: str) -> None:
+    """One measure of each world: "success" for one world, "success/babyai" ... for several."""
+    first = rows[0] if rows else {}
+    own = [key for key in first if key.startswith(f"{name}/")]
+    for i, key in enumerate(own or [name]):
+        draw_curve(ax, rows, key, f"C{i}", label=key.removeprefix(f"{name}/") if own else None)
+
+
 def draw_curve(ax: Axes, rows: list[dict], key: str, colour: str, label: str | None) -> None:
     """One column of metrics: each step in a light colour, and the mean of five steps in a dark
-    one."""
+    one. A column that only some rows have is drawn as dots."""
+    rows = [row for row in rows if key in row]
     steps = [row["step"] for row in rows]
     values = np.array([row[key] for row in rows], float)
+    if key.startswith(("eval/", "held_out")):
+        ax.plot(steps, values, "o-", color=colour, ms=4, lw=0.8)
+        return
     if key.split("/")[0] == "horizon":
         of_one_world = label is not None
         colour, style = (colour, ":") if of_one_world else ("0.6", "-")

@@ -61,6 +61,27 @@ def gather(part: list) -> list:
     return [parts[i % num_ranks][i // num_ranks] for i in range(sum(map(len, parts)))]
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is true on one rank at least."""
+    return any(gather([flag]))
+
+
+def of_rank_0(function: Callable[[], Any]) -> Any:
+    """function(), called on rank 0 alone -> what it returned, or raises what it raised, on all."""
+    if not dist.is_initialized():
+        return function()
+    box = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except ValueError as e:
+            box[1] = e
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
     """Replace each tensor by its sum over all ranks, in place. One dtype and device; any shapes."""
     if not dist.is_initialized():

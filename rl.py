@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -211,18 +212,20 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     D], in the order of the mask.
 
     Where the model packs, the rows stand in one row, without padding and without what follows the
-    last sampled token.
+    last sampled token. A beginning that rows have in common is computed once.
     """
     if not packs(body.config):
         return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
     place = torch.arange(ids.shape[1], device=ids.device)
-    lengths = (place * mask).amax(1).clamp(min=1)  # [B], the last sampled token is not fed
-    fed = place < lengths[:, None]  # [B, T]
+    lengths = (place * mask).amax(1).clamp(min=1).tolist()  # the last sampled token is not fed
+    rows = [row[:length] for row, length in zip(ids.tolist(), lengths)]
+    packed, parts, index = pack(rows, ids.shape[1])
+    packed, index = packed.to(ids.device), index.to(ids.device)
+    parts = [part._replace(keys=part.keys.to(ids.device)) for part in parts]
     with use_attention(body.config, "within"):
-        positions = place.expand_as(ids)
-        out = body(input_ids=ids[fed][None], position_ids=positions[fed][None], use_cache=False,
-                   lengths=lengths.tolist())
-    return out.last_hidden_state[0][mask.roll(-1, 1)[fed]]
+        out = body(input_ids=packed[None, :, 0], position_ids=packed[None, :, 1], use_cache=False,
+                   parts=parts)
+    return out.last_hidden_state[0][index[mask.roll(-1, 1)]]
 
 
 # ---- packed rows: what models allow, and the attention ----
@@ -260,6 +263,58 @@ def packs(config: PreTrainedConfig) -> bool:
     return config.model_type in ("qwen2", "qwen3", "llama") and not length_dependence(config)
 
 
+def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
+    """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
+
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
+    (2, 0)
+    """
+    low, high = threshold + 1, min(len(a), len(b))
+    if high < low or a[:low] != b[:low]:
+        return 0
+    # Binary search. a[:low] == b[:low] holds throughout.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Part(NamedTuple):
+    """What one sequence adds to a packed row: its own tokens, and the keys that they see."""
+
+    start: int  # of its own tokens in the packed row
+    count: int  # number of its own tokens
+    keys: Tensor  # [length] long, the places of all its tokens, its own are the last `count`
+
+
+def pack(rows: list[list[int]], width: int) -> tuple[Tensor, list[Part], Tensor]:
+    """Lay out sequences one after the other, each without the beginning that it shares with the
+    one before it in alphabetical order, so that every common beginning stands there once.
+
+    -> the packed row [N, 2] long, (token id, position in its sequence); its parts; and the place of
+    each token of each sequence in the packed row, [B, width] long.
+    """
+    packed: list[tuple[int, int]] = []
+    parts = []
+    index = torch.zeros(len(rows), width, dtype=torch.long)
+    before = []  # the sequence before this one, and the places of its tokens
+    places = torch.zeros(0, dtype=torch.long)
+    for b in sorted(range(len(rows)), key=rows.__getitem__):
+        row = rows[b]
+        shared = common_prefix_length(before, row)
+        start, count = len(packed), len(row) - shared
+        places = torch.cat([places[:shared], torch.arange(start, start + count)])
+        if count:
+            packed += zip(row[shared:], range(shared, len(row)))
+            parts.append(Part(start, count, places))
+        index[b, : len(row)] = places
+        before = row
+    return torch.tensor(packed), parts, index
+
+
 @contextmanager
 def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
     """Inside, the models with this config attend by the function `name` of AttentionInterface."""
@@ -273,27 +328,46 @@ def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
 
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                   attention_mask: Tensor | None, scaling: float | None = None,
-                  lengths: Sequence[int] = (), **_: object) -> tuple[Tensor, None]:
+                  parts: Sequence[Part] = (), **_: object) -> tuple[Tensor, None]:
     """transformers' attention function for packed rows: each sequence sees itself alone.
 
-    query [1, H, N, D], key and value [1, H_kv, N, D], the `lengths` add up to N -> [1, N, H, D]. On
-    a GPU it is one call of flash attention for sequences of different lengths, elsewhere one SDPA
-    call a sequence.
+    query [1, H, N, D], key and value [1, H_kv, N, D], parts: from `pack` -> [1, N, H, D]. On a GPU
+    it is one call of flash attention for sequences of different lengths, elsewhere one SDPA call a
+    sequence.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]  # several query heads share a key
     half_precision = value.dtype in (torch.bfloat16, torch.float16)
     if value.is_cuda and half_precision and value.shape[-1] % 8 == 0:
-        ends = torch.tensor([0, *lengths], device=value.device).cumsum(0, dtype=torch.int32)
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [N, H, D]
-        longest = max(lengths)
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
-                          enable_gqa=grouped)
+        # The last query of a sequence sees its last key, and each one before it a key less.
+        places = torch.cat([part.keys for part in parts])
+        query_ends = running_sum([part.count for part in parts], value.device)
+        key_ends = running_sum([len(part.keys) for part in parts], value.device)
+        q = query[0].transpose(0, 1).contiguous()  # [N, H, D]
+        k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
+        out = varlen_attn(q, k, v, query_ends, key_ends, max(part.count for part in parts),
+                          max(len(part.keys) for part in parts), scale=scaling,
+                          window_size=(-1, 0), enable_gqa=grouped)
         return out[None], None
-    sequences = zip(*(x.split(lengths, 2) for x in (query, key, value)))
-    out = [scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=grouped)
-           for parts in sequences]
+    out = []
+    for start, count, places in parts:
+        q = query[:, :, start : start + count]
+        own = slice(start, start + count)
+        if count == len(places):  # nothing is shared with the sequences before
+            o = scaled_dot_product_attention(q, key[:, :, own], value[:, :, own], is_causal=True,
+                                             scale=scaling, enable_gqa=grouped)
+        else:
+            seen = torch.ones(count, len(places), dtype=torch.bool, device=q.device)
+            seen = seen.tril(len(places) - count)
+            o = scaled_dot_product_attention(q, key[:, :, places], value[:, :, places], seen,
+                                             scale=scaling, enable_gqa=grouped)
+        out.append(o)
     return torch.cat(out, 2).transpose(1, 2), None
+
+
+def running_sum(counts: list[int], device: torch.device) -> Tensor:
+    """0, the first count, the sum of the first two ... -> [len(counts) + 1] int32."""
+    return torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32)
 
 
 AttentionInterface.register("within", attend_within)

@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
-from engine import Padded, Ragged, common_prefix_length, sample
+from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, outcome, split_item
 from parallel import device_of, gathered
-from rl import length_dependence
+from rl import common_prefix_length, length_dependence
 
 # ---- trajectories and settings ----
 

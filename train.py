@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 # config comes before torch: it sets how idle threads wait.
-from config import Config, items_per_world, parse_config, servers
+from config import EVAL_ITEMS, Config, RunConfig, items_per_world, parse_config, servers
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -35,16 +35,16 @@ from engine import Ragged
 from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
-from parallel import Sigterm, Terminated, gather, gathered, init_distributed, shard
+from parallel import Sigterm, Terminated, gather, gathered, init_distributed, on_any_rank, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, shape_rewards, update
 
 
 @dataclass
 class Run:
-    """A run in this process: what `start` has loaded, and what changes from step to step."""
+    """A run in this process: what `load` has loaded, and what changes from step to step."""
 
-    cfg: Config
+    cfg: RunConfig
     rank: int
     num_ranks: int
     device: torch.device
@@ -52,13 +52,13 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     trained: rl.Trained  # "policy" and, with PPO, "critic" -> (module, its optimizer)
     reference: PreTrainedModel | None  # the model that the KL refers to
-    engine: Ragged | str
-    rollouts: RolloutConfig
-    items: dict[str, list[str]]  # world -> its training items
-    adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
-    report: Callable[[dict], object] | None  # sends a row of metrics to --report_to; rank 0's
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
+    adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    report: Callable[[dict], object] = lambda row: None  # sends a row of metrics to --report_to
+    engine: Ragged | str = "hf"
+    rollouts: RolloutConfig | None = None
+    items: dict[str, list[str]] | None = None  # world -> its training items
 
     @property
     def folder(self) -> Path:
@@ -95,15 +95,22 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
     with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
               disable=run.rank > 0, dynamic_ncols=True) as bar:
         for step in bar:
-            # Schedule: the horizon of each world, the items, the learning rates.
+            # Evaluation, now and then.
             run.step = step
+            held_out = {}
+            if cfg.eval_every and step % cfg.eval_every == 0:
+                held_out = evaluate_held_out(run, pool, sigterm)
+
+            # Schedule: the horizon of each world, the items, the learning rates.
             began = time.perf_counter()
             horizons = horizons_at(run, step)
             items = items_of_step(run, step)
-            set_learning_rates(run, step)
+            set_learning_rates(run, schedule.lr_at(step, cfg.steps, cfg.warmup_steps,
+                                                   cfg.lr_schedule))
 
             # Rollout: each rank plays its share of the items.
-            trajectories, decode_stats = play_items(run, pool, sigterm, items, horizons)
+            trajectories, decode_stats = play_items(run, pool, sigterm, items, horizons,
+                                                    cfg.rollouts_per_item, step)
             if trajectories is None:  # SIGTERM came
                 stop(run)
                 break
@@ -125,7 +132,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
                    **rollout_metrics(trajectories), **changes, **decode_stats,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decode_stats["tokens"] / seconds,
-                   "memory_gb": memory_gb(run.device), **mixture_columns(by_world)}
+                   "memory_gb": memory_gb(run.device), **mixture_columns(by_world), **held_out}
             log_step(run, row, trajectories)
             bar.set_postfix_str(summary(row))
 
@@ -147,45 +154,63 @@ def start(cfg: Config) -> Run | None:
     """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it
     is finished. All inputs that may be broken are
     read before anything is written."""
+    try:
+        run = load(cfg)
+    except ValueError as e:
+        usage_error(e)
+    if is_finished(run, cfg.steps):
+        return None
+    run.adaptive = adaptive_states(cfg, run.adaptive)
+    run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
+    prepare(run)
+    if run.rank == 0 and (cfg.top_p < 1 or cfg.top_k or cfg.min_p):
+        print("warning: truncated sampling makes training off-policy", file=sys.stderr)
+    trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
+    prepare_rollouts(run, cfg.engine, min(cfg.slots, trajectories_of_a_rank))
+    return run
+
+
+def load(cfg: RunConfig) -> Run:
+    """Load the models, or the newest checkpoint. Raises ValueError for one that is broken."""
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder = Path(cfg.out)
-    newest = next(reversed(rl.checkpoints(folder)), None)
-    try:
-        policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
-        state = {"step": 0, "horizon": {}}
-        if newest:
-            state |= rl.resume(newest, trained)
-    except ValueError as e:
-        usage_error(e)
-    step = state["step"]
-    if rank == 0 and cfg.resume and not newest:
-        print(f"{folder} has no complete checkpoint: starting at step 0", file=sys.stderr)
-    if step >= cfg.steps and (folder / "final").exists():
-        if rank == 0:
-            print(f"{folder} is finished ({step} steps)")
-        return None
-    if rank == 0:
-        prepare_folder(cfg, folder, step if newest else 0)
-        if cfg.top_p < 1 or cfg.top_k or cfg.min_p:
-            print("warning: truncated sampling makes training off-policy", file=sys.stderr)
-    engine = cfg.engine
-    if engine == "ragged":
-        trajectories_of_a_rank = -(-cfg.items_per_step // num_ranks) * cfg.rollouts_per_item
-        engine = make_engine(policy, min(cfg.slots, trajectories_of_a_rank))
-    return Run(
-        cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, engine,
-        rollouts=rollout_config(cfg),
-        items={world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds},
-        adaptive=adaptive_states(cfg, state["horizon"]),
-        report=reporter(cfg) if rank == 0 else None,
-        step=step,
-        saved=step if newest else None,
-    )
+    newest = next(reversed(rl.checkpoints(cfg.out)), None)
+    policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
+    state = {"step": 0, "horizon": {}}
+    if newest:
+        state |= rl.resume(newest, trained)
+    return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, state["step"],
+               saved=state["step"] if newest else None, adaptive=state["horizon"])
 
 
-def load_for_training(cfg: Config, newest: Path | None, device: torch.device) -> tuple:
+def is_finished(run: Run, steps: int) -> bool:
+    """Whether the run has taken all its steps; if so, rank 0 says so."""
+    finished = run.step >= steps and (run.folder / "final").exists()
+    if finished and run.rank == 0:
+        print(f"{run.folder} is finished ({run.step} steps)")
+    return finished
+
+
+def prepare(run: Run) -> None:
+    """Prepare the run folder, and where metrics go besides it."""
+    if run.rank > 0:
+        return
+    if run.cfg.resume and run.saved is None:
+        print(f"{run.folder} has no complete checkpoint: starting at step 0", file=sys.stderr)
+    prepare_folder(run.cfg, run.folder, run.step)
+    run.report = reporter(run.cfg)
+
+
+def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
+    """Fill in what `rollout` is given besides items and horizons."""
+    run.engine = make_engine(run.policy, slots) if engine == "ragged" else engine
+    limits = {name: {world: getattr(settings, name) for world, settings in run.cfg.worlds.items()}
+              for name in ("max_tokens", "max_length", "invalid_penalty")}
+    run.rollouts = RolloutConfig.from_flags(run.cfg, **limits)
+
+
+def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device) -> tuple:
     """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
     model or None. Raises ValueError for a model that cannot be loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
@@ -209,14 +234,15 @@ def load_for_training(cfg: Config, newest: Path | None, device: torch.device) ->
     if cfg.algo == "ppo":
         trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
     reference = None
-    if cfg.kl_coef and cfg.lora_rank:
+    kl_coef = getattr(cfg, "kl_coef", 0.0)
+    if kl_coef and cfg.lora_rank:
         reference = policy  # without its adapters
-    elif cfg.kl_coef:
+    elif kl_coef:
         reference = placed(rl.load_policy(cfg.model, "cpu", compute_dtype)[0].eval(), cfg, device)
     return policy, tokenizer, trained, reference
 
 
-def trainable(model: nn.Module, lr: float, cfg: Config,
+def trainable(model: nn.Module, lr: float, cfg: RunConfig,
               device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare a model for training in place (LoRA, gradient checkpointing, sharding), and make its
     optimizer."""
@@ -231,16 +257,9 @@ def trainable(model: nn.Module, lr: float, cfg: Config,
     return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
 
 
-def placed(model: nn.Module, cfg: Config, device: torch.device) -> nn.Module:
+def placed(model: nn.Module, cfg: RunConfig, device: torch.device) -> nn.Module:
     """The model where it computes: sharded over the ranks, or whole on each."""
     return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
-
-
-def rollout_config(cfg: Config) -> RolloutConfig:
-    """The rollouts' settings from the flags; each world has limits of its own."""
-    limits = {name: {world: getattr(settings, name) for world, settings in cfg.worlds.items()}
-              for name in ("max_tokens", "max_length", "invalid_penalty")}
-    return RolloutConfig.from_flags(cfg, samples=cfg.rollouts_per_item, **limits)
 
 
 def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
@@ -254,7 +273,7 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
     return states
 
 
-def prepare_folder(cfg: Config, folder: Path, step: int) -> None:
+def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     """Make the run folder, and delete what an earlier process wrote after the checkpoint at
     `step`."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
@@ -286,38 +305,36 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
 
 def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
-    counts = items_per_world(run.cfg)
+    counts = items_per_world(run.cfg, run.cfg.items_per_step)
     return [item for world, count in counts.items()
             for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
 
 
-def set_learning_rates(run: Run, step: int) -> None:
-    """Set the learning rates of the policy and the critic to their values at this step."""
-    cfg = run.cfg
-    factor = schedule.lr_at(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule)
-    for name, lr in (("policy", cfg.lr), ("critic", cfg.critic_lr)):
+def set_learning_rates(run: Run, factor: float) -> None:
+    """Set the learning rates of the policy and the critic to `factor` times their flags."""
+    for name, flag in (("policy", "lr"), ("critic", "critic_lr")):
         if name in run.trained:
             for group in run.trained[name][1].param_groups:
-                group["lr"] = lr * factor
+                group["lr"] = getattr(run.cfg, flag) * factor
 
 
 def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
-         horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
+               horizons: dict[str, int], samples: int,
+               step: int) -> tuple[list[Trajectory] | None, dict[str, float]]:
     """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
     and how many positions were computed for them. None in place of the trajectories if SIGTERM came
     on any rank."""
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
-    samples = run.cfg.rollouts_per_item
     try:
         # The parameters are gathered outside `sigterm`: no rank may leave while others gather.
         with gathered(run.policy), sigterm, rl.compute_in(run.cfg.dtype, run.device):
             own_items = items[run.rank::run.num_ranks]
             own = rollout(run.policy, run.tokenizer, pool, own_items, horizons, run.rollouts,
-                          step=run.step, engine=run.engine, stats=stats)
+                          samples=samples, step=step, engine=run.engine, stats=stats)
     except Terminated:
         pass
-    if any(gather([sigterm.received])):
+    if on_any_rank(sigterm.received):
         return None, {}
     groups = gather([own[i:i + samples] for i in range(0, len(own), samples)])
     for number, group in enumerate(groups):  # each rank has counted its own groups from 0
@@ -328,6 +345,27 @@ def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
     tokens = sum(len(t.tokens) for t in trajectories)
     return trajectories, {"forwarded_per_kept": total["forwarded"] / tokens if tokens else 0.0,
                           "occupancy": total["busy"] / max(1, total["room"]), "tokens": tokens}
+
+
+def evaluate_held_out(run: Run, pool: EnvPool, sigterm: Sigterm) -> dict[str, float]:
+    """Play the first held-out items of each world once, at its last horizon -> "eval/success" and
+    so on, for several worlds "eval/success/babyai" ...; {} if SIGTERM came.
+
+    Every evaluation of a run plays the same items with the same random numbers.
+    """
+    worlds = run.cfg.worlds
+    items = [item for world in worlds
+             for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
+    horizons = {world: settings.rounds[-1] for world, settings in worlds.items()}
+    played, _ = play_items(run, pool, sigterm, items, horizons, samples=1, step=0)
+    if played is None:
+        return {}
+    row = {}
+    for world, own in world_metrics(played, horizons).items():
+        suffix = f"/{world}" if len(worlds) > 1 else ""
+        row |= {f"eval/{name}{suffix}": own[name]
+                for name in ("success", "score", "turns", "valid_actions")}
+    return row
 
 
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:

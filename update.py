@@ -9,7 +9,6 @@ A batch is a dict of tensors with one row a trajectory: "ids", "mask", "old_logp
 columns, all [B, T] and padded on the right, and "lengths" [B], the number of tokens of each row.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -140,8 +139,9 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
     sums: dict[str, float] = {}
     steps = 0
     gap = 0.0
+    groups = [trajectories[i].group for i in usable]
     for epoch in range(cfg.epochs):
-        for rows in minibatches(usable, cfg, step, epoch):
+        for rows in minibatches(usable, groups, cfg, step, epoch):
             # Rows without a gradient count in the denominator, and are not computed.
             denominator = loss_denominator(batch["mask"][rows], cfg.aggregation)
             computed = [i for i in rows if other_terms or has_advantage[i]]
@@ -171,11 +171,23 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
     return row
 
 
-def minibatches(usable: list[int], cfg: "Config", step: int, epoch: int) -> list[list[int]]:
-    """The rows of each mini-batch, in an order that is a function of (seed, step, epoch)."""
-    order = np.random.default_rng([cfg.seed, step, epoch, 1]).permutation(usable)
+def minibatches(usable: list[int], groups: list[int], cfg: "Config", step: int,
+                epoch: int) -> list[list[int]]:
+    """The rows of each mini-batch, in an order that is a function of (seed, step, epoch).
+
+    Groups stay whole, so that the beginnings that their rows share are computed once; unless there
+    are fewer groups than mini-batches.
+    """
+    generator = np.random.default_rng([cfg.seed, step, epoch, 1])
+    units = {}
+    for i, group in zip(usable, groups):
+        units.setdefault(group, []).append(i)
+    if len(units) < cfg.minibatches:
+        units = {i: [i] for i in usable}
+    order = generator.permutation(np.array(list(units), dtype=int))
     count = min(cfg.minibatches, max(1, len(order)))
-    return [[int(i) for i in part] for part in np.array_split(order, count)]
+    return [[i for unit in part for i in units[int(unit)]]
+            for part in np.array_split(order, count)]
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> int:
@@ -219,6 +231,8 @@ def value_objective(critic: rl.Critic, cfg: "Config", denominator: int,
 def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, float]:
     """Sums of `optimizer_step`'s stats over `steps` optimizer steps -> a row of metrics."""
     tokens = max(1.0, sums.get("tokens", 0.0))
+    fed = max(1.0, sums.get("fed", 0.0))
+    computed = max(1.0, sums.get("computed", 0.0))
     return {
         "loss": sums.get("loss", 0.0) / steps,
         "grad_norm": sums["grad_norm"] / steps,
@@ -227,7 +241,8 @@ def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, 
         "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,
         "kl_behaviour": sums.get("approx_kl", 0.0) / tokens,
         "clip_fraction": sums.get("clip_fraction", 0.0) / tokens,
-        "padding": 1 - sums.get("unpadded", 0.0) / max(1.0, sums.get("padded", 0.0)),
+        "padding": max(0.0, 1 - fed / computed),
+        "computed_per_fed": computed / fed,
     }
 
 
@@ -266,45 +281,58 @@ def select(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
     return {name: x.to(device) for name, x in selected.items()}
 
 
-def micro_batches(lengths: list[int], max_tokens: int, num_ranks: int = 1,
+def micro_batches(rows: list[list[int]], max_tokens: int, num_ranks: int = 1,
                   packed: bool = True) -> list[list[int]]:
     """Cut trajectories into micro-batches of at most `max_tokens` positions, or of one longer
     trajectory.
 
-    -> lists of indices, a multiple of `num_ranks` of them: micro-batch i belongs to rank i %
-    num_ranks, and is empty where there is none left. Packed, the longest trajectory that is left
-    goes to the emptiest micro-batch, which makes them about equal. Else trajectories of similar
-    lengths are put together, and padding counts.
+    rows: the ids of each trajectory. -> lists of indices, a multiple of `num_ranks` of them:
+    micro-batch i belongs to rank i % num_ranks, and is empty where there is none left. Packed, a
+    beginning that trajectories of a micro-batch have in common counts once, so trajectories are
+    put together in alphabetical order. Else those of similar lengths are, and padding counts.
 
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10)
-    [[1], [0, 2], [3]]
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10, num_ranks=2)
-    [[1], [0], [3], [2]]
-    >>> micro_batches([5, 9, 4, 5], max_tokens=10, packed=False)
-    [[2, 0], [3], [1]]
+    >>> rows = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 7, 7, 7, 7, 7]]
+    >>> micro_batches(rows, max_tokens=6)
+    [[0, 1], [2]]
+    >>> micro_batches(rows, max_tokens=10, packed=False)
+    [[0, 1], [2]]
+    >>> micro_batches(rows, max_tokens=20, num_ranks=2)
+    [[0, 1], [2]]
     """
-    cuts = cut_packed(lengths, max_tokens, num_ranks) if packed else cut_padded(lengths, max_tokens)
+    if packed:
+        cuts = cut_packed(rows, max_tokens, num_ranks)
+    else:
+        cuts = cut_padded([len(row) for row in rows], max_tokens)
     return cuts + [[]] * (-len(cuts) % num_ranks)
 
 
-def cut_packed(lengths: list[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """The fewest micro-batches, a multiple of `num_ranks`, that all keep the limit."""
-    if not lengths:
-        return []
-    limit = max(max_tokens, *lengths)
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = max(1, -(-sum(lengths) // max_tokens))
-    while True:
-        count = -(-count // num_ranks) * num_ranks  # rounded up
-        cuts = [[] for _ in range(count)]
-        emptiest = [(0, k) for k in range(count)]  # a heap of (tokens held, micro-batch)
-        for i in longest_first:
-            held, k = heapq.heappop(emptiest)
-            cuts[k].append(i)
-            heapq.heappush(emptiest, (held + lengths[i], k))
-        if max(sum(lengths[i] for i in cut) for cut in cuts) <= limit:
-            return cuts
-        count += 1
+def cut_packed(rows: list[list[int]], max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """The fewest micro-batches, a multiple of `num_ranks`, that all keep the limit, and the largest
+    of them as small as it can be."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    shared = [rl.common_prefix_length(rows[a], rows[b]) for a, b in zip(order, order[1:])]
+
+    def cut(limit: int) -> list[list[int]]:
+        cuts, held = [], limit
+        for i, common in zip(order, [0, *shared]):
+            held += len(rows[i]) - common
+            if held > limit:  # the first of a micro-batch shares with none
+                cuts.append([])
+                held = len(rows[i])
+            cuts[-1].append(i)
+        return cuts
+
+    longest = max(map(len, rows), default=1)
+    high = max(max_tokens, longest)
+    count = -(-len(cut(high)) // num_ranks) * num_ranks
+    low = longest
+    while low < high:  # binary search; `cut(high)` has at most `count` micro-batches throughout
+        middle = (low + high) // 2
+        if len(cut(middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return cut(high)
 
 
 def cut_padded(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -317,20 +345,33 @@ def cut_padded(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return cuts
 
 
-def own_micro_batches(model: nn.Module, lengths: list[int],
+def own_micro_batches(model: nn.Module, rows: list[list[int]],
                       max_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """This rank's micro-batches, and whether each counts.
+    """This rank's micro-batches of the rows, and whether each counts.
 
     The ranks of a sharded model compute together. A rank that has none left computes the shortest
     trajectory again, which does not count.
     """
     rank, num_ranks = ranks()
-    cuts = micro_batches(lengths, max_tokens, num_ranks, rl.packs(model.config))
+    cuts = micro_batches(rows, max_tokens, num_ranks, rl.packs(model.config))
     for cut in cuts[rank::num_ranks]:
         if cut:
             yield cut, True
         elif sharded(model):
-            yield [lengths.index(min(lengths))], False
+            yield [min(range(len(rows)), key=lambda i: len(rows[i]))], False
+
+
+def ids_of(batch: Batch) -> list[list[int]]:
+    """The ids of each row of a batch, without its padding."""
+    return [ids[:length].tolist() for ids, length in zip(batch["ids"], batch["lengths"])]
+
+
+def num_positions(rows: list[list[int]], packed: bool) -> int:
+    """How many positions are computed for a micro-batch from `micro_batches`."""
+    if not packed:
+        return len(rows) * max(map(len, rows))
+    shared = sum(map(rl.common_prefix_length, rows, rows[1:]))
+    return sum(map(len, rows)) - shared
 
 
 @torch.no_grad()
@@ -339,7 +380,7 @@ def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.
     """function(model, ids, mask) -> [b, t], over a whole batch in micro-batches, shared among the
     ranks. -> [B, T] float32 on the CPU."""
     mine = []
-    for rows, counts in own_micro_batches(model, batch["lengths"].tolist(), max_tokens):
+    for rows, counts in own_micro_batches(model, ids_of(batch), max_tokens):
         part = select(batch, rows, device_of(model))
         result = function(model, part["ids"], part["mask"]).cpu()
         if counts:
@@ -359,24 +400,24 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
 
     loss_of(micro-batch) -> (loss, stats): its share of the loss, already divided by the
     mini-batch's one denominator, and 0-d tensors that add up over micro-batches. -> stats, summed
-    over micro-batches and ranks, with "loss", "grad_norm" and the number of positions computed,
-    with and without padding ("padded" and "unpadded"). Weights stay as they are if the gradient is
-    not finite.
+    over micro-batches and ranks, with "loss", "grad_norm", the number of tokens of the rows ("fed")
+    and of positions computed for them ("computed"): fewer where beginnings are shared, more with
+    padding. Weights stay as they are if the gradient is not finite.
     """
     # Forward and backward pass of each of this rank's micro-batches.
     _, num_ranks = ranks()
     total: dict[str, Tensor | float] = {}
-    lengths = [int(batch["lengths"][i]) for i in rows]
-    for cut, counts in own_micro_batches(model, lengths, max_tokens):
+    ids = ids_of(select(batch, rows, batch["ids"].device)) if rows else []
+    for cut, counts in own_micro_batches(model, ids, max_tokens):
         part = select(batch, [rows[i] for i in cut], device_of(model))
         loss, stats = loss_of(part)
         # FSDP takes the mean of the gradients over ranks, and the loss is a sum over ranks.
         scale = num_ranks * counts if sharded(model) else 1
         (loss * scale).backward()
         if counts:
-            tokens = sum(lengths[i] for i in cut)
-            positions = tokens if rl.packs(model.config) else part["ids"].numel()
-            stats = stats | {"loss": loss.detach(), "unpadded": tokens, "padded": positions}
+            own = [ids[i] for i in cut]
+            stats = stats | {"loss": loss.detach(), "fed": sum(map(len, own)),
+                             "computed": num_positions(own, rl.packs(model.config))}
             total = {name: total.get(name, 0.0) + value for name, value in stats.items()}
 
     # Sum gradients and stats over ranks. A rank without a micro-batch has no stats.

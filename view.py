@@ -26,6 +26,7 @@ from rl import checkpoints, model_path
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour", "grad_norm",
           "valid_actions", "zero_gradient_groups", "tokens_per_second")
+SFT_CURVES = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second")
 CHUNK = 16  # trajectories in a compressed chunk
 MAX_DRAWN = 2000  # about how many trajectories have their rooms drawn
 MAX_TOKENS = 10_000_000  # about how many tokens a page holds
@@ -221,12 +222,17 @@ def can_be_drawn(trajectory: dict, world: Env | None) -> bool:
     return trajectory["item"].removeprefix("babyai_").isdecimal()
 
 
+def number_or_none(value: float | None) -> float | None:
+    """A value that JSON can hold; None for one that is missing or not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def page_data(name: str, config: dict, rows: list[dict], contents: Contents, every: int) -> dict:
     """What the page's script reads. name: the run's."""
-    curves = [key for key in CURVES if key in rows[0]]
-    curves += [key for key in rows[0] if key.startswith("success/")]
-    metrics = {key: [row[key] if math.isfinite(row[key]) else None for row in rows]
-               for key in curves}
+    names = CURVES if "success" in rows[0] else SFT_CURVES
+    curves = [key for key in names if key in rows[0]]
+    curves += [key for key in rows[0] if key.startswith(("success/", "eval/success"))]
+    metrics = {key: [number_or_none(row.get(key)) for row in rows] for key in curves}
     about = (f"{config['algo']} on {config['env']}, {config['model']}, "
              f"horizon {config['horizon']}, seed {config['seed']}, {len(rows)} steps")
     note = ""

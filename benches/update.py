@@ -120,7 +120,8 @@ def compare(model, trajectories, repeats):
     step_arguments = (model, optimizer, trajectories, columns, num_sampled)
 
     def sorted_step():
-        by_length = update.micro_batches(lengths, POSITIONS, packed=False)
+        ids = [t.tokens for t in trajectories]
+        by_length = update.micro_batches(ids, POSITIONS, packed=False)
         return step_padded(*step_arguments, by_length)
 
     ways = {

@@ -13,7 +13,7 @@ import rl
 import rollout as ro
 from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, Step, make_env
-from rl import attend_within
+from rl import attend_within, pack
 from rollout import rollout
 
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
@@ -138,17 +138,19 @@ def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shared", [1, 2])
 def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
-    lengths = [5, 1, 70, 33]
+    rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a beginning
+    packed, parts, _ = pack(rows, 73)
+    parts = [part._replace(keys=part.keys.cuda()) for part in parts]
     generator = torch.Generator("cuda").manual_seed(0)
 
     def make(heads):
-        shape = (1, heads, sum(lengths), 64)
+        shape = (1, heads, len(packed), 64)
         return torch.randn(shape, device="cuda", generator=generator).requires_grad_()
 
     qkv = [make(4), make(4 // shared), make(4 // shared)]
     half_qkv = [x.bfloat16() for x in qkv]
-    plain = attend_within(None, *qkv, None, lengths=lengths)[0]
-    half = attend_within(None, *half_qkv, None, lengths=lengths)[0]
+    plain = attend_within(None, *qkv, None, parts=parts)[0]
+    half = attend_within(None, *half_qkv, None, parts=parts)[0]
     torch.testing.assert_close(half.float(), plain, atol=2e-2, rtol=2e-2)
     plain_gradients = torch.autograd.grad(plain.square().sum(), qkv)
     half_gradients = torch.autograd.grad(half.float().square().sum(), qkv)

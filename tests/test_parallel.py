@@ -85,10 +85,10 @@ def test_gradients_are_the_same_however_they_are_computed(
     assert plain_stats["rows"] == 3
     if "padded" not in flags:
         assert stats["rows"] == 1
-        assert stats["padded"] == stats["unpadded"]
+        assert stats["computed"] <= stats["fed"]
     elif max_tokens == 8192:
         assert stats["rows"] == 3
-        assert stats["padded"] > stats["unpadded"]
+        assert stats["computed"] > stats["fed"]
 
 
 # ---- runs that are stopped and go on ----

@@ -318,7 +318,7 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
 
 def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     cfg = parse_config(["--env", "babyai:2,textcraft:1", *NO_RUN])
-    assert items_per_world(cfg) == {"babyai": 22, "textcraft": 10}
+    assert items_per_world(cfg, cfg.items_per_step) == {"babyai": 22, "textcraft": 10}
     assert cfg.horizon == "babyai=3,4 textcraft=3,5,8"
     assert [own.horizon_steps for own in cfg.worlds.values()] == [30, 25]
     assert cfg.out == "runs/never-made"

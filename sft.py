@@ -1,0 +1,371 @@
+"""Supervised warm start: cross-entropy on the replies of experts or of recorded trajectories.
+
+    python sft.py --env babyai --model smollm2 --demos 400 --out runs/warm
+    python sft.py --env babyai --trajectories played.jsonl --min_reward 1
+    python train.py --env babyai --model runs/warm/final
+
+Behavioural cloning, the stage before RL in AgentGym (arXiv 2406.04151). A demonstration is a
+`Trajectory` like those of a rollout: its mask is true on the tokens of the replies to learn, and
+only there. Packing, micro-batches, ranks, checkpoints and --resume are train.py's.
+"""
+
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+# config comes before torch: it sets how idle threads wait.
+from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, items_per_world
+from config import mixture, not_negative, one_of, positive, preset_tables, read_flags
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import agent
+import envs
+import rl
+import schedule
+import train
+from agent import Chat
+from envs import Env, EnvPool, split_item
+from metrics import memory_gb, write_atomically
+from parallel import Sigterm, of_rank_0, on_any_rank
+from rollout import Status, Trajectory
+from train import Run
+from update import Batch, collate, map_rows, optimizer_step
+
+# ---- flags ----
+
+
+@dataclass
+class SFTConfig(RunConfig):
+    """The flags of sft.py."""
+
+    demos: Annotated[int, not_negative] = arg(
+        0, "successful trajectories that the worlds' experts play on training items; several "
+           "worlds share them by their weights")
+    noise: Annotated[float, below_one] = arg(
+        0.1, "share of turns in which a random valid action is taken instead of the expert's: it "
+             "is not learnt, the recovery from it is")
+    trajectories: str = arg(
+        "", "learn from this file, too: JSON lines of train.py, eval.py or sft.py, or AgentGym's "
+            "AgentTraj-L (JSON)")
+    min_reward: float | None = arg(
+        None, "leave out trajectories of --trajectories with a smaller reward")
+    epochs: Annotated[int, positive] = arg(2, "passes over the trajectories")
+    batch: Annotated[int, positive] = arg(8, "trajectories of an optimizer step")
+    lr: Annotated[float | None, positive] = arg(2e-4, "AdamW's learning rate")
+    lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
+        "cosine", "constant | cosine (to a tenth, over all steps), after the warm-up")
+    algo: str = field(init=False, default="sft")  # what config.json says
+
+
+def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
+    """The command line, checked and with every default filled in. Raises ValueError with one clear
+    line."""
+    cfg = read_flags(SFTConfig, argv, "sft.py", __doc__.split("\n\n")[0], preset_tables())
+    weights = mixture(cfg.env)
+    for world in weights:
+        envs.check_name(world)
+    fill_in(cfg, weights, list(weights), "sft")
+    check_run(cfg)
+    if not cfg.demos and not cfg.trajectories:
+        raise ValueError("nothing to learn from: give --demos or --trajectories")
+    if cfg.trajectories and not Path(cfg.trajectories).is_file():
+        raise ValueError(f"there is no file {cfg.trajectories}")
+    if cfg.min_reward is not None and not cfg.trajectories:
+        raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
+                         "those that succeed are kept")
+    options = envs.env_options(cfg.env_args, weights)
+    for world in weights:
+        envs.items(world, "train", cfg.data or None)
+        envs.check_env(world, **options.get(world, {}))
+    return cfg
+
+
+# ---- trajectories of experts ----
+
+
+def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
+                        noise: float) -> list[Trajectory]:
+    """`count` trajectories in which the worlds' experts succeed on items of the split, shared out
+    among the worlds by weight. A function of the seed. Raises ValueError for a world whose expert
+    fails too often."""
+    options = envs.env_options(cfg.env_args, cfg.worlds)
+    found = []
+    with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
+        for world, wanted in items_per_world(cfg, count).items():
+            names = envs.items(world, split, cfg.data or None)
+            random.Random(cfg.seed).shuffle(names)
+            env = envs.make_env(world, **options.get(world, {}))
+            kept = 0
+            for attempt in range(3 * wanted):
+                if kept == wanted:
+                    break
+                item, again = names[attempt % len(names)], attempt // len(names)
+                rng = random.Random(f"{cfg.seed} {item} {again}")
+                t = demonstrate(env, item, chat, cfg, noise, rng)
+                if t.success and len(t.tokens) <= cfg.worlds[world].max_length and any(t.mask):
+                    t.sample = again
+                    found.append(t)
+                    kept += 1
+                    bar.update()
+            env.close()
+            if kept < wanted:
+                raise ValueError(f"the expert of {world} succeeded in {kept} of {3 * wanted} "
+                                 f"episodes, {wanted} are wanted")
+    return found
+
+
+def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
+                rng: random.Random) -> Trajectory:
+    """One episode of the world's expert, at most as many turns as the horizon. A random valid
+    action takes the place of the expert's with probability `noise`, in worlds that list them; its
+    tokens are masked out."""
+    world, number = split_item(item)
+    horizon = cfg.worlds[world].rounds[-1]
+    dialogue = agent.Dialogue(number, horizon, cfg.action_format)
+    instructions, observation = dialogue.begin(env)
+    t = Trajectory(item, world)
+    t.record_start(instructions, observation)
+    t.append(chat.start(instructions, observation))
+    t.status = Status.HORIZON
+    for _ in range(horizon):
+        action = env.expert()
+        if action is None:
+            break
+        is_random = rng.random() < noise and hasattr(env, "valid_actions")
+        if is_random:
+            action = rng.choice(env.valid_actions())
+        text = action
+        if not env.whole_reply:
+            text = agent.reply_with(action, cfg.action_format, thing_named(action))
+        ids = chat.reply(text)
+        t.append(ids, None if is_random else [0.0] * len(ids))
+        step = dialogue.reply(env, text)
+        t.record_turn(text, step, restarts=False)
+        if step.done:
+            t.status = Status.DONE
+            break
+        t.append(chat.turn(step.observation, closed=True))
+    return t
+
+
+# An action's verb, amount, thing, number or ingredients.
+ACTION = re.compile(r"(?:toggle and go through|go through|go to|pick ?up|focus on|look at|\w+)"
+                    r"(?: \d+)? (?!left|right|forward|available)(.+?)(?: \d+| using .*)?")
+
+
+def thing_named(action: str) -> str:
+    """The thing that an action is on, which is what an expert thinks of.
+
+    >>> thing_named("go to red ball 1"), thing_named("craft 4 oak planks using 1 oak log")
+    ('red ball', 'oak planks')
+    >>> thing_named("turn left")
+    'nothing'
+    """
+    match = ACTION.fullmatch(action)
+    return match[1] if match else "nothing"
+
+
+# ---- recorded trajectories ----
+
+
+def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) -> list[Trajectory]:
+    """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
+    list of AgentGym's conversations. Those whose environment failed, that have a reward below
+    `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
+    of another tokenizer."""
+    text = Path(path).read_text()
+    try:
+        if text.lstrip()[:1] == "[":
+            found = [from_conversation(entry, chat) for entry in json.loads(text)]
+        else:
+            known = {f.name for f in fields(Trajectory)}
+            rows = [json.loads(line) for line in text.splitlines()]
+            found = [Trajectory(**{k: v for k, v in row.items() if k in known}) for row in rows]
+            check_tokenizer(path, found, chat)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise ValueError(f"{path} holds no trajectories: {e}") from e
+    if min_reward is not None:
+        found = [t for t in found if t.reward >= min_reward]
+    found = [t for t in found if t.status != Status.ENV_ERROR and any(t.mask)]
+    if not found:
+        raise ValueError(f"no trajectory of {path} is left to learn from")
+    return found
+
+
+def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: Chat) -> None:
+    """Raise ValueError unless this tokenizer writes the beginning of each trajectory as it is."""
+    for t in trajectories:
+        if t.messages:
+            start = chat.start(t.messages[0]["content"], t.messages[2]["content"])
+            if t.tokens[: len(start)] != start:
+                raise ValueError(f"{t.item} was written with another tokenizer or chat template")
+
+
+def from_conversation(entry: dict, chat: Chat) -> Trajectory:
+    """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]},
+    whose first three messages are the instructions, a fixed reply and the first observation. It has
+    no rewards: all of its trajectories count as successes."""
+    said = [part["value"] for part in entry["conversations"]]
+    t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0], reward=1.0, score=1.0,
+                   success=True, status=Status.DONE)
+    t.record_start(said[0], said[2])
+    t.append(chat.start(said[0], said[2]))
+    for place in range(3, len(said), 2):
+        ids = chat.reply(said[place])
+        is_learnt = entry["conversations"][place].get("loss") is not False
+        t.append(ids, [0.0] * len(ids) if is_learnt else None)
+        t.turns += 1
+        t.messages.append({"role": "assistant", "content": said[place]})
+        if place + 1 < len(said):
+            t.append(chat.turn(said[place + 1], closed=True))
+            t.messages.append({"role": "user", "content": said[place + 1]})
+    return t
+
+
+# ---- training ----
+
+
+def sft(cfg: SFTConfig) -> None:
+    """A run from its first or next step to its last, in this process or as one of torchrun's.
+    Raises ValueError for what cannot be loaded, SystemExit where it must stop."""
+    options = envs.env_options(cfg.env_args, cfg.worlds)
+    with EnvPool(options=options) as pool:
+        sigterm = Sigterm()
+        try:
+            run = train.load(cfg)
+            demos, held_out = of_rank_0(partial(gather_trajectories, run))
+            steps = cfg.epochs * -(-len(demos) // cfg.batch)
+            if not train.is_finished(run, steps):
+                train.prepare(run)
+                write_demos(run, demos, held_out)
+                train.prepare_rollouts(run, "ragged", cfg.slots)
+                training_loop(run, demos, held_out, steps, pool, sigterm)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        finally:
+            sigterm.end()
+
+
+def gather_trajectories(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
+    """-> the trajectories to learn, and held-out ones if --eval_every asks for their loss. A
+    resumed run reads those that it began with."""
+    cfg = run.cfg
+    chat = Chat(run.tokenizer)
+    if run.saved is not None:
+        return [read_trajectories(run.folder / name, chat, None)
+                if (run.folder / name).exists() else [] for name in DEMO_FILES]
+    demos = []
+    if cfg.trajectories:
+        demos += read_trajectories(cfg.trajectories, chat, cfg.min_reward)
+    if cfg.demos:
+        demos += expert_trajectories(cfg, chat, "train", cfg.demos, cfg.noise)
+    held_out = []
+    if cfg.eval_every and cfg.demos:
+        held_out = expert_trajectories(cfg, chat, "test", EVAL_ITEMS, noise=0.0)
+    for number, t in enumerate(demos):
+        t.group = number
+    return demos, held_out
+
+
+DEMO_FILES = ("demos.jsonl", "held_out.jsonl")
+
+
+def write_demos(run: Run, *parts: list[Trajectory]) -> None:
+    """Keep what is learnt in the run folder, for --resume."""
+    for name, part in zip(DEMO_FILES, parts):
+        if run.rank == 0 and part:
+            lines = [json.dumps(t.to_json()) + "\n" for t in part]
+            write_atomically(run.folder / name, "".join(lines))
+
+
+def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,
+                  pool: EnvPool, sigterm: Sigterm) -> None:
+    """Every training step from the run's next one on."""
+    cfg = run.cfg
+    policy, optimizer = run.trained["policy"]
+    with tqdm(range(run.step, steps), initial=run.step, total=steps, disable=run.rank > 0,
+              dynamic_ncols=True) as bar:
+        for step in bar:
+            # Evaluation, now and then.
+            run.step = step
+            row = {"step": step, "epoch": step // (steps // cfg.epochs), "env": cfg.env}
+            if cfg.eval_every and step % cfg.eval_every == 0:
+                row |= train.evaluate_held_out(run, pool, sigterm)
+                if held_out:
+                    row["held_out_loss"] = loss_of(run, held_out)
+            if on_any_rank(sigterm.received):
+                train.stop(run)
+                break
+
+            # Update.
+            began = time.perf_counter()
+            factor = schedule.lr_at(step, steps, cfg.warmup_steps, cfg.lr_schedule)
+            train.set_learning_rates(run, factor)
+            part = [demos[i] for i in rows_of_step(len(demos), cfg, step)]
+            batch = collate(part)
+            tokens = int(batch["mask"].sum())
+            objective = partial(cross_entropy, run, tokens)
+            stats = optimizer_step(policy, optimizer, batch, range(len(part)), objective,
+                                   cfg.microbatch_tokens, cfg.max_grad_norm)
+            seconds = time.perf_counter() - began
+
+            # Log, save.
+            row |= {"loss": stats["loss"], "grad_norm": stats["grad_norm"],
+                    "lr": cfg.lr * factor, "trajectories": len(part),
+                    "tokens": sum(len(t.tokens) for t in part), "learnt_tokens": tokens,
+                    "computed_per_fed": stats["computed"] / stats["fed"],
+                    "seconds_update": seconds, "tokens_per_second": stats["fed"] / seconds,
+                    "memory_gb": memory_gb(run.device)}
+            train.log_step(run, row, part)
+            bar.set_postfix_str(f"loss {row['loss']:.3f} {row['tokens_per_second']:.0f} tok/s")
+            if not np.isfinite(row["loss"]):
+                sys.exit(f"sft.py: stopped at step {step}: the loss is {row['loss']}")
+            if (step + 1) % cfg.save_every == 0 or step + 1 == steps:
+                train.save_checkpoint(run, step + 1)
+        else:
+            train.finish(run)
+
+
+def rows_of_step(count: int, cfg: SFTConfig, step: int) -> list[int]:
+    """The trajectories of a step, of `count`: a new order every epoch, a function of (seed,
+    epoch)."""
+    steps_per_epoch = -(-count // cfg.batch)
+    epoch, place = divmod(step, steps_per_epoch)
+    order = np.random.default_rng([cfg.seed, epoch, 2]).permutation(count)
+    return order[place * cfg.batch : (place + 1) * cfg.batch].tolist()
+
+
+def cross_entropy(run: Run, denominator: int, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The share of a micro-batch in the mean of -log p over a step's tokens -> loss, no stats."""
+    with rl.compute_in(run.cfg.dtype, run.device):
+        logp, _ = rl.token_logprobs(run.policy, part["ids"], part["mask"], entropy_gradient=False)
+    return -logp.sum() / denominator, {}
+
+
+def loss_of(run: Run, trajectories: list[Trajectory]) -> float:
+    """The mean of -log p over the tokens that the trajectories' masks show."""
+    def logprobs(model, ids, mask):
+        return rl.token_logprobs(model, ids, mask)[0]
+
+    batch = collate(trajectories)
+    with rl.compute_in(run.cfg.dtype, run.device):
+        logp = map_rows(logprobs, run.policy, batch, run.cfg.microbatch_tokens)
+    return float(-logp.sum() / batch["mask"].sum())
+
+
+if __name__ == "__main__":
+    try:
+        sft(parse_sft_config())
+    except ValueError as e:
+        print("sft.py: " + " ".join(str(e).split()), file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,225 @@
+"""The command sft.py: what is learnt, from whom, and that it goes on where it was stopped."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+from test_train import ENV, metrics, read_jsonl
+
+import agent
+import envs
+import rl
+import sft
+from agent import Chat
+from rollout import Trajectory
+from update import collate
+
+SMALL = ["--demos", "12", "--epochs", "2", "--batch", "4", "--horizon", "4", "--max_length", "900"]
+
+
+def config_of(tmp_path, *args):
+    return sft.parse_sft_config([*SMALL, "--out", str(tmp_path / "r"), *args])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of a small run that was not interrupted."""
+    out = tmp_path_factory.mktemp("sft") / "a"
+    done = run_script("sft.py", *SMALL, "--out", out, "--save_every", "2", "--eval_every", "3")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+# ---- what is learnt ----
+
+
+def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
+    chat = Chat(tiny[1])
+    cfg = config_of(tmp_path)
+    env = envs.make_env("babyai")
+    learnt = {True: 0, False: 0}
+    for item in envs.items("babyai", "train")[:30]:
+        t = sft.demonstrate(env, item, chat, cfg, 0.5, random.Random(item))
+        # Play it again, and ask the expert what it would have done.
+        _, observation = agent.Dialogue(int(item.split("_")[1]), 4).begin(env)
+        text = tiny[1].decode(chat.start(agent.instructions(env.prompt, "react"), observation))
+        rest = tiny[1].decode(t.tokens)
+        assert rest.startswith(text)
+        place = len(chat.start(agent.instructions(env.prompt, "react"), observation))
+        for reply, answer in zip(t.messages[3::2], t.messages[4::2]):
+            action = agent.parse(reply["content"], "react")
+            ids = chat.reply(reply["content"])
+            assert t.tokens[place : place + len(ids)] == ids
+            mask = t.mask[place : place + len(ids)]
+            assert all(mask) or not any(mask)
+            assert not all(mask) or action == env.expert()
+            learnt[mask[0]] += 1
+            step = env.step(action)
+            assert step.observation == answer["content"]
+            place += len(ids)
+            if not step.done:
+                between = chat.turn(step.observation, closed=True)
+                assert not any(t.mask[place : place + len(between)])
+                place += len(between)
+        assert place == len(t.tokens)
+    assert min(learnt.values()) > 10
+
+
+def test_only_trajectories_in_which_the_expert_succeeds_are_kept(tiny, tmp_path):
+    cfg = config_of(tmp_path, "--noise", "0.8")
+    found = sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 10, 0.8)
+    assert len(found) == 10
+    assert all(t.success and t.turns <= 4 for t in found)
+    train_items = set(envs.items("babyai", "train"))
+    assert all(t.item in train_items for t in found)
+
+
+def test_the_loss_is_the_mean_over_the_replies_tokens_alone(tiny, tmp_path):
+    chat = Chat(tiny[1])
+    found = sft.expert_trajectories(config_of(tmp_path), chat, "train", 3, 0.3)
+    losses = []  # by the model's own forward pass, one trajectory at a time
+    for t in found:
+        ids = torch.tensor([t.tokens])
+        with torch.no_grad():
+            logp = torch.log_softmax(tiny[0](input_ids=ids).logits.float(), -1)[0, :-1]
+        losses += [-float(logp[i - 1, t.tokens[i]]) for i, m in enumerate(t.mask) if m]
+    expected = sum(losses) / len(losses)
+
+    class Run:
+        cfg = sft.SFTConfig()
+        policy = tiny[0]
+        device = torch.device("cpu")
+
+    Run.cfg.dtype = "float32"
+    Run.cfg.microbatch_tokens = 700
+    batch = collate(found)
+    loss, _ = sft.cross_entropy(Run, int(batch["mask"].sum()), batch)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert sft.loss_of(Run, found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_epoch_holds_each_trajectory_once_in_an_order_of_its_own(tmp_path):
+    cfg = config_of(tmp_path)
+    steps = [sft.rows_of_step(10, cfg, step) for step in range(6)]
+    assert [len(rows) for rows in steps] == [4, 4, 2, 4, 4, 2]
+    first, second = sum(steps[:3], []), sum(steps[3:], [])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
+    rows = metrics(reference)
+    assert len(rows) == 6
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert [row["step"] for row in rows if "eval/success" in row] == [0, 3]
+    assert rows[3]["held_out_loss"] < rows[0]["held_out_loss"]
+    config = json.loads((reference / "config.json").read_text())
+    assert config["algo"] == "sft"
+    assert len(read_jsonl(reference / "demos.jsonl")) == 12
+    model, _ = rl.load_policy(str(reference / "final"))
+    assert model.dtype == torch.float32
+    done = run_script("view.py", reference)
+    assert done.returncode == 0, done.stderr
+    assert (reference / "curves.png").stat().st_size > 10_000
+
+
+# ---- recorded trajectories ----
+
+
+def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny):
+    chat = Chat(tiny[1])
+    found = sft.read_trajectories(reference / "demos.jsonl", chat, None)
+    rows = read_jsonl(reference / "demos.jsonl")
+    assert [(t.item, t.tokens, t.mask) for t in found] == [
+        (row["item"], row["tokens"], row["mask"]) for row in rows]
+    with pytest.raises(ValueError, match="no trajectory"):
+        sft.read_trajectories(reference / "demos.jsonl", chat, 1.5)
+
+
+def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
+    chat = Chat(tiny[1])
+    said = ["Play.", "OK. I'll play.", "A wall.", "Action: turn left", "A ball.",
+            "Action: go to ball 1", "Done."]
+    conversations = [{"from": "gpt" if i % 2 else "human", "loss": None, "value": text}
+                     for i, text in enumerate(said)]
+    conversations[3]["loss"] = False
+    path = tmp_path / "traj.json"
+    path.write_text(json.dumps([{"item_id": "babyai_7", "conversations": conversations}]))
+    (t,) = sft.read_trajectories(path, chat, None)
+    assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
+    ids = chat.start("Play.", "A wall.") + chat.reply(said[3]) + chat.turn("A ball.", True)
+    assert t.tokens[: len(ids)] == ids
+    assert not any(t.mask[: len(ids)])
+    learnt = [token for token, m in zip(t.tokens, t.mask) if m]
+    assert learnt == chat.reply(said[5])
+
+
+@pytest.mark.parametrize("text, message", [
+    ("{", "holds no trajectories"),
+    ('[{"item_id": "babyai_1"}]', "holds no trajectories"),
+    ("[[]]", "holds no trajectories"),
+    ('{"item": "babyai_1", "env": "babyai", "tokens": [1, 2], "mask": [false, false]}',
+     "left to learn"),
+])
+def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, message):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+def test_trajectories_of_another_tokenizer_are_refused(tiny, tmp_path):
+    t = Trajectory("babyai_7", "babyai")
+    t.record_start("Play.", "A wall.")
+    t.append([5, 6, 7])
+    t.append([8], [0.0])
+    (tmp_path / "t").write_text(json.dumps(t.to_json()))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+# ---- stopped, resumed, refused ----
+
+
+def test_a_killed_run_resumes_exactly(reference, tmp_path):
+    out = tmp_path / "b"
+    args = [*SMALL, "--out", str(out), "--save_every", "2", "--eval_every", "3"]
+    child = subprocess.Popen([sys.executable, "sft.py", *args], cwd=ROOT, env=ENV,
+                             stderr=subprocess.DEVNULL)
+    while not (out / "checkpoints/step_000002/state.json").exists():
+        time.sleep(0.02)
+        assert child.poll() is None, "the run ended before it could be killed"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (out / "final").exists()
+    done = run_script("sft.py", *args, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert without_rates(metrics(out)) == without_rates(metrics(reference))
+    weights = "final/model.safetensors"
+    assert (out / weights).read_bytes() == (reference / weights).read_bytes()
+    again = run_script("sft.py", *args, "--resume")
+    assert "finished" in again.stdout
+
+
+def without_rates(rows):
+    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--demos", "0"], "nothing to learn from"),
+    (["--trajectories", "/no/such/file"], "there is no file"),
+    (["--min_reward", "1"], "--min_reward is for --trajectories"),
+    (["--noise", "1"], "--noise"),
+    (["--env", "nowhere"], "unknown environment"),
+])
+def test_nonsense_is_one_line(tmp_path, args, message):
+    done = run_script("sft.py", *SMALL, "--out", tmp_path / "r", *args)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+    assert not (tmp_path / "r").exists()
