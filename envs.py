@@ -76,6 +76,13 @@ class Env:
         """Take the agent's action. Any text is allowed: an invalid action gives valid=False."""
         raise NotImplementedError
 
+    def expert(self) -> str | None:
+        """The action that an expert takes now. None: this world has none, or there is no way on.
+
+        It leaves the episode as it is. The expert may know what the agent cannot see.
+        """
+        return None
+
     def close(self) -> None:
         """Release what the episode holds: processes, connections."""
 

@@ -1,4 +1,4 @@
-"""What policies that know nothing reach on held-out items.
+"""What simple policies and the world's expert reach on held-out items.
 
     python experiments/policies.py WORLD [episodes per item [horizon [FOLDER]]]
 
@@ -6,6 +6,7 @@ FOLDER: item sets other than those in data/.
 
 uniform: any of the valid actions, in worlds that list them.
 imitated: the random policy that the built-in model was trained to imitate.
+expert: `Env.expert`, in worlds that have one. It gives up where it sees no way on.
 """
 
 import random
@@ -35,31 +36,45 @@ def main(name, episodes=1, horizon=None, data=None):
     def imitated(rng, read):
         return draw(random_policy(env, name, read), rng)[1]
 
-    policies = {"uniform": uniform, "imitated": imitated}
+    def expert(rng, read):
+        return env.expert()
+
+    policies = {"uniform": uniform, "imitated": imitated, "expert": expert}
     if not hasattr(env, "valid_actions"):  # SearchQA and WebArena list no valid actions
         del policies["uniform"]
+    if type(env).expert is envs.Env.expert:
+        del policies["expert"]
     for label, policy in policies.items():
         rng = random.Random(0)
         success = {}
         score = {}
+        turns = {}
         for item in tqdm(items, desc=label, leave=False):
-            step = play(env, item, horizon, policy, rng)
+            step, num_turns = play(env, item, horizon, policy, rng)
             success.setdefault(item, []).append(step.success)
             score.setdefault(item, []).append(step.score)
-        print(f"{label:9} {'success':8} {summary(success, category)}")
-        print(f"{label:9} {'score':8} {summary(score, category)}")
+            turns.setdefault(item, []).append(num_turns)
+        for what, by_item in (("success", success), ("score", score), ("turns", turns)):
+            print(f"{label:9} {what:8} {summary(by_item, category)}")
     env.close()
 
 
 def play(env, item, horizon, policy, rng):
-    """One episode -> the last step. `policy(rng, observations) -> action`."""
+    """One episode -> (the last step, the number of turns).
+
+    `policy(rng, observations) -> action`; None gives up, which counts as all turns without success.
+    """
     observations = [env.reset(envs.split_item(item)[1])]
-    for _ in range(horizon):
-        step = env.step(policy(rng, observations))
+    step = envs.Step(observations[0])
+    for turn in range(1, horizon + 1):
+        action = policy(rng, observations)
+        if action is None:
+            break
+        step = env.step(action)
         observations.append(step.observation)
         if step.done:
-            break
-    return step
+            return step, turn
+    return step, horizon
 
 
 def summary(by_item, category):

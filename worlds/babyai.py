@@ -20,6 +20,7 @@ OpenDoorsOrderN4Debug is left as in minigrid: where its mission names two doors,
 check fails every order.
 """
 
+import copy
 from collections import deque
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from minigrid.core.roomgrid import RoomGrid
 from minigrid.minigrid_env import MiniGridEnv
 
 from envs import Env, EnvError, Step
+from worlds.babyai_expert import NoWay, Planner, first_action
 
 # ---- changes to minigrid ----
 
@@ -226,6 +228,27 @@ class BabyAI(Env):
 
     def valid_actions(self) -> list[str]:
         return list(self.actions)
+
+    def expert(self) -> str | None:
+        """The action that an expert takes, who sees the whole grid (`worlds.babyai_expert`)."""
+        if self.env is None or self.done:
+            return None
+        planner = Planner(self.env)
+        try:
+            goal = planner.goal()
+        except NoWay:
+            return None
+        start = (planner.agent, int(self.env.agent_dir))
+        return first_action(self._actions_at, start, goal, planner.blocks)
+
+    def _actions_at(self, cell: tuple, direction: int) -> dict[str, list[int]]:
+        """The list of actions that the agent would see from `cell`, facing `direction`."""
+        there = copy.copy(self)
+        there.env = copy.copy(self.env)
+        there.env.agent_pos = cell
+        there.env.agent_dir = direction
+        there._look(there.env.gen_obs()["image"])
+        return there.actions
 
     def _perform(self, primitives: list[int]) -> None:
         """Perform primitive actions until the episode ends or the way is blocked."""

@@ -1,6 +1,6 @@
 """A person plays a world in the terminal, with the prompt that the model gets.
 
-    python envs.py play --env textcraft [--item 3]
+    python envs.py play --env textcraft [--item 3] [--hint]
 """
 
 import sys
@@ -9,10 +9,11 @@ import agent
 from envs import WORLDS, CommandParser, EnvError, items, make_env, split_item
 
 
-def play(name: str, item: int | None = None, horizon: int = 100) -> None:
+def play(name: str, item: int | None = None, horizon: int = 100, hint: bool = False) -> None:
     """Play an episode of the world `name` for at most `horizon` turns; an empty line ends it.
 
     item: its number (default: the first of the held-out set).
+    hint: show the expert's action with every observation.
     """
     env = make_env(name)
     try:
@@ -25,6 +26,8 @@ def play(name: str, item: int | None = None, horizon: int = 100) -> None:
             print(f"\nIn your own browser, the same sites in the same state: {address}")
         total = 0.0
         for turn in range(1, horizon + 1):
+            if hint:
+                print(f"[hint: {env.expert() or 'none'}]")
             reply = input(f"\n[turn {turn}; an empty line ends] > ")
             if not reply.strip():
                 return
@@ -51,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--env", default="babyai", help=", ".join(WORLDS))
     add("--item", type=int, help="default: the first of the held-out set")
     add("--horizon", type=int, default=100, help="largest number of turns")
+    add("--hint", action="store_true", help="show the action that an expert would take")
     try:
         args = parser.parse_args(argv)
-        play(args.env, args.item, args.horizon)
+        play(args.env, args.item, args.horizon, args.hint)
     except (EOFError, KeyboardInterrupt):
         pass
     except (EnvError, ValueError, ImportError) as e:

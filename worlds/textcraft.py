@@ -226,8 +226,13 @@ def solution(item: int) -> list[str]:
     It is not proven to be the shortest. Raises ValueError unless `item` is an int >= 0.
     """
     tree = crafting_tree()
-    plan = _Plan(tree)
-    plan.take(tree.goals[_item_number(item) % GOALS], 1)
+    return _plan(tree, tree.goals[_item_number(item) % GOALS], {})
+
+
+def _plan(tree, goal, inventory):
+    """The actions that make `goal` from what is in `inventory` (item -> amount)."""
+    plan = _Plan(tree, inventory)
+    plan.take(goal, 1)
     gets = [f"get {amount} {_say(name)}" for name, amount in sorted(plan.gets.items())]
     return gets + plan.crafts
 
@@ -235,10 +240,11 @@ def solution(item: int) -> list[str]:
 class _Plan:
     """The actions that make an item, collected by `take`."""
 
-    def __init__(self, tree):
+    def __init__(self, tree, inventory):
         self.tree = tree
         self.gets = Counter()  # item -> amount to get
         self.crafts = []  # commands, in order
+        self._held = Counter(inventory)  # item -> amount in the inventory that is not used yet
         self._stock = Counter()  # item -> amount that was crafted and is not used yet
         self._made = set()  # the items that the plan crafts
         self._cheapest = functools.cache(self._find_cheapest)
@@ -246,7 +252,8 @@ class _Plan:
     def _find_cheapest(self, name, amount):
         """-> (number of actions to make `amount` of `name`, the recipe to use; None: get it).
 
-        The number is an estimate: it counts everything as if no craft were shared.
+        The number is an estimate: it counts everything as if no craft were shared and nothing held.
+        So the choice stays the same while the plan is carried out.
         """
         if name not in self.tree.ways:
             return 1, None
@@ -259,8 +266,12 @@ class _Plan:
 
     def take(self, name, amount):
         """Set aside `amount` of an item or kind, and plan how to make it -> the item used."""
+        for item in self.tree.kinds.get(name, (name,)):
+            if self._held[item] >= amount:
+                self._held[item] -= amount
+                return item
         if name not in self.tree.ways:
-            self.gets[name] += amount
+            self.gets[name] += amount - self._held.pop(name, 0)
             return name
         # Oak planks serve as planks if the plan makes oak planks anyway.
         for item in self.tree.kinds.get(name, ()):
@@ -269,6 +280,7 @@ class _Plan:
                 break
         _, recipe = self._cheapest(name, amount)
         self._made.add(recipe.makes)
+        self._stock[recipe.makes] += self._held.pop(recipe.makes, 0)
         # Shallow needs first: a sign takes its oak planks before its stick asks for any planks.
         needs = sorted(recipe.needs, key=lambda need: self.tree.depth[need[0]])
         while self._stock[recipe.makes] < amount:
@@ -486,6 +498,12 @@ class TextCraft(Env):
                 return False
             left.remove(matching[0])
         return not left
+
+    def expert(self) -> str | None:
+        """The first action of a short plan that uses what the inventory holds."""
+        if self.last is None or self.last.done:
+            return None
+        return _plan(self.tree, self.goal, self.inventory)[0]
 
     def valid_actions(self) -> list[str]:
         """Actions that would all be valid now, sorted; empty before a reset and after the end.
