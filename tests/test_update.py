@@ -126,7 +126,7 @@ def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode)
     denominator = int(batch["mask"].sum()) if mode == "token" else len(trajectories)
     results = []
     num_cuts = []
-    for max_tokens in (10**9, 1500, 1):  # one micro-batch, a few, one for each trajectory
+    for max_tokens in (10**9, 900, 1):  # one micro-batch, a few, as many as possible
         model = copy.deepcopy(tiny[0])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         cuts = []
@@ -143,7 +143,7 @@ def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode)
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         results.append((stats, weights))
         num_cuts.append(len(cuts))
-    assert num_cuts[0] == 1 < num_cuts[1] < num_cuts[2] == len(trajectories)
+    assert num_cuts[0] == 1 < num_cuts[1] < num_cuts[2]
 
     (first_stats, first_weights), *others = results
     for stats, weights in others:
@@ -154,7 +154,7 @@ def test_gradient_is_the_same_however_the_batch_is_cut(tiny, trajectories, mode)
     total = sum(len(t.tokens) for t in trajectories)
     assert all(stats["fed"] == total for stats, _ in results)
     rows = [t.tokens for t in trajectories]
-    assert first_stats["computed"] == trie_size(rows) < results[-1][0]["computed"] == total
+    assert first_stats["computed"] == trie_size(rows) < results[-1][0]["computed"] <= total
 
 
 def test_an_optimizer_step_takes_the_rows_that_it_is_given_and_no_others(tiny, trajectories):
@@ -262,6 +262,8 @@ def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         weights = [p.detach().flatten() for model in models for p in model.parameters()]
         results.append((row, torch.cat(weights)))
     (whole, whole_weights), (cut, cut_weights) = results
+    # Small micro-batches share fewer beginnings.
+    assert whole.pop("computed_per_fed") < cut.pop("computed_per_fed") <= 1
     assert whole["grad_norm"] > 0
     assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)
     assert (cut_weights - whole_weights).abs().max() < 1e-6
