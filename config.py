@@ -63,6 +63,11 @@ REAL = dict(
     max_tokens=512, max_length=10240, kl_coef=0.001, invalid_penalty=0.0, action_format="react",
     microbatch_tokens=16384, slots=32, dtype="bfloat16", gradient_checkpointing=True, env_args="",
 )
+REAL_ON_CPU = dict(  # without CUDA these win over REAL and WORLD_REAL
+    # A model of 135M parameters takes ... GB for the longest trajectory, alone in its micro-batch.
+    max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False,
+)
+FAST_BFLOAT16 = {"cuda", "avx512_bf16", "amx_bf16"}  # without any of these REAL's dtype is float32
 WORLD_TINY = {  # a world's own defaults win over TINY
     # Few groups succeed here: with a penalty, most of the gradient would come from the penalty.
     "textcraft": dict(steps=90, invalid_penalty=0.0),
@@ -82,20 +87,48 @@ WORLD_REAL = {  # a world's own defaults win over REAL
 }
 
 
+def machine(cpuinfo: str | Path = "/proc/cpuinfo") -> set[str]:
+    """The flags of this machine's CPU, and "cuda" if there is a GPU."""
+    found = set()
+    if torch.cuda.is_available():
+        found.add("cuda")
+    if Path(cpuinfo).exists():
+        lines = re.findall(r"^flags\s*:(.*)", Path(cpuinfo).read_text(), re.MULTILINE)
+        found.update(*(line.split() for line in lines))
+    return found
+
+
 def presets(model: str, world: str) -> dict:
-    """-> flag name -> its default for this model ('tiny' or any other) and this world.
+    """-> flag name -> its default for this model ('tiny' or any other), this world and this
+    machine.
 
     Besides flags it holds "rounds" (tuple of int), "horizon_steps" and "eval_horizon".
     """
     if model == "tiny":
-        horizons, table, own = TINY_HORIZONS, TINY, WORLD_TINY
+        horizons, values = TINY_HORIZONS, TINY | WORLD_TINY.get(world, {})
     else:
-        horizons, table, own = PUBLISHED_HORIZONS, REAL, WORLD_REAL
+        horizons, values = PUBLISHED_HORIZONS, REAL | WORLD_REAL.get(world, {})
+        has = machine()
+        if "cuda" not in has:
+            values |= REAL_ON_CPU
+        if not has & FAST_BFLOAT16:
+            values["dtype"] = "float32"
     horizon = horizons.get(world, PUBLISHED_HORIZONS["babyai"])
-    return table | own.get(world, {}) | {
+    return values | {
         "rounds": horizon.rounds, "horizon_steps": horizon.every,
         "eval_horizon": horizon.eval_horizon,
     }
+
+
+def started_with(out: str, world: str) -> dict:
+    """What the run in this folder was started with, of the flags whose defaults depend on the
+    machine; {} without such a run. On another machine they stay as they are."""
+    path = Path(out) / "config.json"
+    if not path.exists():
+        return {}
+    run = json.loads(path.read_text())
+    own = run | run.get("worlds", {}).get(world, {})
+    return {name: own[name] for name in (*REAL_ON_CPU, "dtype") if name in own}
 
 
 # ---- ranges: each rule raises ValueError for a flag's value that makes no sense ----
@@ -179,7 +212,8 @@ class RunConfig:
 
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; several with weights: "
                              "babyai:2,textcraft:1")
-    model: str = arg("tiny", "'tiny' (built in), a folder, or a hub id")
+    model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
+                             "a folder, a GGUF file, or a hub id")
     data: str = arg(
         "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
@@ -421,6 +455,9 @@ def preset_tables() -> str:
         for label, values in ((name, table), *(("  " + world, t) for world, t in own.items())):
             shown = [f"{flag} {value}" for flag, value in values.items() if value != ""]
             lines.append(f"  {label:9} " + ", ".join(shown))
+    shown = [f"{flag} {value}" for flag, value in REAL_ON_CPU.items()]
+    shown.append("dtype float32 (bfloat16 if the CPU has the flag avx512_bf16 or amx_bf16)")
+    lines.append("others, in all worlds, on a machine without CUDA:\n  " + ", ".join(shown))
     return "\n".join(lines)
 
 
@@ -448,7 +485,11 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
             algo: str) -> None:
     """Fill in the flags that were not given, in place. weights: world -> weight. in_this_process:
     the worlds that are not on servers. algo: for the name of the run folder."""
+    if not cfg.out:
+        cfg.out = f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{algo}_s{cfg.seed}"
     default = {world: presets(cfg.model, world) for world in weights}
+    if cfg.resume:
+        default = {world: own | started_with(cfg.out, world) for world, own in default.items()}
 
     # What each world has for itself. The run's own value is the largest of them: train.py checks
     # --max_length against the model's limit.
@@ -475,8 +516,6 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
         cfg.horizon = written_rounds(rounds)
     if cfg.shard is None:
         cfg.shard = torch.cuda.is_available() and not cfg.lora_rank
-    if not cfg.out:
-        cfg.out = f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{algo}_s{cfg.seed}"
 
 
 def rounds_of(cfg: RunConfig, world: str, default: dict) -> list[int]:

@@ -53,7 +53,8 @@ from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 @dataclass
 class EvalConfig:
     env: str | None = arg(None, f"world: {', '.join(envs.WORLDS)}; default: the run's, else babyai")
-    model: str = arg("tiny", "'tiny' (built in), a folder such as runs/NAME/final, a hub id, or "
+    model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
+                             "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
                              "openai:NAME on the server --base_url")
     base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from "
                             "the environment's OPENAI_API_KEY")

@@ -10,6 +10,7 @@ absent, holds safetensors only, and can be read by any number of processes:
         state.json             the step; without this file the checkpoint is not complete
 """
 
+import importlib.util
 import json
 import shutil
 import warnings
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -30,13 +32,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import algos
 from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
+SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+# The ways of cutting text into words before BPE (llama.cpp's `tokenizer.ggml.pre`) that are read
+# as llama.cpp reads them. transformers cuts as GPT-2 does where it does not know a way.
+GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
 
@@ -47,32 +54,94 @@ Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def model_path(name: str) -> str:
-    """"tiny" -> the built-in model's folder; a folder or a hub id stays as it is. Raises ValueError
-    if there is no such folder."""
+    """"tiny" and "smollm2" -> their folders; a folder, a GGUF file or a hub id stays as it is.
+    Raises ValueError if there is no such folder or file, or if the package that reads it is
+    missing."""
     if name == "tiny":
         return str(TINY_MODEL)
+    if name == "smollm2":
+        if not (SMOLLM2_MODEL / "config.json").exists():
+            raise ValueError("the model 'smollm2' is not here yet: run python data/get_smollm2.py")
+        return str(SMOLLM2_MODEL)
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise ValueError(f"no model file '{name}'")
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f'{package} is missing: pip install -e ".[gguf]"')
+        return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists():
             raise ValueError(f"the model folder '{name}' has no config.json")
         return name
     starts_like_a_path = name[:1] in (".", "/", "~") or Path(name).parent.is_dir()
     if name.count("/") != 1 or starts_like_a_path:
-        raise ValueError(f"no model folder '{name}'; give 'tiny', a folder, "
-                         "or a hub id such as Qwen/Qwen2.5-3B-Instruct")
+        raise ValueError(f"no model folder '{name}'; give 'tiny', 'smollm2', a folder, "
+                         "a GGUF file, or a hub id such as Qwen/Qwen2.5-3B-Instruct")
     return name
 
 
 def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
                 dtype: str | torch.dtype = torch.float32,
                 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """-> (causal LM, tokenizer). Weights are read from safetensors only. Raises ValueError if that
-    fails."""
+    """-> (causal LM, tokenizer). Weights are read from safetensors or GGUF only. Raises ValueError
+    if that fails."""
     path = model_path(name)
+    split = check_gguf(path) if path.endswith(".gguf") else ""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-        return model.to(device), AutoTokenizer.from_pretrained(path)
-    except (OSError, ImportError, ValueError, SafetensorError) as e:
+        model = load_causal_lm(path, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(**location(path))
+    except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as e:
         raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
+    if split == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return model.to(device), tokenizer
+
+
+def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
+    """The model at a path from `model_path`. A GGUF file's weights are de-quantised."""
+    model = AutoModelForCausalLM.from_pretrained(**location(path), dtype=dtype,
+                                                 use_safetensors=True)
+    if path.endswith(".gguf"):  # a model that is marked as quantised can be neither cast nor saved
+        model.hf_quantizer.remove_quantization_config(model)
+    return model
+
+
+def location(path: str) -> dict[str, str]:
+    """A path from `model_path` -> the arguments with which `from_pretrained` reads it."""
+    if path.endswith(".gguf"):
+        folder, file = Path(path).parent, Path(path).name
+        return {"pretrained_model_name_or_path": str(folder), "gguf_file": file}
+    return {"pretrained_model_name_or_path": path}
+
+
+def check_gguf(path: str) -> str:
+    """Read a GGUF file's header -> how its tokenizer cuts text into words, "" for SentencePiece.
+    Raises ValueError for a file that cannot be read, or that transformers would read wrongly."""
+    from gguf import GGUFReader
+    try:
+        reader = GGUFReader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items()
+                  if len(field.data) == 1}
+        family = fields["general.architecture"]
+    except (ValueError, IndexError, KeyError, OverflowError) as e:
+        raise ValueError(f"{path} is broken, or no GGUF file ({e})") from e
+    if family not in GGUF_FAMILIES:
+        raise ValueError(f"{path} holds a model of the architecture '{family}'; "
+                         f"read are {', '.join(GGUF_FAMILIES)}")
+    # transformers ignores both ways of writing scaled rotary embeddings into the file.
+    scaled = fields.get(f"{family}.rope.scaling.type", "none") != "none"
+    if scaled or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        raise ValueError(f"{path} has scaled rotary embeddings, which are not read from GGUF files")
+    if fields.get("tokenizer.ggml.model") != "gpt2":
+        return ""
+    split = fields.get("tokenizer.ggml.pre", "")
+    if split not in GGUF_SPLITS:
+        raise ValueError(f"{path} has a tokenizer of the kind '{split}'; "
+                         f"read are {', '.join(GGUF_SPLITS)}")
+    return split
 
 
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:
@@ -134,7 +203,7 @@ class Critic(nn.Module):
     def __init__(self, name: str, device: str | torch.device = "cpu",
                  dtype: str | torch.dtype = torch.float32):
         super().__init__()
-        self.body = AutoModel.from_pretrained(model_path(name), dtype=dtype, use_safetensors=True)
+        self.body = load_causal_lm(model_path(name), dtype).base_model
         self.config = self.body.config
         self.head = nn.Linear(self.body.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)

