@@ -4,6 +4,7 @@ The questions can be answered by searching only. A retrieval server that fails i
 """
 
 import json
+import re
 import threading
 import time
 from contextlib import contextmanager
@@ -39,23 +40,6 @@ def test_a_world_is_the_same_every_time_and_unlike_others():
     assert 9000 < len(world.articles) < 11000 and len(titles) == len(world.articles)
     sources = [question.source for question in world.questions]
     assert sources.count("comparison") <= 0.2 * len(sources)
-
-
-@pytest.mark.parametrize("split, every", [("train", 20), ("test", 1)])
-def test_following_titles_leads_to_the_answer(split, every):
-    of_several_articles = 0
-    for item in items("searchqa", split)[::every]:
-        world, question = world_and_question(item)
-        index = make_env("searchqa")._index(world)
-        read = ""  # all articles so far
-        for title in question.titles:
-            alias = almanac(world).facts[title].get("alias")
-            name = alias if alias is not None and alias in question.text else title
-            assert name in question.text or name in read  # the name can be known by now
-            read += dict(index.search(name, 3))[title]
-        assert any(answer in read for answer in question.answers)
-        of_several_articles += len(question.titles) > 1
-    assert of_several_articles > 50
 
 
 def test_held_out_questions_are_of_other_worlds_in_other_words():
@@ -168,6 +152,69 @@ def test_threads_find_what_one_finds():
     for thread in threads:
         thread.join()
     assert together == alone
+
+
+# ---- the expert ----
+
+
+@pytest.mark.parametrize("split, every", [("train", 20), ("test", 1)])
+def test_the_expert_searches_for_names_that_it_has_read_and_finds_the_answer(split, every):
+    env = make_env("searchqa")
+    of_several_articles = 0
+    for item in items("searchqa", split)[::every]:
+        number = split_item(item)[1]
+        read = env.reset(number)
+        step = None
+        searches = 0
+        while not (step and step.done):
+            action = env.expert()
+            name = re.match(r"<think> (.+) </think>\n<(search|answer)> \1 </\2>$", action)[1]
+            assert name in read
+            step = env.step(action)
+            read += step.observation
+            searches += not step.done
+        assert step.success
+        _, question = world_and_question(item)
+        assert searches == len(question.titles)
+        of_several_articles += searches > 1
+    assert of_several_articles > 50
+
+
+def test_the_expert_goes_on_from_what_was_found_before():
+    env = make_env("searchqa")
+    number = next(n for n, q in enumerate(almanac(0).questions) if q.source == "3_hops")
+    first, second, third = almanac(0).questions[number].titles
+    env.reset(number)
+    env.step("I look around.")
+    env.step(f"<search> {second} </search>")
+    for title in (first, third):
+        action = env.expert()
+        assert action == env.expert() == f"<think> {title} </think>\n<search> {title} </search>"
+        env.step(action)
+    assert env.step(env.expert()).success
+    assert env.expert() is None
+
+
+def test_the_expert_gives_up_what_two_searches_do_not_find(corpus):
+    item, question = first_of_one_hop()
+    env = make_env("searchqa", corpus=corpus)  # not the articles that the questions are about
+    assert env.expert() is None
+    env.reset(item)
+    queries = set()
+    for _ in range(2):
+        action = env.expert()
+        queries.add(re.search("<search> (.*) </search>", action)[1])
+        env.step(action)
+    assert env.expert() is None
+    assert len(queries) == 2 and all(question.titles[0] in query for query in queries)
+
+
+def test_the_expert_knows_nothing_of_the_users_own_questions(tmp_path, corpus):
+    rows = [{"question": "Who makes honey?", "golden_answers": ["Bee"]}]
+    questions = write_rows(tmp_path / "questions.jsonl", rows)
+    env = make_env("searchqa", corpus=corpus, questions=questions)
+    env.reset(0)
+    assert env.expert() is None
 
 
 # ---- files ----

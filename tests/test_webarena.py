@@ -31,7 +31,7 @@ from websites import tasks
 from worlds.webarena import browser as browsers
 from worlds.webarena import env as webarena
 from worlds.webarena import evaluators, tree
-from worlds.webarena.plans import next_action, solve
+from worlds.webarena.plans import Follower, solve
 
 CHROMIUM = "/usr/bin/chromium"
 NUM_TEMPLATES = len(tasks.TEMPLATES)
@@ -228,6 +228,25 @@ def test_helpers_are_looked_up_and_never_run_as_code():
     assert evaluators.call_helper(code, "", "http://r/f/books", None) == "http://r/f/books"
 
 
+# ---- plans ----
+
+
+def test_a_plan_is_followed_by_scrolling_until_the_page_ends():
+    first, second, last = "[1] link 'A'", "[1] link 'B'", "[1] link 'C'"
+    url = "http://a.localhost/"
+    follower = Follower([("click", "link", "C")], "42", first, url)
+    for page in (second, last):
+        assert follower.reply() == "nothing\n```scroll [down]```"
+        follower.take(True, page, url)
+    assert follower.reply() == "C\n```click [1]```"
+    follower.take(True, first, url + "c")
+    assert follower.reply() == "42\n```stop [42]```"
+
+    follower = Follower([("click", "link", "C")], "", first, url)
+    follower.take(True, first, url)  # the window does not move
+    assert follower.reply() is None
+
+
 # ---- item sets ----
 
 
@@ -404,6 +423,40 @@ def test_every_template_is_solved_by_its_plan_and_by_nothing_else(every):
 
 
 @browser
+@pytest.mark.parametrize("name, height", [
+    ("shop.to_cart", 720),  # what is done twice gives twice the amount
+    ("forum.upvote", 720),  # what is done twice is undone
+    ("shop.move", 240),  # a form with several fields, longer than the window
+])
+def test_the_expert_comes_back_to_its_plan_after_another_action(name, height):
+    """The agent goes astray once, after each number of the expert's actions."""
+    env = make_env("webarena", height=height)
+    item = item_of(name)
+    env.reset(item)
+    num_replies = 0
+    while not env.step(env.expert()).done:
+        num_replies += 1
+    for turn in range(num_replies + 1):
+        env.reset(item)
+        for _ in range(turn):
+            env.step(env.expert())
+        env.step("```goto [http://localhost/]```")
+        assert env.expert() == env.expert()
+        step = play_on_by_expert(env)
+        assert step.done and step.success, turn
+    env.close()
+
+
+def play_on_by_expert(env):
+    """-> the last step of at most 30"""
+    for _ in range(30):
+        step = env.step(env.expert())
+        if step.done:
+            break
+    return step
+
+
+@browser
 def test_an_item_begins_the_same_episode_every_time(env):
     item = item_of("shop.open_product")
     first = env.reset(item)
@@ -461,13 +514,11 @@ def test_replies_that_cannot_be_carried_out_are_answered_with_a_hint(env):
 @browser
 def test_an_episode_from_its_first_page_to_its_reward(env):
     item = item_of("shop.open_product")
-    _, plan, _ = tasks.make(item)
-    search, _ = next_action(plan[0], env.reset(item))
-    step = env.step(f"I search. ```{search}```")
+    env.reset(item)
+    step = env.step(f"I search. {env.expert()}")
     assert step.valid and "results for" in step.observation
     assert "PREVIOUS ACTION: type [" in step.observation
-    open_product, _ = next_action(plan[1], step.observation)
-    step = env.step(f"```{open_product}```")
+    step = env.step(env.expert())
     assert "URL: http://shop.localhost/product/" in step.observation
     step = env.step("```stop```")
     assert step.done and step.success and step.reward == step.score == 1

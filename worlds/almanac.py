@@ -222,6 +222,7 @@ class Question:
     answers: list[str]  # each of these is right
     source: str  # "1_hop" | "2_hops" | "3_hops" | "comparison"
     titles: list[str]  # the articles that lead to the answer, in order
+    names: list[str]  # the name by which each of them is known before it is read
 
 
 @dataclass
@@ -349,7 +350,7 @@ def _comparison(rng, facts, works, wording):
         return None
     text = rng.choice(COMPARE[wording]).format(a=a, b=b, which=which)
     answer = min(years) if which == "earlier" else max(years)
-    return Question(text, [answer], "comparison", [a, b])
+    return Question(text, [answer], "comparison", [a, b], [a, b])
 
 
 def _chain(rng, facts, subjects, wording, source, num_hops):
@@ -364,6 +365,7 @@ def _chain(rng, facts, subjects, wording, source, num_hops):
     phrase = title  # how the question refers to `title`
     if kind == "person" and "alias" in facts[title] and rng.random() < 0.5:
         phrase = facts[title]["alias"]
+    names = [phrase]
 
     # Follow all facts but the last one, which is the one to ask for.
     *through, last = chain.split()
@@ -371,6 +373,7 @@ def _chain(rng, facts, subjects, wording, source, num_hops):
         phrase = rng.choice(PHRASES[fact][wording]).format(x=phrase)
         title = facts[title][fact]
         titles.append(title)
+        names.append(title)
     answer = facts[title][last]
 
     if through:
@@ -385,4 +388,4 @@ def _chain(rng, facts, subjects, wording, source, num_hops):
     alias = facts.get(answer, {}).get("alias")
     if alias:
         answers.append(alias)
-    return Question(text, answers, source, titles)
+    return Question(text, answers, source, titles, names)

@@ -187,6 +187,8 @@ class SearchQA(Env):
         self.topk = topk
         self.corpus = corpus
         self.last = None  # the last Step of this episode
+        self.queries = set()  # the searches of this episode
+        self.read = set()  # the titles of the articles that they have returned
         self.own = None  # (question, answers) of the user's own files, if there are any
         if questions:
             self.own = []
@@ -221,6 +223,8 @@ class SearchQA(Env):
         self.articles = self.retriever or self._index(source)
         self.answers = {normalise(answer) for answer in answers}
         self.last = Step("")
+        self.queries = set()
+        self.read = set()
         return f"Question: {question}"
 
     def _check_item(self, item):
@@ -258,7 +262,33 @@ class SearchQA(Env):
         return Step("Right." if right else "Wrong.", reward, reward, True, right)
 
     def _search(self, query):
-        articles = self.articles.search(query.strip()[:MAX_QUERY], self.topk)
+        query = query.strip()[:MAX_QUERY]
+        articles = self.articles.search(query, self.topk)
+        self.queries.add(query)
+        self.read.update(title for title, _ in articles)
         lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(articles, 1)]
         text = "\n".join(lines) or "Nothing was found."
         return Step(f"<information>{text}</information>")
+
+    def expert(self) -> str | None:
+        """The reply that an expert gives now, with a thought that says what it is about.
+
+        It searches for the articles that lead to the answer, those that were found already left
+        out, and answers. None: an article is not found by two searches, or the question is one of
+        the user's own.
+        """
+        if self.last is None or self.last.done or self.own is not None:
+            return None
+        for title, name in zip(self.question.titles, self.question.names):
+            if title not in self.read:
+                return self._search_for(name)
+        answer = self.question.answers[0]
+        return f"<think> {answer} </think>\n<answer> {answer} </answer>"
+
+    def _search_for(self, name):
+        # A person is often not found by a pen name, because titles count three times. The second
+        # query uses the words of the sentence that gives the pen name.
+        for query in (name, f"{name} also writes as {name}"):
+            if query not in self.queries:
+                return f"<think> {name} </think>\n<search> {query} </search>"
+        return None

@@ -37,6 +37,7 @@ from envs import Env, EnvError, Step
 from websites import tasks as embedded
 from websites.server import Websites
 from worlds.webarena import browser, evaluators
+from worlds.webarena.plans import Follower
 
 # WebArena's names of the sites.
 PLACES = ("SHOPPING_ADMIN", "SHOPPING", "REDDIT", "GITLAB", "MAP", "WIKIPEDIA", "HOMEPAGE")
@@ -248,6 +249,9 @@ class WebArena(Env):
         self.objective = ""
         self.sites = []
         self.previous = "None"  # the last action
+        self.page = ""  # the tree that the agent sees
+        self.url = ""  # the address that it sees
+        self.follower = None  # of the task's plan; None: the task has none
         # The last step once the episode has ended, an empty one before; None: there is no episode.
         self.last = None
 
@@ -318,13 +322,14 @@ class WebArena(Env):
         self._forget_episode()
 
         # The task, and the state that it is played on.
+        plan = None
         if self.own_tasks:
             task = self.own_tasks[item]
             headers = {}
         else:
             server = embedded_websites()
             self.places = {name: server.address(site) for name, site in EMBEDDED_SITES.items()}
-            task, _, _ = embedded.make(item)
+            task, plan, answer = embedded.make(item)
             self.episode = server.begin(embedded.seed_of(item))
             headers = {"X-Episode": self.episode}
         self.task = self._fill_places(task)
@@ -342,7 +347,10 @@ class WebArena(Env):
         self.previous = "None"
         self.last = Step("")
         self._open_window(headers, start_addresses)
-        return self._observe()
+        observation = self._observe()
+        if plan is not None:
+            self.follower = Follower(plan, answer, self.page, self.url)
+        return observation
 
     def _check_item(self, item):
         is_number = isinstance(item, int) and not isinstance(item, bool)
@@ -391,8 +399,10 @@ class WebArena(Env):
 
     def _observe(self):
         tree, url = self.browser.call(self.window.observe)
+        self.page = self._to_shown(tree)
+        self.url = self._to_shown(url)
         return (
-            f"OBSERVATION:\n{self._to_shown(tree)}\nURL: {self._to_shown(url)}\n"
+            f"OBSERVATION:\n{self.page}\nURL: {self.url}\n"
             f"OBJECTIVE: {self.objective}\nPREVIOUS ACTION: {self.previous}"
         )
 
@@ -412,6 +422,7 @@ class WebArena(Env):
         if found is None:
             return Step(self.hint, valid=False)
         name, arguments = found
+        as_planned = found == parse(self.expert() or "")
         try:
             if name == "stop":
                 return self._stop(arguments[0] or "")
@@ -419,7 +430,10 @@ class WebArena(Env):
             if problem:
                 return Step(problem, valid=False)
             self.previous = " ".join(action.split("```")[1].split())
-            return Step(self._observe())
+            observation = self._observe()
+            if self.follower:
+                self.follower.take(as_planned, self.page, self.url)
+            return Step(observation)
         except EnvError:
             self.last = None
             raise
@@ -445,6 +459,15 @@ class WebArena(Env):
         self.last = Step(text, score, score, True, score == 1.0)
         return self.last
 
+    def expert(self) -> str | None:
+        """The reply that an expert gives now, by the task's plan.
+
+        None: the task has no plan, or an element of the plan is not on the page.
+        """
+        if self.last is None or self.last.done or self.follower is None:
+            return None
+        return self.follower.reply()
+
     def homepage(self) -> str:
         """An address for a person's browser, with links to the sites in this episode's state."""
         if self.own_tasks:
@@ -458,6 +481,7 @@ class WebArena(Env):
             embedded_websites().end(self.episode)
         self.episode = None
         self.last = None
+        self.follower = None
 
     def _drop_browser(self):
         if self.browser:
