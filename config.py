@@ -99,12 +99,12 @@ def machine(cpuinfo: str | Path = "/proc/cpuinfo") -> set[str]:
 
 
 def presets(model: str, world: str) -> dict:
-    """-> flag name -> its default for this model ('tiny' or any other), this world and this
-    machine.
+    """-> flag name -> its default for this model (made of 'tiny', or any other), this world and
+    this machine. A model that a run has trained keeps the action format of that run.
 
     Besides flags it holds "rounds" (tuple of int), "horizon_steps" and "eval_horizon".
     """
-    if model == "tiny":
+    if first_model(model) == "tiny":
         horizons, values = TINY_HORIZONS, TINY | WORLD_TINY.get(world, {})
     else:
         horizons, values = PUBLISHED_HORIZONS, REAL | WORLD_REAL.get(world, {})
@@ -114,10 +114,40 @@ def presets(model: str, world: str) -> dict:
         if not has & FAST_BFLOAT16:
             values["dtype"] = "float32"
     horizon = horizons.get(world, PUBLISHED_HORIZONS["babyai"])
+    run = run_of(model)
+    if run and values["action_format"] == "react":
+        values["action_format"] = run["action_format"]
     return values | {
         "rounds": horizon.rounds, "horizon_steps": horizon.every,
         "eval_horizon": horizon.eval_horizon,
     }
+
+
+def run_of(model: str) -> dict:
+    """The config.json of the training run that wrote this model folder (final/ or a checkpoint).
+
+    {} if there is no such run. Raises ValueError for a config.json that is no JSON.
+    """
+    folder = Path(model).resolve().parent
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    path = folder / "config.json"
+    if not Path(model).is_dir() or not path.exists():
+        return {}
+    try:
+        run = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON: {e}") from e
+    is_run = {"env", "algo", "horizon"} <= set(run)  # otherwise it is some model's config.json
+    return run if is_run else {}
+
+
+def first_model(model: str) -> str:
+    """The model that the run which wrote this folder began with, and so on: 'tiny' for everything
+    that was made of the tiny model."""
+    while run := run_of(model):
+        model = run["model"]
+    return model
 
 
 def started_with(out: str, world: str) -> dict:

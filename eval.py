@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
 from config import arg, below_one, check_ranges, fraction, merge_env_args, mixture, not_negative
-from config import one_of, positive, presets, read_flags, servers
+from config import one_of, positive, presets, read_flags, run_of, servers
 import numpy as np
 import requests
 import torch
@@ -104,25 +104,6 @@ TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", 
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
-def run_of(model: str) -> dict:
-    """The config.json of the training run that wrote this model folder (final/ or a checkpoint).
-
-    {} if there is no such run. Raises ValueError for a config.json that is no JSON.
-    """
-    folder = Path(model).resolve().parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    path = folder / "config.json"
-    if not Path(model).is_dir() or not path.exists():
-        return {}
-    try:
-        run = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: {e}") from e
-    is_run = {"env", "algo", "horizon"} <= set(run)  # otherwise it is some model's config.json
-    return run if is_run else {}
-
-
 def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     """The command line, checked and with every default filled in.
 
@@ -137,8 +118,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
         cfg.env = default_world(trained_on)
 
     # The run's settings and the presets. In a mixture each world has limits of its own.
-    is_tiny = "tiny" in (cfg.model, run.get("model"))
-    default = presets("tiny" if is_tiny else cfg.model, cfg.env)
+    default = presets(cfg.model, cfg.env)
     default |= {"data": "", "plan": False, "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})
 
