@@ -19,6 +19,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"hf download": "a hub",
     r"Qwen/|nproc_per_node|nnodes": "needs GPUs and a model from a hub",
     r"make_tiny": "an hour",
+    r"smollm2|runs/warm|runs/rl": "hours of training",
     r"--env_url": "needs AgentGym servers",
     r"--data MY": "needs data of one's own",
     r"libwebarena|webarena.tasks": "needs WebArena's sites",

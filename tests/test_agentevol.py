@@ -1,0 +1,32 @@
+"""experiments/agentevol.py: explore, keep what succeeded, learn."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_script
+from test_train import ENV, read_jsonl
+
+FLAGS = ["--horizon", "3", "--demos", "8", "--epochs", "1", "--batch", "4", "--max_length", "900"]
+
+
+@pytest.mark.slow
+def test_an_iteration_keeps_successes_and_starts_from_the_first_model(tmp_path):
+    done = run_script("sft.py", *FLAGS, "--out", tmp_path / "warm")
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "experiments/agentevol.py", "--warm", tmp_path / "warm", "--out",
+               tmp_path / "evol", "--items", "10", "--samples", "2", "--turns", "60"]
+    for _ in range(2):  # the second time everything is there already
+        done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows = read_jsonl(tmp_path / "evol/rows.jsonl")
+        assert rows[-1]["turns"] >= 60 > (rows[-2]["turns"] if len(rows) > 1 else 0)
+    learnt = len(read_jsonl(tmp_path / "warm/demos.jsonl"))
+    for i, row in enumerate(rows):
+        folder = tmp_path / f"evol/iteration_{i}"
+        kept = read_jsonl(folder / "kept.jsonl")
+        assert all(t["success"] for t in kept)
+        learnt += len(kept)
+        assert row["learnt"] == learnt == len(read_jsonl(folder / "sft/demos.jsonl"))
+        assert json.loads((folder / "sft/config.json").read_text())["model"] == "tiny"
