@@ -31,7 +31,6 @@ from tqdm import tqdm
 import agent
 import envs
 import rl
-import schedule
 import train
 from agent import Chat
 from envs import Env, EnvPool, split_item
@@ -309,8 +308,7 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
 
             # Update.
             began = time.perf_counter()
-            factor = schedule.lr_at(step, steps, cfg.warmup_steps, cfg.lr_schedule)
-            train.set_learning_rates(run, factor)
+            train.set_learning_rates(run, step, steps)
             part = [demos[i] for i in rows_of_step(len(demos), cfg, step)]
             batch = collate(part)
             tokens = int(batch["mask"].sum())
@@ -321,7 +319,7 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
 
             # Log, save.
             row |= {"loss": stats["loss"], "grad_norm": stats["grad_norm"],
-                    "lr": cfg.lr * factor, "trajectories": len(part),
+                    "lr": optimizer.param_groups[0]["lr"], "trajectories": len(part),
                     "tokens": sum(len(t.tokens) for t in part), "learnt_tokens": tokens,
                     "computed_per_fed": stats["computed"] / stats["fed"],
                     "seconds_update": seconds, "tokens_per_second": stats["fed"] / seconds,

@@ -55,7 +55,7 @@ class Run:
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
-    report: Callable[[dict], object] = lambda row: None  # sends a row of metrics to --report_to
+    report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
     rollouts: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
@@ -105,8 +105,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             began = time.perf_counter()
             horizons = horizons_at(run, step)
             items = items_of_step(run, step)
-            set_learning_rates(run, schedule.lr_at(step, cfg.steps, cfg.warmup_steps,
-                                                   cfg.lr_schedule))
+            set_learning_rates(run, step, cfg.steps)
 
             # Rollout: each rank plays its share of the items.
             trajectories, decode_stats = play_items(run, pool, sigterm, items, horizons,
@@ -310,8 +309,9 @@ def items_of_step(run: Run, step: int) -> list[str]:
             for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
 
 
-def set_learning_rates(run: Run, factor: float) -> None:
-    """Set the learning rates of the policy and the critic to `factor` times their flags."""
+def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
+    """Set the learning rates of the policy and the critic to their values at this step."""
+    factor = schedule.lr_at(step, num_steps, run.cfg.warmup_steps, run.cfg.lr_schedule)
     for name, flag in (("policy", "lr"), ("critic", "critic_lr")):
         if name in run.trained:
             for group in run.trained[name][1].param_groups:

@@ -150,7 +150,7 @@ def test_learning_rates_follow_their_schedule():
         trained[name] = (model, torch.optim.SGD(model.parameters(), lr=7.0))
     run = SimpleNamespace(cfg=cfg, trained=trained)
     for step, factor in ((0, 0.25), (1, 0.5), (3, 1.0), (50, 1.0)):
-        train.set_learning_rates(run, step)
+        train.set_learning_rates(run, step, 100)
         for name, lr in (("policy", cfg.lr), ("critic", cfg.critic_lr)):
             _, optimizer = trained[name]
             assert [group["lr"] for group in optimizer.param_groups] == [lr * factor]
