@@ -155,37 +155,49 @@ def stages(rows: list[dict]) -> list[int]:
 
 def draw_curves(run: str | Path) -> None:
     """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
-    each; held-out success is drawn as dots beside that of the training trajectories."""
+    each; measures on held-out items are drawn as dots."""
     run = Path(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = rows[0] if rows else {}
     is_sft = "success" not in first
+    plots = [names for names in (SFT_PLOTS if is_sft else PLOTS) if columns_of(names[0], first)]
     figure = Figure(figsize=(13, 6.5), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True)
-    for ax, names in zip(axes.flat, SFT_PLOTS if is_sft else PLOTS):
+    shape = (1 if len(plots) <= 3 else 2, min(3, len(plots)))
+    axes = list(figure.subplots(*shape, sharex=True, squeeze=False).flat)
+    for ax, names in zip(axes, plots):
         for name in names:
             draw_column(ax, rows, name)
         if names == ["success"]:
             draw_column(ax, rows, "eval/success")
         for i in stages(rows):
             ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
-        if ax is axes[0, 0] and ax.get_legend_handles_labels()[0]:
+        if ax is axes[0] and ax.get_legend_handles_labels()[0]:
             ax.legend()
-        ax.set_title(" and ".join(n.replace("_", " ") for n in names))
+        title = " and ".join(names).replace("_", " ").replace("eval/", "held-out ")
+        ax.set_title(title)
         ax.set_xlabel("training step")
-    what = "supervised training" if is_sft else "training trajectories"
-    figure.suptitle(f"{run.name}: {what}; dark: mean of 5 steps; light: each step; dots: held-out "
-                    "items; vertical lines: the horizon changes")
+    caption = "dark: mean of 5 steps; light: each step"
+    if any(key.startswith("eval/") for key in first):
+        caption += "; dots: held-out items"
+    if not is_sft:
+        caption = f"training trajectories; {caption}; vertical lines: the horizon changes"
+    figure.suptitle(f"{run.name}: {caption}")
     figure.savefig(run / "curves.png.tmp", format="png", dpi=110)
     os.replace(run / "curves.png.tmp", run / "curves.png")
 
 
+def columns_of(name: str, row: dict) -> list[str]:
+    """The columns of a measure in a row of metrics: "success" for one world, "success/babyai" and
+    so on for several."""
+    of_worlds = [key for key in row if key.startswith(f"{name}/")]
+    return of_worlds or [key for key in [name] if key in row]
+
+
 def draw_column(ax: Axes, rows: list[dict], name: str) -> None:
-    """One measure of each world: "success" for one world, "success/babyai" ... for several."""
-    first = rows[0] if rows else {}
-    own = [key for key in first if key.startswith(f"{name}/")]
-    for i, key in enumerate(own or [name]):
-        draw_curve(ax, rows, key, f"C{i}", label=key.removeprefix(f"{name}/") if own else None)
+    """One measure, with a curve for each world."""
+    for i, key in enumerate(columns_of(name, rows[0])):
+        world = key.removeprefix(name).strip("/")
+        draw_curve(ax, rows, key, f"C{i}", label=world or None)
 
 
 def draw_curve(ax: Axes, rows: list[dict], key: str, colour: str, label: str | None) -> None:

@@ -1,8 +1,11 @@
 """The numbers of a training step."""
 
+import json
+
 import pytest
 import torch
 
+import metrics
 from metrics import explained_variance, rollout_metrics
 from rollout import Status, Trajectory
 
@@ -35,3 +38,38 @@ def test_the_explained_variance_counts_sampled_tokens_only():
     assert explained_variance(returns, returns, mask) == 1.0
     assert explained_variance(returns, torch.zeros(2, 3), mask) == 0.0
     assert explained_variance(torch.ones(2, 3), values, mask) == 0.0
+
+
+@pytest.mark.parametrize("of_sft, worlds", [(False, ()), (True, ()), (False, ("a", "b"))])
+def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
+        tmp_path, monkeypatch, of_sft, worlds):
+    names = ["loss", "grad_norm"] if of_sft else [
+        "success", "reward", "turns", "horizon", "entropy", "kl", "valid_actions"]
+    rows = []
+    for step in range(3):
+        row = {name: step + 10.0 * i for i, name in enumerate(names)} | {"step": step}
+        for world in worlds:
+            row |= {f"{name}/{world}": row[name] for name in ("success", "horizon")}
+        if step != 1:
+            row["eval/success"] = 7.0 + step
+        rows.append(row)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+
+    class Kept(metrics.Figure):
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+            figures.append(self)
+
+    monkeypatch.setattr(metrics, "Figure", Kept)
+    metrics.draw_curves(tmp_path)
+    axes = {ax.get_title(): ax for ax in figures[0].axes}
+    titles = {"loss", "grad norm", "held-out success"} if of_sft else {
+        "success", "reward", "turns and horizon", "entropy", "kl", "valid actions"}
+    assert set(axes) == titles
+    ax = axes["grad norm" if of_sft else "reward"]
+    assert list(ax.lines[0].get_ydata()) == [10.0, 11.0, 12.0]
+    held_out = axes["held-out success" if of_sft else "success"].lines
+    assert [7.0, 9.0] in [list(line.get_ydata()) for line in held_out]
+    if worlds:
+        assert [text.get_text() for text in axes["success"].get_legend().get_texts()] == ["a", "b"]
