@@ -361,7 +361,7 @@ class Part(NamedTuple):
 
 def pack(rows: list[list[int]], width: int) -> tuple[Tensor, list[Part], Tensor]:
     """Lay out sequences one after the other, each without the beginning that it shares with the
-    one before it in alphabetical order, so that every common beginning stands there once.
+    one before it in lexicographic order, so that every common beginning stands there once.
 
     -> the packed row [N, 2] long, (token id, position in its sequence); its parts; and the place of
     each token of each sequence in the packed row, [B, width] long.

@@ -289,7 +289,7 @@ def micro_batches(rows: list[list[int]], max_tokens: int, num_ranks: int = 1,
     rows: the ids of each trajectory. -> lists of indices, a multiple of `num_ranks` of them:
     micro-batch i belongs to rank i % num_ranks, and is empty where there is none left. Packed, a
     beginning that trajectories of a micro-batch have in common counts once, so trajectories are
-    put together in alphabetical order. Else those of similar lengths are, and padding counts.
+    put together in lexicographic order. Else those of similar lengths are, and padding counts.
 
     >>> rows = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 7, 7, 7, 7, 7]]
     >>> micro_batches(rows, max_tokens=6)
