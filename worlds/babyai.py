@@ -280,7 +280,9 @@ class BabyAI(Env):
         numbered = _number(things)
         self.description = self._describe(numbered, barrier)
         x, y = (int(c) for c in self.env.agent_pos)
-        plans = Plans((x, y), int(self.env.agent_dir), blocked, self.env.agent_view_size)
+        plans = None
+        if numbered:  # without anything in view no plan is asked for
+            plans = Plans((x, y), int(self.env.agent_dir), blocked, self.env.agent_view_size)
         self._list_actions(numbered, barrier, plans)
 
     def _read_view(self, image):
