@@ -154,13 +154,14 @@ class Planner:
         with_hands_only: leave the doors that can be opened whatever the agent carries.
         """
         for cell in way:
+            if self._needs_key(cell):  # first of all: with the key another way is taken to the door
+                return self._get_key(cell)
+        for cell in way:
             if not self.blocks(cell):
                 continue
             thing = self.things[cell]
             if thing.type != "door":
                 return self._fetch({cell}, keep_free=way)[1]
-            if self._needs_key(cell):
-                return self._get_key(cell)
             if thing.is_locked or not with_hands_only:
                 goal = self._open({cell})[1]
                 return goal._replace(through=goal.cells == {cell})
