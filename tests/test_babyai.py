@@ -691,3 +691,112 @@ def test_two_worlds_do_not_touch():
     before = state(two)
     one.step("turn left")
     assert state(two) == before and one.env is not two.env
+
+
+# ---- the expert ----
+
+# An item of every level but 15 (OpenDoorsOrderN4Debug), and more of those with several obstacles.
+# 305: the box with the key is in the way. 299: minigrid counts walls among the "grey objects".
+EXPERT_ITEMS = [40 * 7 + level for level in range(40) if level != 15]
+EXPERT_ITEMS += [40 * seed + level for seed in (8, 9) for level in (6, 22, 23, 25, 27, 28, 31)]
+
+
+def follow_expert(env, horizon):
+    """Play the expert's actions -> the number of turns to success, or None."""
+    for turn in range(1, horizon + 1):
+        action = env.expert()
+        assert action in env.actions, action
+        if env.step(action).done:
+            return turn if env.success else None
+    return None
+
+
+def test_the_expert_fulfils_missions_of_every_level_it_can():
+    env = BabyAI()
+    turns = {}
+    for item in EXPERT_ITEMS:
+        env.reset(item)
+        turns[item] = follow_expert(env, horizon=40)
+    assert None not in turns.values(), turns
+    assert sum(turn <= 20 for turn in turns.values()) >= 0.95 * len(turns), turns
+
+
+def test_the_expert_needs_at_most_four_turns_for_items_of_the_training_set():
+    env = BabyAI()
+    for name in envs.items("babyai", "train")[::40]:
+        env.reset(envs.split_item(name)[1])
+        assert follow_expert(env, horizon=4), name
+
+
+def test_the_expert_takes_over_after_random_actions():
+    env = BabyAI()
+    rng = random.Random(7)
+    for item in EXPERT_ITEMS[::2]:
+        env.reset(item)
+        for _ in range(12):
+            env.step(rng.choice(env.valid_actions()))
+        if not env.done:
+            assert follow_expert(env, horizon=80), item
+
+
+def test_an_episode_is_the_same_whether_or_not_the_expert_was_asked():
+    for item in EXPERT_ITEMS[::4]:
+        asked = world(item)
+        alone = world(item)
+        rng = random.Random(item)
+        for _ in range(8):
+            before = state(asked)
+            grid = [id(thing) for thing in asked.env.grid.grid]
+            numbers = asked.env.np_random.bit_generator.state
+            steps = asked.env.step_count
+            action = asked.expert()
+            assert asked.expert() == action
+            assert state(asked) == before and [id(t) for t in asked.env.grid.grid] == grid
+            assert asked.env.np_random.bit_generator.state == numbers
+            assert asked.env.step_count == steps and asked.env.instrs.env is asked.env
+            action = rng.choice([action, *asked.valid_actions()])
+            step = asked.step(action)
+            assert alone.step(action) == step
+            if step.done:
+                break
+
+
+def test_the_expert_takes_the_fewest_turns_to_a_thing_in_the_room():
+    # An exhaustive search over lists of actions, on copies, in levels of one room.
+    for item in [level + 40 * seed for level in (0, 3, 8, 9, 10) for seed in (11, 12)]:
+        first = world(item)
+        fewest = None
+        level = [first]
+        for turn in (1, 2):
+            following = []
+            for env in level:
+                for action in env.valid_actions():
+                    probe = snapshot(env)
+                    if probe.step(action).success:
+                        fewest = turn
+                    elif action in ("turn left", "turn right", "move forward"):
+                        following.append(probe)
+                    elif action.startswith("go to"):
+                        following.append(probe)
+            if fewest:
+                break
+            level = following
+        turns = follow_expert(world(item), horizon=20)
+        assert turns == fewest if fewest else turns > 2, item
+
+
+def test_the_expert_gives_up_where_there_is_no_way_on():
+    assert BabyAI().expert() is None  # before an episode
+    # minigrid fails every order of two doors.
+    assert world(15).env.mission.count("open") == 2 and world(15).expert() is None
+    one_door = world(135)
+    assert one_door.env.mission.count("open") == 1 and follow_expert(one_door, 20)
+    assert one_door.expert() is None  # after the end
+    no_key = world(25)
+    grid = no_key.env.grid
+    for index, thing in enumerate(grid.grid):
+        if thing is not None and thing.type == "box":
+            grid.grid[index] = None
+    assert no_key.expert() is None
+    # The blue key is in the room behind the blue door.
+    assert world(4286).expert() is None

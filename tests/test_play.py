@@ -1,13 +1,15 @@
 """A person can play what the model plays."""
 
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
 
-from envs import make_env
+import worlds.play
+from envs import Env, make_env
 
 
 def play(*args, said=""):
@@ -31,6 +33,28 @@ def test_a_person_can_win():
     item, actions = a_won_episode()
     done = play("--item", str(item), said="\n".join(actions) + "\n")
     assert done.returncode == 0 and "You did it." in done.stdout
+
+
+def test_a_person_who_follows_the_hints_wins():
+    env = make_env("textcraft")
+    env.reset(200)
+    actions = []
+    while action := env.expert():
+        actions.append(action)
+        env.step(action)
+    assert len(actions) > 1
+    done = play("--env", "textcraft", "--item", "200", "--hint", said="\n".join(actions) + "\n")
+    assert "You did it." in done.stdout
+    assert re.findall(r"\[hint: (.*)\]", done.stdout) == actions
+    assert "[hint" not in play("--env", "textcraft", said="\n").stdout
+
+
+def test_a_world_without_an_expert_has_no_hint(monkeypatch, capsys):
+    monkeypatch.setattr("worlds.play.make_env", lambda name: Env())
+    monkeypatch.setattr(Env, "reset", lambda self, item: "a room")
+    monkeypatch.setattr("builtins.input", lambda prompt: "")
+    worlds.play.play("babyai", 0, hint=True)
+    assert "a room\n[hint: none]" in capsys.readouterr().out
 
 
 def a_won_episode():

@@ -412,3 +412,65 @@ def test_the_prompt_is_short_and_its_examples_are_true():
     env = world(0)
     for action in ("get 4 string", "craft 1 white wool using 4 string", "inventory"):
         assert f"\n{action}:" in TextCraft.prompt and env.step(action).valid
+
+
+# ---- the expert ----
+
+
+def follow_expert(env):
+    """Play the expert's actions to the end -> the actions."""
+    actions = []
+    while not env.last.done:
+        action = env.expert()
+        assert env.expert() == action and env.step(action).valid
+        actions.append(action)
+        assert len(actions) < 60
+    return actions
+
+
+def test_the_expert_solves_every_goal_in_no_more_turns_than_its_solution():
+    env = TextCraft()
+    too_long = []
+    for item in range(GOALS):
+        env.reset(item)
+        turns = len(follow_expert(env))
+        assert env.last.success and turns <= len(solution(item)), item
+        if turns > 30:  # AgentGym's horizon
+            too_long.append(env.goal)
+    # Each needs more crafts than that: no recipe of what it is made from gives more.
+    assert too_long == ["anvil", "netherite_block"]
+
+
+def test_the_expert_takes_over_after_random_actions():
+    gets = 0
+    for item in range(0, GOALS, 7):
+        env = play(item, seed=item, turns=8)
+        if env.last.done:
+            continue
+        held = dict(env.inventory)
+        actions = follow_expert(env)
+        assert env.last.success and len(actions) <= len(solution(item)), item
+        got = [action for action in actions if action.startswith("get")]
+        assert len({action.split(" ", 2)[2] for action in got}) == len(got), actions
+        gets += sum(held.get(textcraft._name(action.split(" ", 2)[2]), 0) > 0 for action in got)
+    assert gets > 0  # something was held, but too little of it
+
+
+def test_the_expert_uses_what_is_held():
+    env = world(crafting_tree().goals.index("stick"))
+    # One action less for each step that is made already; what is in the way does not matter.
+    whole = len(solution(crafting_tree().goals.index("stick")))
+    env.step("get 5 string")
+    first = env.expert()
+    env.step(first)
+    assert env.expert() != first
+    assert len(follow_expert(env)) == whole - 1
+
+
+def test_the_expert_leaves_the_episode_as_it_is():
+    env = world(416)
+    env.step("get 5 string")
+    before = (dict(env.inventory), set(env.reached), env.last, env.valid_actions())
+    env.expert()
+    assert (env.inventory, env.reached, env.last, env.valid_actions()) == before
+    assert TextCraft().expert() is None  # before an episode

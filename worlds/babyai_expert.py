@@ -41,7 +41,7 @@ FETCH_KEY = 30
 
 # The search assumes that a turn covers this many cells. A larger number finds fewer turns in places
 # and takes longer.
-CELLS_A_TURN = 6
+CELLS_A_TURN = 4
 
 
 class NoWay(Exception):
@@ -74,12 +74,14 @@ class Planner:
                 self.empty.add(cell)
             else:
                 self.things[cell] = thing
+        self.walls = {cell for cell, thing in self.things.items() if thing.type == "wall"}
         self.to_unlock = set()  # doors whose keys the plan is after: no route leads through them
 
     def goal(self) -> Goal:
         """The next goal, for the instruction that costs least. Raises NoWay."""
         plans = []
         for instr in next_instructions(self.instrs):
+            self.to_unlock.clear()
             try:
                 plans.append(self._plan(instr))
             except NoWay:
@@ -90,15 +92,16 @@ class Planner:
 
     def blocks(self, cell: Cell) -> bool:
         """Whether the agent cannot step into `cell` now."""
-        thing = self.things.get(cell)
-        return thing is not None and not thing.can_overlap()
+        if cell in self.empty:
+            return False
+        return cell not in self.things or not self.things[cell].can_overlap()
 
     def _plan(self, instr):
         """-> (cost of the route for `instr`, the next goal). Raises NoWay."""
         if isinstance(instr, GoToInstr):
             # The verifier, too, compares with these positions. They lag behind while a thing is
             # carried.
-            cells = {(int(x), int(y)) for x, y in instr.desc.obj_poss}
+            cells = {(int(x), int(y)) for x, y in instr.desc.obj_poss} - self.walls
             cost, route = self._route(self.agent, cells)
             return cost, self._clear(route[:-1]) or Goal(None, cells)
         if isinstance(instr, OpenInstr):
@@ -126,10 +129,11 @@ class Planner:
             goal = self._get_key(route[-1])
         return cost, goal or Goal(Actions.toggle, {route[-1]})
 
-    def _fetch(self, cells, onward=()):
+    def _fetch(self, cells, onward=(), keep_free=()):
         """Plan to pick up the thing in one of `cells`, in order to carry it to one of `onward`.
 
         Things and locked doors on the way onward are dealt with first: that takes free hands.
+        keep_free: cells in which nothing is put down.
         """
         if self.carrying is not None and not cells:  # it is the thing that is carried
             return 0, self._put_down(set())
@@ -140,7 +144,7 @@ class Planner:
             cost += cost_on
         goal = self._clear(route[:-1]) or self._clear(way_on[:-1], with_hands_only=True)
         if goal is None and self.carrying is not None:
-            goal = self._put_down({*route, *way_on})
+            goal = self._put_down({*route, *way_on, *keep_free})
             cost += MOVE_THING
         return cost, goal or Goal(Actions.pickup, {route[-1]})
 
@@ -150,13 +154,14 @@ class Planner:
         with_hands_only: leave the doors that can be opened whatever the agent carries.
         """
         for cell in way:
+            if self._needs_key(cell):  # first of all: with the key another way is taken to the door
+                return self._get_key(cell)
+        for cell in way:
             if not self.blocks(cell):
                 continue
             thing = self.things[cell]
             if thing.type != "door":
-                return self._fetch({cell})[1]
-            if self._needs_key(cell):
-                return self._get_key(cell)
+                return self._fetch({cell}, keep_free=way)[1]
             if thing.is_locked or not with_hands_only:
                 goal = self._open({cell})[1]
                 return goal._replace(through=goal.cells == {cell})
@@ -168,11 +173,9 @@ class Planner:
         keys = {cell for cell, thing in self.things.items() if self._opens(thing, door)}
         if keys:
             return self._fetch(keys, {door})[1]
-        boxes = {
-            cell
-            for cell, thing in self.things.items()
-            if thing.type == "box" and self._opens(thing.contains, door)
-        }
+        if self._holds_key(self.carrying, door):
+            return self._put_down(set())
+        boxes = {cell for cell, thing in self.things.items() if self._holds_key(thing, door)}
         _, route = self._route(self.agent, boxes)
         return self._clear(route[:-1]) or Goal(Actions.toggle, {route[-1]})
 
@@ -217,7 +220,7 @@ class Planner:
             return 0
         if self._is_movable(cell):
             return MOVE_THING
-        if self.things[cell].type == "wall" or cell in self.to_unlock:
+        if cell not in self.things or cell in self.walls or cell in self.to_unlock:
             return float("inf")
         return FETCH_KEY if self._needs_key(cell) else OPEN_DOOR
 
@@ -233,9 +236,13 @@ class Planner:
         return found & self.empty
 
     def _cells_of(self, desc):
-        """The cells of the things that a description means. Things in boxes have none."""
+        """The cells of the things that a description means. Things in boxes have none.
+
+        To minigrid a "grey object" may be a wall. Walls are not meant.
+        """
         meant = {id(thing) for thing in desc.obj_set}
-        return {cell for cell, thing in self.things.items() if id(thing) in meant}
+        cells = {cell for cell, thing in self.things.items() if id(thing) in meant}
+        return cells - self.walls
 
     def _is_movable(self, cell):
         return cell in self.things and self.things[cell].can_pickup()
@@ -250,6 +257,10 @@ class Planner:
     def _opens(self, thing, door):
         """Whether `thing` is a key of the door in the cell `door`."""
         return thing is not None and thing.type == "key" and thing.color == self.things[door].color
+
+    def _holds_key(self, thing, door):
+        """Whether `thing` is a box with a key of the door in the cell `door`."""
+        return thing is not None and thing.type == "box" and self._opens(thing.contains, door)
 
 
 def next_instructions(instr: Instr) -> list[ActionInstr]:
