@@ -6,6 +6,7 @@ time for that.
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, groupby
@@ -23,6 +24,7 @@ DOORS = [
     ("living room", "hallway"),
     ("workshop", "hallway"),
 ]
+MOMENTS = {"wait": 11, "wait1": 2}  # how long an action lasts, if not one moment
 ROOMS = sorted({room for door in DOORS for room in door})
 
 
@@ -74,16 +76,18 @@ def kind_of(action: str) -> str:
 def shorten(plan: list[str], room: str, works: Callable[[list[str]], bool]) -> list[str]:
     """Leave out detours, searches and idle turns, as far as the plan still works.
 
-    room: where the plan starts. works: tries a plan out -> whether it fulfils the task.
+    room: where the plan starts. works: tries a plan out -> whether it fulfils the task. If neither
+    the plan nor a shorter one does, an empty list is returned.
     """
-    parts = [list(actions) for _, actions in groupby(plan, kind_of)]
-
     # All at once. What a search looks for may be in the last container that it opens.
     for num_opened in (0, 1):
-        shorter = _shorter_parts(parts, room, num_opened)
-        candidate = list(chain(*shorter))
-        if works(candidate):
-            return candidate
+        for candidate in (_without_stove(plan), plan):
+            parts = [list(actions) for _, actions in groupby(candidate, kind_of)]
+            shorter = _shorter_parts(parts, room, num_opened)
+            if works(list(chain(*shorter))):
+                return list(chain(*shorter))
+    if not works(plan):
+        return []
 
     # Part by part.
     for index, part in enumerate(shorter):
@@ -93,6 +97,15 @@ def shorten(plan: list[str], room: str, works: Callable[[list[str]], bool]) -> l
     return list(chain(*parts))
 
 
+def _without_stove(plan):
+    """The plan without the attempt on the stove, if it goes on to the blast furnace."""
+    to_stove = [i for i, action in enumerate(plan) if re.match("move .* to stove", action)]
+    if not to_stove or "activate blast furnace" not in plan:
+        return plan
+    away = next(i for i in range(to_stove[0], len(plan)) if plan[i].startswith("pick up "))
+    return plan[:to_stove[0]] + plan[away + 1:]
+
+
 def _shorter_parts(parts, room, num_opened):
     """Each part of a plan, or what may take its place.
 
@@ -100,6 +113,8 @@ def _shorter_parts(parts, room, num_opened):
     """
     shorter = []
     opened = set()  # doors
+    # The solver always measures, but only tasks with a focus on the thermometer ask for it.
+    measures = any(part[0].startswith("focus on thermometer") for part in parts)
     for part in parts:
         kind = kind_of(part[0])
         rooms = [action.removeprefix("go to ") for action in part if action.startswith("go to ")]
@@ -107,16 +122,19 @@ def _shorter_parts(parts, room, num_opened):
             look = part[-1:] if part[-1] == "look around" else []
             part = walk(room, rooms[-1], opened) + look
             room = rooms[-1]
+        elif kind == "walk" or (part == ["pick up thermometer"] and not measures):
+            part = []
         elif kind == "search" and len(part) > 1:
             part = part[len(part) - num_opened:]
         elif kind == "wait":
-            part = min(_wait(part), part, key=len)
+            part = min(_wait(part, measures), part, key=len)
         shorter.append(part)
     return shorter
 
 
-def _wait(part):
-    """As long a wait in as few actions, with the last measurement, if there is one, at its end."""
-    moments = sum(11 if action == "wait" else 1 for action in part)
-    measured = [action for action in part if action.startswith("use ")][-1:]
-    return ["wait"] * math.ceil((moments - len(measured)) / 11) + measured
+def _wait(part, measures):
+    """As long a wait in as few actions, with the last measurement at its end if `measures`."""
+    moments = sum(MOMENTS.get(action, 1) for action in part)
+    measured = [action for action in part if action.startswith("use ")][-1:] if measures else []
+    num_waits = math.ceil((moments - len(measured)) / MOMENTS["wait"])
+    return ["wait"] * num_waits + measured

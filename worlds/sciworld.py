@@ -277,25 +277,27 @@ def close_jvms() -> None:
 _solvers = []  # the JVM that `solve` plays in, once there is one
 
 
-def solve(item: int, simplifications: str, actions: Sequence[str]) -> list[str]:
+def solve(
+    item: int, simplifications: str, max_moves: int, actions: Sequence[str]
+) -> list[str]:
     """Let the package solve an item from the state that an episode is in -> the actions.
 
     The package's solver looks at the state of a world and plays on in it. So that no episode is
     changed, the episode is played again up to this state, in a JVM where nothing else is played.
 
     actions: those of the episode so far. An empty list is returned where the solver finds no way
-    from there to the score 1. Raises EnvError when the JVM is lost.
+    to the score 1, or none of at most `max_moves` moves. Raises EnvError when the JVM is lost.
     """
     with _jvms_lock:
         if not _solvers or not _solvers[0].alive():
             _solvers[:] = [JVM()]
         (jvm,) = _solvers
     world = jvm.new_world()
-    (found,) = jvm.call((_solve, jvm, world, item, simplifications, actions))
+    (found,) = jvm.call((_solve, jvm, world, item, simplifications, max_moves, actions))
     return found
 
 
-def _solve(jvm, world, item, simplifications, actions):
+def _solve(jvm, world, item, simplifications, max_moves, actions):
     """The work of `solve`, in the world `world` of the JVM."""
     _set_search_paths(jvm)
     _play_again(jvm, world, item, simplifications, actions)
@@ -310,17 +312,16 @@ def _solve(jvm, world, item, simplifications, actions):
         return []
     if world.getScore() < 1:
         return []
-    found = list(world.getActionHistory())[num_played:]
 
     def works(plan):
         _play_again(jvm, world, item, simplifications, [*actions, *plan])
-        return world.getScore() >= 1
+        return world.getScore() >= 1 and world.getNumMoves() <= max_moves
 
-    return sciplans.shorten(found, room, works)
+    return sciplans.shorten(list(world.getActionHistory())[num_played:], room, works)
 
 
 def _play_again(jvm, world, item, simplifications, actions):
-    """Play an item as `SciWorld` does, with the same random numbers."""
+    """Play an item as `SciWorld` does, with the same random numbers, until it is completed."""
     seed = 1000 * item
     jvm.random.setSeed(seed)
     world.load(*task_of(item), simplifications, False)
@@ -328,6 +329,8 @@ def _play_again(jvm, world, item, simplifications, actions):
     for number, action in enumerate(actions):
         jvm.random.setSeed(seed + number)
         world.step(action)
+        if world.getCompleted():
+            break
 
 
 def _set_search_paths(jvm):
@@ -377,7 +380,8 @@ class SciWorld(Env):
         self.world = None  # the simulator's object in the JVM
         self.last = None  # the last Step of this episode
         self.actions = []  # those of this episode
-        self.plan = []  # what the expert does next, as long as the agent does it
+        # What the expert does next, as long as the agent does it. None: it has no plan yet.
+        self.plan = None
 
     def _call(self, *calls):
         """Call methods of the world: (name, arguments ...) -> their results."""
@@ -415,7 +419,7 @@ class SciWorld(Env):
         self.last = Step(look)
         self.item = item
         self.actions = []
-        self.plan = []
+        self.plan = None
         return f"{self.task_description}\n{look}"
 
     def step(self, action: str) -> Step:
@@ -439,7 +443,8 @@ class SciWorld(Env):
         )
         self.seed += 1
         self.actions.append(action)
-        self.plan = self.plan[1:] if self.plan[:1] == [action] else []
+        as_planned = self.plan and self.plan[0] == action
+        self.plan = (self.plan[1:] or None) if as_planned else None
         percent = int(round(100 * score))
         done = completed or percent < 0 or moves > self.max_moves
         success = done and percent == 100
@@ -479,8 +484,10 @@ class SciWorld(Env):
         """
         if self.last is None or self.last.done:
             return None
-        if not self.plan:
-            self.plan = solve(self.item, self.simplifications, self.actions)
+        if self.plan is None:
+            self.plan = solve(
+                self.item, self.simplifications, self.max_moves, self.actions
+            )
         return self.plan[0] if self.plan else None
 
     def variations(self, split: str) -> list[int]:
