@@ -213,17 +213,19 @@ def test_a_plan_is_shortened_as_far_as_it_works():
     direct = ["open door to hallway", "go to hallway", "look around"]
     search = ["open cupboard", "open fridge", "open oven"]
     wait = [*["examine ice", "use thermometer on ice"] * 12, "use thermometer on water"]
-    short_wait = ["wait", "wait", "use thermometer on water"]
     plan = [*detour, "pick up ice", *search, "focus on ice", *wait, "wait1"]
 
     def shortened(works):
         return sciplans.shorten(plan, "kitchen", works)
 
     assert shortened(lambda plan: True) == [
-        *direct, "pick up ice", "open oven", "focus on ice", *short_wait]
-    assert shortened(lambda plan: False) == plan
-    assert shortened(lambda plan: "open cupboard" in plan) == [
-        *direct, "pick up ice", *search, "focus on ice", *short_wait]
+        *direct, "pick up ice", "focus on ice", "wait", "wait", "wait"]
+    assert shortened(lambda plan: "open oven" in plan) == [
+        *direct, "pick up ice", "open oven", "focus on ice", "wait", "wait", "wait"]
+    assert shortened(lambda tried: tried == plan) == plan
+    assert shortened(lambda plan: False) == []
+    assert shortened(lambda plan: "examine ice" in plan) == [
+        *direct, "pick up ice", "focus on ice", *wait, "wait1"]
 
 
 def test_the_ways_through_the_house_are_those_of_the_simulator(world):

@@ -9,7 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable
-from itertools import chain, groupby
+from itertools import groupby
 
 # The doors of the house, which is the same in every item.
 DOORS = [
@@ -42,6 +42,19 @@ def way(start: str, end: str) -> list[str]:
             if here in (one, other):
                 todo.append([*path, other if here == one else one])
     return todo[0][1:]
+
+
+def tour(start: str) -> list[str]:
+    """The rooms on a way through the whole house, without the first."""
+    path = []
+    left = set(ROOMS) - {start}
+    here = start
+    while left:
+        here_to = {room: way(here, room) for room in left}
+        here = min(left, key=lambda room: (len(here_to[room]), room))
+        path += here_to[here]
+        left.difference_update(path)
+    return path
 
 
 def walk(start: str, end: str, opened: set) -> list[str]:
@@ -79,22 +92,20 @@ def shorten(plan: list[str], room: str, works: Callable[[list[str]], bool]) -> l
     room: where the plan starts. works: tries a plan out -> whether it fulfils the task. If neither
     the plan nor a shorter one does, an empty list is returned.
     """
-    # All at once. What a search looks for may be in the last container that it opens.
-    for num_opened in (0, 1):
-        for candidate in (_without_stove(plan), plan):
-            parts = [list(actions) for _, actions in groupby(candidate, kind_of)]
-            shorter = _shorter_parts(parts, room, num_opened)
-            if works(list(chain(*shorter))):
-                return list(chain(*shorter))
-    if not works(plan):
-        return []
-
-    # Part by part.
-    for index, part in enumerate(shorter):
-        attempt = [*parts[:index], part, *parts[index + 1:]]
-        if len(part) < len(parts[index]) and works(list(chain(*attempt))):
-            parts = attempt
-    return list(chain(*parts))
+    candidates = []  # the boldest first
+    for shorter_waits in (True, False):
+        # What a search looks for may be in the last container that it opens.
+        for num_opened in (0, 1):
+            for base in (_without_stove(plan), plan):
+                candidates.append(_shorter(base, room, num_opened, shorter_waits))
+    tried = []
+    for candidate in [*candidates, plan]:
+        if candidate in tried:
+            continue
+        if works(candidate):
+            return candidate
+        tried.append(candidate)
+    return []
 
 
 def _without_stove(plan):
@@ -106,15 +117,13 @@ def _without_stove(plan):
     return plan[:to_stove[0]] + plan[away + 1:]
 
 
-def _shorter_parts(parts, room, num_opened):
-    """Each part of a plan, or what may take its place.
-
-    num_opened: of how many containers a search is left.
-    """
-    shorter = []
-    opened = set()  # doors
+def _shorter(plan, room, num_opened, shorter_waits):
+    """A plan without detours. num_opened: of how many containers a search is left."""
+    parts = [list(actions) for _, actions in groupby(plan, kind_of)]
     # The solver always measures, but only tasks with a focus on the thermometer ask for it.
     measures = any(part[0].startswith("focus on thermometer") for part in parts)
+    shorter = []
+    opened = set()  # doors
     for part in parts:
         kind = kind_of(part[0])
         rooms = [action.removeprefix("go to ") for action in part if action.startswith("go to ")]
@@ -122,13 +131,15 @@ def _shorter_parts(parts, room, num_opened):
             look = part[-1:] if part[-1] == "look around" else []
             part = walk(room, rooms[-1], opened) + look
             room = rooms[-1]
-        elif kind == "walk" or (part == ["pick up thermometer"] and not measures):
+        elif kind == "walk":
             part = []
         elif kind == "search" and len(part) > 1:
             part = part[len(part) - num_opened:]
-        elif kind == "wait":
+        elif kind == "wait" and shorter_waits:
             part = min(_wait(part, measures), part, key=len)
-        shorter.append(part)
+        elif part == ["pick up thermometer"] and shorter_waits and not measures:
+            part = []
+        shorter += part
     return shorter
 
 

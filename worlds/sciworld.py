@@ -344,15 +344,11 @@ def _set_search_paths(jvm):
     if paths.size() > 0:
         return
     for start in sciplans.ROOMS:
-        here = start
-        steps = []
-        nearest_first = sorted(sciplans.ROOMS, key=lambda room: len(sciplans.way(start, room)))
-        for room in nearest_first:
-            steps += sciplans.way(here, room)
-            here = room
-        path = jvm.gateway.new_array(jvm.gateway.jvm.java.lang.String, len(steps), 2)
-        for i, room in enumerate(steps):
-            path[i][0], path[i][1] = f"open door to {room}", f"go to {room}"
+        rooms = sciplans.tour(start)
+        path = jvm.gateway.new_array(jvm.gateway.jvm.java.lang.String, len(rooms), 2)
+        for i, room in enumerate(rooms):
+            path[i][0] = f"open door to {room}"
+            path[i][1] = f"go to {room}"
         paths.update(start, path)
 
 
