@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from py4j.protocol import Py4JError
 from scienceworld.constants import ID2TASK
 
 from envs import EnvError
-from worlds import sciworld
+from worlds import sciplans, sciworld
 from worlds.sciworld import ENDS, TASKS, SciWorld, task_of
 
 ITEMS = [0, 100, 500, 1400, 2600, 3700, 4100, 4500, 4638, 4639, 5000, 7206]
@@ -88,26 +89,6 @@ def test_the_tasks_are_the_packages(world):
     world.reset(0)
     for name, count in TASKS.items():
         assert world._call(("getTaskMaxVariations", name)) == [count]
-
-
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_packages_own_solution_of_each_task_succeeds(every):
-    env = SciWorld(max_moves=1000)  # three solutions are longer than 100 moves
-    for name, end in list(zip(TASKS, ENDS))[::every]:
-        item = end - TASKS[name]  # variation 0
-        total = 0.0
-        actions = env.gold_path(item)
-        env.reset(item)
-        assert (env.task_name, env.variation) == (name, 0)
-        for action in actions:
-            step = env.step(action)
-            total += step.reward
-            if step.done:
-                break
-        assert step.done and step.success and step.score == 1, name
-        assert total == pytest.approx(1), name
-        assert env.step("look around").reward == 0 and env.valid_actions() == []
-    env.close()
 
 
 # ---- texts, actions and ends ----
@@ -183,6 +164,79 @@ def test_the_same_words_in_another_process_with_another_hash_seed(world):
         env=os.environ | {"PYTHONHASHSEED": "7"},
     )
     assert out.stdout.split() == [fingerprint(world, ITEMS[:6])], out.stderr
+
+
+# ---- the expert ----
+
+
+def play_by_expert(env):
+    """-> the steps of the expert's actions, up to the end of the episode or the first None"""
+    steps = []
+    while (action := env.expert()) is not None:
+        steps.append(env.step(action))
+    return steps
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_expert_fulfils_each_task(every):
+    env = SciWorld(max_moves=1000)  # three solutions are longer than 100 moves
+    assert env.expert() is None
+    for name, end in list(zip(TASKS, ENDS))[::every]:
+        env.reset(end - TASKS[name])  # variation 0
+        assert (env.task_name, env.variation) == (name, 0)
+        steps = play_by_expert(env)
+        assert steps[-1].success and steps[-1].score == 1, name
+        assert sum(step.reward for step in steps) == pytest.approx(1), name
+        assert env.step("look around").reward == 0 and env.valid_actions() == []
+    env.close()
+
+
+def test_the_expert_goes_on_from_other_actions_and_changes_no_episode(world):
+    item = ENDS[list(TASKS).index("find-plant")] - 1
+    others = ["open door to greenhouse", "look around", "wait", "inventory", "nonsense"]
+    seen = []
+    for asked in (False, True):
+        texts = [world.reset(item)]
+        for action in others:
+            if asked:
+                assert world.expert() is not None
+            texts.append(world.step(action).observation)
+            texts += world.valid_actions()
+        seen.append(texts)
+    assert seen[0] == seen[1]
+    assert play_by_expert(world)[-1].success
+
+
+def test_a_plan_is_shortened_as_far_as_it_works():
+    detour = ["open door to hallway", "go to hallway", "open door to bedroom", "go to bedroom",
+              "look around", "open door to hallway", "go to hallway", "look around"]
+    direct = ["open door to hallway", "go to hallway", "look around"]
+    search = ["open cupboard", "open fridge", "open oven"]
+    wait = [*["examine ice", "use thermometer on ice"] * 12, "use thermometer on water"]
+    plan = [*detour, "pick up ice", *search, "focus on ice", *wait, "wait1"]
+
+    def shortened(works):
+        return sciplans.shorten(plan, "kitchen", works)
+
+    assert shortened(lambda plan: True) == [
+        *direct, "pick up ice", "focus on ice", "wait", "wait", "wait"]
+    assert shortened(lambda plan: "open oven" in plan) == [
+        *direct, "pick up ice", "open oven", "focus on ice", "wait", "wait", "wait"]
+    assert shortened(lambda tried: tried == plan) == plan
+    assert shortened(lambda plan: False) == []
+    assert shortened(lambda plan: "examine ice" in plan) == [
+        *direct, "pick up ice", "focus on ice", *wait, "wait1"]
+
+
+def test_the_ways_through_the_house_are_those_of_the_simulator(world):
+    world.reset(0)
+    here = re.search("This room is called the (.*?)\\.", world.step("look around").observation)[1]
+    for room in sciplans.ROOMS:
+        for action in sciplans.walk(here, room, set()):
+            assert world.step(action).valid
+        seen = world.step("look around").observation
+        assert f"called the {room}" in seen
+        here = room
 
 
 # ---- Java processes ----

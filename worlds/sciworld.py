@@ -26,6 +26,7 @@ import threading
 import time
 from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from py4j.protocol import Py4JError, Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
+from worlds import sciplans
 from worlds.agentgym import PROTOCOLS
 
 # ---- tasks and items ----
@@ -265,8 +267,89 @@ def _give_back(jvm):
 def close_jvms() -> None:
     """End all JVMs. They are started again when needed."""
     with _jvms_lock:
-        while _jvms:
-            _jvms.pop().close()
+        for jvms in (_jvms, _solvers):
+            while jvms:
+                jvms.pop().close()
+
+
+# ---- the package's own solutions ----
+
+_solvers = []  # the JVM that `solve` plays in, once there is one
+
+
+def solve(
+    item: int, simplifications: str, max_moves: int, actions: Sequence[str]
+) -> list[str]:
+    """Let the package solve an item from the state that an episode is in -> the actions.
+
+    The package's solver looks at the state of a world and plays on in it. So that no episode is
+    changed, the episode is played again up to this state, in a JVM where nothing else is played.
+
+    actions: those of the episode so far. An empty list is returned where the solver finds no way
+    to the score 1, or none of at most `max_moves` moves. Raises EnvError when the JVM is lost.
+    """
+    with _jvms_lock:
+        if not _solvers or not _solvers[0].alive():
+            _solvers[:] = [JVM()]
+        (jvm,) = _solvers
+    world = jvm.new_world()
+    (found,) = jvm.call((_solve, jvm, world, item, simplifications, max_moves, actions))
+    return found
+
+
+def _solve(jvm, world, item, simplifications, max_moves, actions):
+    """The work of `solve`, in the world `world` of the JVM."""
+    _set_search_paths(jvm)
+    _play_again(jvm, world, item, simplifications, actions)
+    interface = world.agentInterface().get()
+    room = interface.agent().getContainer().get().name()
+    num_played = world.getActionHistory().size()
+    if interface.inputParser().isInAmbiguousState():
+        world.step("look around")  # takes back the action that was ambiguous
+    try:
+        world.taskMaker().createGoldActions(*task_of(item), world)
+    except Py4JJavaError:  # what the solver looks for is not there
+        return []
+    if world.getScore() < 1:
+        return []
+
+    def works(plan):
+        _play_again(jvm, world, item, simplifications, [*actions, *plan])
+        return world.getScore() >= 1 and world.getNumMoves() <= max_moves
+
+    return sciplans.shorten(list(world.getActionHistory())[num_played:], room, works)
+
+
+def _play_again(jvm, world, item, simplifications, actions):
+    """Play an item as `SciWorld` does, with the same random numbers, until it is completed."""
+    seed = 1000 * item
+    jvm.random.setSeed(seed)
+    world.load(*task_of(item), simplifications, False)
+    world.step("look around")
+    for number, action in enumerate(actions):
+        jvm.random.setSeed(seed + number)
+        world.step(action)
+        if world.getCompleted():
+            break
+
+
+def _set_search_paths(jvm):
+    """Set the ways on which the package's solver walks through all rooms in search of a thing.
+
+    The solver itself takes seconds to find such a way, and keeps it, so that its solutions would
+    depend on the items solved before.
+    """
+    finder = getattr(jvm.gateway.jvm.scienceworld.goldagent, "PathFinder$")
+    paths = getattr(finder, "MODULE$").precomputedExhaustivePaths()
+    if paths.size() > 0:
+        return
+    for start in sciplans.ROOMS:
+        rooms = sciplans.tour(start)
+        path = jvm.gateway.new_array(jvm.gateway.jvm.java.lang.String, len(rooms), 2)
+        for i, room in enumerate(rooms):
+            path[i][0] = f"open door to {room}"
+            path[i][1] = f"go to {room}"
+        paths.update(start, path)
 
 
 # ---- the environment ----
@@ -292,6 +375,9 @@ class SciWorld(Env):
         self.jvm = None
         self.world = None  # the simulator's object in the JVM
         self.last = None  # the last Step of this episode
+        self.actions = []  # those of this episode
+        # What the expert does next, as long as the agent does it. None: it has no plan yet.
+        self.plan = None
 
     def _call(self, *calls):
         """Call methods of the world: (name, arguments ...) -> their results."""
@@ -306,7 +392,7 @@ class SciWorld(Env):
             self.close()
             raise
 
-    def _load(self, item, gold_path=False):
+    def _load(self, item):
         task, variation = task_of(item)
         self.seed = 1000 * item
         if self.jvm is None or not self.jvm.alive():
@@ -314,7 +400,7 @@ class SciWorld(Env):
             self.jvm = _take_jvm()
         if self.world is None:
             self.world = self.jvm.new_world()
-        self._call(("load", task, variation, self.simplifications, gold_path))
+        self._call(("load", task, variation, self.simplifications, False))
         self.task_name = task
         self.variation = variation
 
@@ -327,6 +413,9 @@ class SciWorld(Env):
         look, description = self._call(("step", "look around"), ("freeActionTaskDesc",))
         self.task_description = description.removeprefix("Task Description:\n").strip()
         self.last = Step(look)
+        self.item = item
+        self.actions = []
+        self.plan = None
         return f"{self.task_description}\n{look}"
 
     def step(self, action: str) -> Step:
@@ -349,6 +438,9 @@ class SciWorld(Env):
             ("step", action), ("getScore",), ("getCompleted",), ("getNumMoves",)
         )
         self.seed += 1
+        self.actions.append(action)
+        as_planned = self.plan and self.plan[0] == action
+        self.plan = (self.plan[1:] or None) if as_planned else None
         percent = int(round(100 * score))
         done = completed or percent < 0 or moves > self.max_moves
         success = done and percent == 100
@@ -379,14 +471,20 @@ class SciWorld(Env):
         """The simulator's own table of sub-goals, and which of them are reached."""
         return self._call(("getGoalProgressStr",))[0]
 
-    def gold_path(self, item: int) -> list[str]:
-        """The package's own solution of item `item`, to be played after `reset(item)`.
+    def expert(self) -> str | None:
+        """The action that an expert takes now; None: there is no way on that it knows.
 
-        This call ends the running episode.
+        The expert is the package's solver, which goes on from any state (see `solve`) in a JVM of
+        its own. The first call of an episode and the first call after another action than the
+        expert's take about a second, some tasks 5 s. Raises EnvError when the JVM is lost.
         """
-        self._load(item, gold_path=True)
-        self.last = None
-        return self._list("getGoldActionSequence")
+        if self.last is None or self.last.done:
+            return None
+        if self.plan is None:
+            self.plan = solve(
+                self.item, self.simplifications, self.max_moves, self.actions
+            )
+        return self.plan[0] if self.plan else None
 
     def variations(self, split: str) -> list[int]:
         """The variations of the current task in the package's split "train", "dev" or "test"."""
