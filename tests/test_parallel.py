@@ -151,7 +151,7 @@ def interrupt(how, tries, between, args, folder, rng):
 
 
 @pytest.mark.parametrize("how, tries, between", [
-    (signal.SIGKILL, 3, (0, 3)),
+    (signal.SIGKILL, 2, (0, 3)),
     (signal.SIGTERM, 1, (0, 1)),
 ])
 def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(

@@ -373,7 +373,7 @@ def score_now(env, answer):
 
 
 @browser
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_template_is_solved_by_its_plan_and_by_nothing_else(every):
     """Four episodes at a time.
 
@@ -776,7 +776,7 @@ def test_a_page_that_hangs_is_ended_by_the_watchdog(monkeypatch):
 @browser
 def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
     def play():
-        names = [f"webarena_{number}" for number in range(76_000, 76_060, 10)]
+        names = [f"webarena_{number}" for number in range(76_000, 76_060, 20)]
         with EnvPool(options={"webarena": {"height": 240}}) as pool:
             return rollout(*tiny, pool, names, 2, samples=2, max_tokens=32, seed=3)
 
