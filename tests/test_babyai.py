@@ -739,6 +739,16 @@ def test_the_expert_takes_over_after_random_actions():
             assert follow_expert(env, horizon=80), item
 
 
+def test_the_expert_does_not_drop_what_it_would_pick_up_again():
+    # The agent holds a box in a small room that has the key of the only, locked door. Wherever the
+    # box is put down, it is in the way to the door, but not in the way from the key to the door.
+    env = world(8146)
+    for action in ("pickup yellow box 1", "turn left", "go to purple key 1"):
+        env.step(action)
+    assert env.env.carrying.type == "box"
+    assert follow_expert(env, horizon=20)
+
+
 def test_an_episode_is_the_same_whether_or_not_the_expert_was_asked():
     for item in EXPERT_ITEMS[::4]:
         asked = world(item)

@@ -466,6 +466,11 @@ def test_the_expert_uses_what_is_held():
     assert env.expert() != first
     assert len(follow_expert(env)) == whole - 1
 
+    env = world(200)  # needs 4 bamboo
+    assert env.expert() == "get 4 bamboo"
+    env.step("get 1 bamboo")
+    assert env.expert() == "get 3 bamboo"
+
 
 def test_the_expert_leaves_the_episode_as_it_is():
     env = world(416)
