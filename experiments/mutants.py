@@ -258,7 +258,7 @@ FAULTS = [
           "engine::test_padded_rows_say_the_same"),
 
     # ---- log-probs and values ----
-    Fault("rl.py", "mask.roll(-1, 1)[fed]", "mask[fed]",
+    Fault("rl.py", "index[mask.roll(-1, 1)]", "index[mask]",
           "The mask of packed rows is shifted by one: a token's own state gives its log-prob.",
           "rl::test_token_logprobs_and_entropies_against_a_plain_loop"),
     Fault("rl.py", "last_hidden_state[mask[:, 1:]]", "last_hidden_state[mask[:, :-1]]",
@@ -267,11 +267,11 @@ FAULTS = [
     Fault("rl.py", "scaled_logits(model, hidden) / temperature", "scaled_logits(model, hidden)",
           "The trainer's log-probs are those at temperature 1.",
           "rl::test_token_logprobs_and_entropies_against_a_plain_loop"),
-    Fault("rl.py", "positions = place.expand_as(ids)", "positions = mask.cumsum(1)",
-          "Positions of packed rows count sampled tokens only.",
+    Fault("rl.py", "range(shared, len(row))", "range(len(row) - shared)",
+          "Positions count from the end of a shared beginning.",
           "rl::test_token_logprobs_and_entropies_against_a_plain_loop"),
-    Fault("rl.py", "x.split(lengths, 2)", "x.split(sum(lengths), 2)",
-          "A packed trajectory sees the trajectories before it.",
+    Fault("rl.py", "places = torch.cat([places[:shared], ", "places = torch.cat([places, ",
+          "A packed trajectory sees the whole trajectory before it.",
           "rl::test_token_logprobs_and_entropies_against_a_plain_loop"),
     Fault("rl.py", "is_causal=True", "is_causal=False",
           "A token of a packed row sees the tokens after it.",
@@ -450,7 +450,7 @@ FAULTS = [
     Fault("update.py", "scale = num_ranks * counts", "scale = num_ranks * 1",
           "A trajectory that a rank computes again counts twice.",
           "parallel::test_gradients_are_the_same_however_they_are_computed"
-          "[launcher7-shard,recompute-300]"),
+          "[launcher7-shard,recompute-200]"),
 
     # ---- schedules ----
     Fault("schedule.py", "min(step // every,", "min((step + 1) // every,",
@@ -465,7 +465,7 @@ FAULTS = [
     Fault("schedule.py", "(step + 1) / max(1, warmup)", "1.0",
           "The learning rate has no warm-up.",
           "schedule::test_the_documented_examples_hold"),
-    Fault("train.py", 'group["lr"] = lr * factor', 'group["lr"] = lr',
+    Fault("train.py", 'getattr(run.cfg, flag) * factor', 'getattr(run.cfg, flag)',
           "The schedule of the learning rate does not reach the optimizer.",
           "schedule::test_learning_rates_follow_their_schedule"),
     Fault("schedule.py", "default_rng([seed, epoch])", "default_rng([0, epoch])",
@@ -474,7 +474,7 @@ FAULTS = [
     Fault("schedule.py", ".permutation(len(items))", ".integers(len(items), size=len(items))",
           "An epoch repeats items.",
           "schedule::test_items_of_a_step_are_a_function_of_seed_and_step"),
-    Fault("config.py", "return [default[-1]]", "return [default[0]]",
+    Fault("config.py", 'return [default["rounds"][-1]]', 'return [default["rounds"][0]]',
           "A fixed horizon is the shortest of the preset.",
           "schedule::test_a_fixed_horizon_is_the_longest_of_the_preset"),
     Fault("config.py", "counts[world] += 1", "counts[world] += 0",

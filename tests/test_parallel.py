@@ -32,7 +32,7 @@ TWO_PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_nod
 
 @pytest.fixture(scope="module")
 def trajectory_file(tiny, pool, tmp_path_factory):
-    items = ["babyai_8", "babyai_50", "textcraft_3"]
+    items = ["babyai_50", "babyai_90", "textcraft_3"]  # 173, 170 and 120 tokens
     played = rollout(*tiny, pool, items, 3, max_tokens=8)
     path = tmp_path_factory.mktemp("played") / "t.json"
     path.write_text(json.dumps([asdict(t) for t in played]))
@@ -58,15 +58,15 @@ def plain_step(trajectory_file, tmp_path_factory):
 
 @pytest.mark.parametrize("launcher, flags, max_tokens", [
     (ONE_PROCESS, "", 8192),
-    (ONE_PROCESS, "", 900),
+    (ONE_PROCESS, "", 300),
     (ONE_PROCESS, "padded", 8192),
     (ONE_PROCESS, "recompute", 8192),
-    (ONE_PROCESS, "shard,recompute", 900),
-    (TWO_PROCESSES, "", 900),
+    (ONE_PROCESS, "shard,recompute", 300),
+    (TWO_PROCESSES, "", 300),
     (TWO_PROCESSES, "shard", 8192),
     # Three micro-batches: one of the ranks computes one again, which must not count.
-    (TWO_PROCESSES, "shard,recompute", 300),
-    pytest.param(TWO_PROCESSES, "shard,padded", 300, marks=pytest.mark.slow),
+    (TWO_PROCESSES, "shard,recompute", 200),
+    pytest.param(TWO_PROCESSES, "shard,padded", 200, marks=pytest.mark.slow),
 ])
 def test_gradients_are_the_same_however_they_are_computed(
         trajectory_file, plain_step, launcher, flags, max_tokens, tmp_path):
