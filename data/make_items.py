@@ -1,11 +1,13 @@
-"""The default item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval.
+"""The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
+data/levels for `--data data/levels`.
 
 It takes seconds and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
 read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
 
 BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of
     episodes of 4 turns. 250 held-out items and 2,000 for training. The first observation of every
-    held-out item differs from all those in training.
+    held-out item differs from all those in training. data/levels: all of AgentGym's 40 levels, five
+    held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
     model never succeeds on deeper goals, so it could learn nothing from them.
@@ -37,6 +39,21 @@ BABYAI = {
     "GoToObjDoor": ("object", 70),
 }
 
+# The 40 levels -> the kind of their missions.
+KINDS = {
+    "go_to": """GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7
+        GoToImpUnlock GoToRedBlueBall GoToDoor GoToObjDoor""",
+    "open": "Open OpenRedDoor OpenDoorLoc OpenRedBlueDoorsDebug OpenDoorsOrderN4Debug",
+    "pick_up": """Pickup UnblockPickup PickupLoc PickupDistDebug PickupAbove FindObjS7
+        OneRoomS20""",
+    "put_next": "PutNextLocalS6N4 PutNextS7N4Carrying MoveTwoAcrossS8N9",
+    "unlock": """Unlock UnlockLocalDist KeyInBox UnlockPickupDist BlockedUnlockPickup
+        UnlockToUnlock KeyCorridorS6R3""",
+    "mixed": """GoToSeqS5R2 ActionObjDoor SynthS5R2 SynthLoc SynthSeq MiniBossLevel BossLevel
+        BossLevelNoUnlock""",
+}
+ALL_LEVELS = {level: (kind, 5) for kind, levels in KINDS.items() for level in levels.split()}
+
 
 def write(path, env, numbers):
     path = HERE / path
@@ -48,19 +65,21 @@ def write(path, env, numbers):
 # Each of these functions -> (training numbers, {category: held-out numbers}).
 
 
-def babyai():
+def babyai(levels=BABYAI):
     env = make_env("babyai")
     seen = set()  # first observations: none is used twice
     train = []
     test = {}
-    for level, (family, held_out) in BABYAI.items():
+    for level, (family, held_out) in levels.items():
         chosen = []
         for seed in range(2000):
             number = LEVELS.index(level) + len(LEVELS) * seed
             first = env.reset(number)
-            if first not in seen and len(chosen) < 9 * held_out:
+            if first not in seen:
                 seen.add(first)
                 chosen.append(number)
+            if len(chosen) == 9 * held_out:
+                break
         test.setdefault(family, []).extend(chosen[:held_out])
         train += chosen[held_out:]
     return sorted(train), test
@@ -231,14 +250,19 @@ def make_all():
         "webarena": webarena,
     }
     for env, make in makers.items():
-        train, test = make()
-        write(f"AgentItemId/{env}_train.json", env, train)
-        all_held_out = sorted(n for numbers in test.values() for n in numbers)
-        write(f"AgentEval/{env}/{env}_test.json", env, all_held_out)
-        for category, numbers in test.items():
-            write(f"AgentEval/{env}/{category}.json", env, sorted(numbers))
-        counts = {category: len(numbers) for category, numbers in test.items()}
-        print(env, len(train), "for training,", counts, "held out")
+        write_set(".", env, *make())
+    write_set("levels", "babyai", *babyai(ALL_LEVELS))
+
+
+def write_set(folder, env, train, test):
+    """Write a world's items as files in data/FOLDER."""
+    write(f"{folder}/AgentItemId/{env}_train.json", env, train)
+    all_held_out = sorted(n for numbers in test.values() for n in numbers)
+    write(f"{folder}/AgentEval/{env}/{env}_test.json", env, all_held_out)
+    for category, numbers in test.items():
+        write(f"{folder}/AgentEval/{env}/{category}.json", env, sorted(numbers))
+    counts = {category: len(numbers) for category, numbers in test.items()}
+    print(env, len(train), "for training,", counts, "held out")
 
 
 def main(args):
