@@ -52,8 +52,8 @@ def learn(args: argparse.Namespace, learnt: list[dict], folder: Path) -> Path:
     path = folder / "learnt.jsonl"
     path.write_text("".join(json.dumps(t) + "\n" for t in learnt))
     settings = json.loads((args.warm / "config.json").read_text())
-    kept = ("model", "data", "horizon", "action_format", "max_tokens", "max_length", "epochs", "batch",
-            "lr", "microbatch_tokens", "dtype", "seed")
+    kept = ("model", "data", "horizon", "action_format", "max_tokens", "max_length", "epochs",
+            "batch", "lr", "microbatch_tokens", "dtype", "seed")
     flags = [word for name in kept for word in (f"--{name}", settings[name])]
     command("sft.py", "--env", args.env, "--trajectories", path, "--out", folder / "sft", *flags)
     return folder / "sft/final"
