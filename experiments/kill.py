@@ -1,8 +1,11 @@
-"""`kill -9` at random moments: `python experiments/kill.py [KILLS] [SEED]`.
+"""`kill -9` at random moments.
+
+    python experiments/kill.py [KILLS [SEED [FLAGS ...]]]
 
 A run of 40 steps that saves at every step is killed KILLS times, up to 2 s after it wrote its next
 row of metrics, and resumed. At the end every metric and every bit of the weights must equal those
-of a run that nobody killed. Prints what the run was doing when it was killed.
+of a run that nobody killed. Prints what the run was doing when it was killed. FLAGS are train.py's:
+another model, fewer steps.
 """
 
 import json
@@ -31,9 +34,9 @@ def metrics(folder):
     return [{k: v for k, v in row.items() if k not in NOT_REPEATABLE} for row in rows]
 
 
-def start(out, *more):
+def start(out, *flags):
     return subprocess.Popen(
-        [*ARGS, "--out", str(out), *more],
+        [*ARGS, *flags, "--out", str(out)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -66,18 +69,18 @@ def activity(out):
     return "rollout or update"
 
 
-def main(kills=20, seed=0):
+def main(kills=20, seed=0, flags=()):
     rng = random.Random(seed)
     activities = Counter()
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         killed = Path(folder) / "killed"
-        assert start(whole).wait() == 0
+        assert start(whole, *flags).wait() == 0
         for n in tqdm(range(kills), desc="kills"):
-            child = start(killed, *(["--resume"] if n else []))
+            child = start(killed, *flags, *(["--resume"] if n else []))
             kill_after_next_row(child, killed, rng)
             activities[activity(killed)] += 1
-        assert start(killed, "--resume").wait() == 0
+        assert start(killed, *flags, "--resume").wait() == 0
         same = metrics(whole) == metrics(killed)
         weights = "final/model.safetensors"
         bits = (whole / weights).read_bytes() == (killed / weights).read_bytes()
@@ -89,6 +92,7 @@ def main(kills=20, seed=0):
 
 
 if __name__ == "__main__":
-    if not all(arg.isdecimal() for arg in sys.argv[1:]):
+    numbers = sys.argv[1:3]
+    if not all(arg.isdecimal() for arg in numbers):
         sys.exit(__doc__)
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, numbers), flags=sys.argv[3:]))

@@ -25,10 +25,17 @@ from make_tiny import draw, random_policy, world  # noqa: E402
 
 
 def main(name, episodes=1, horizon=None, data=None):
+    category = envs.categories(name, data)
+    for label, figures in measure(name, int(episodes), horizon, data).items():
+        for what, by_item in figures.items():
+            print(f"{label:9} {what:8} {summary(by_item, category)}")
+
+
+def measure(name, episodes=1, horizon=None, data=None):
+    """Play the held-out items -> {policy: {"success", "score", "turns": {item: its mean}}}."""
     env = world(name)
     horizon = int(horizon or TINY_HORIZONS[name].eval_horizon)
-    items = envs.items(name, "test", data) * int(episodes)
-    category = envs.categories(name, data)
+    items = envs.items(name, "test", data)
 
     def uniform(rng, read):
         return rng.choice(env.valid_actions())
@@ -44,19 +51,18 @@ def main(name, episodes=1, horizon=None, data=None):
         del policies["uniform"]
     if type(env).expert is envs.Env.expert:
         del policies["expert"]
+    found = {}
     for label, policy in policies.items():
         rng = random.Random(0)
-        success = {}
-        score = {}
-        turns = {}
-        for item in tqdm(items, desc=label, leave=False):
-            step, num_turns = play(env, item, horizon, policy, rng)
-            success.setdefault(item, []).append(step.success)
-            score.setdefault(item, []).append(step.score)
-            turns.setdefault(item, []).append(num_turns)
-        for what, by_item in (("success", success), ("score", score), ("turns", turns)):
-            print(f"{label:9} {what:8} {summary(by_item, category)}")
+        played = {item: [] for item in items}
+        for item in tqdm(items * episodes, desc=label, leave=False):
+            step, turns = play(env, item, horizon, policy, rng)
+            played[item].append((step.success, step.score, turns))
+        means = {item: np.mean(figures, axis=0) for item, figures in played.items()}
+        found[label] = {what: {item: mean[place] for item, mean in means.items()}
+                        for place, what in enumerate(("success", "score", "turns"))}
     env.close()
+    return found
 
 
 def play(env, item, horizon, policy, rng):
@@ -78,14 +84,16 @@ def play(env, item, horizon, policy, rng):
 
 
 def summary(by_item, category):
-    """The mean over items, its interval, and the mean of each category, as text."""
-    means = {item: np.mean(values) for item, values in by_item.items()}
-    low, high = bootstrap(list(means.values()), 0)
+    """The mean over items, its interval, and the mean of each category, as text.
+
+    by_item: {item: its mean}.
+    """
+    low, high = bootstrap(list(by_item.values()), 0)
     parts = []
     for c in sorted(set(category.values())):
-        part = np.mean([mean for item, mean in means.items() if category.get(item) == c])
+        part = np.mean([mean for item, mean in by_item.items() if category.get(item) == c])
         parts.append(f"{c} {part:.3f}")
-    return f"{np.mean(list(means.values())):.3f} [{low:.3f}, {high:.3f}]  {'  '.join(parts)}"
+    return f"{np.mean(list(by_item.values())):.3f} [{low:.3f}, {high:.3f}]  {'  '.join(parts)}"
 
 
 if __name__ == "__main__":
