@@ -1,12 +1,14 @@
 """The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
-data/levels for `--data data/levels`.
+data/goto and data/levels for `--data FOLDER`.
 
-It takes seconds and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
-read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
+It takes minutes and needs Java. `--check` plays the held-out items of data/goto with policies that
+cannot read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
 
-BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of
-    episodes of 4 turns. 250 held-out items and 2,000 for training. The first observation of every
-    held-out item differs from all those in training. data/levels: all of AgentGym's 40 levels, five
+BabyAI: nine levels of going to, picking up, opening, and sequences of these. The expert needs more
+    than three turns for half of the items, and never more than ten. 250 held-out items and 2,000
+    for training. The first observation of every held-out item differs from all those in training.
+    data/goto: as many, of five levels whose mission stays in one room and which a random policy
+    solves in 20-35 % of episodes of 4 turns. data/levels: all of AgentGym's 40 levels, five
     held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
@@ -29,9 +31,23 @@ from envs import make_env  # noqa: E402
 from worlds.babyai import LEVELS  # noqa: E402
 from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 
+# Level -> (family, held-out items, share of the items that take the expert 4 to 10 turns; the
+# others take 1 to 3). The built-in model's random actions solve each of these levels now and then.
+BABYAI = {
+    "GoToRedBlueBall": ("go_to", 20, 0.0),
+    "GoToObjMazeS7": ("go_to", 30, 0.6),
+    "Open": ("open", 30, 0.6),
+    "PickupLoc": ("pick_up", 20, 0.0),
+    "Pickup": ("pick_up", 30, 0.6),
+    "UnblockPickup": ("pick_up", 30, 0.6),
+    "FindObjS7": ("pick_up", 30, 0.6),
+    "GoToSeqS5R2": ("sequence", 30, 0.6),
+    "SynthS5R2": ("sequence", 30, 0.6),
+}
+
 # Level -> (family, held-out items). Few of the red balls: there a policy that ignores the mission
 # does well.
-BABYAI = {
+GOTO = {
     "GoToRedBallGrey": ("ball", 30),
     "GoToRedBall": ("ball", 30),
     "GoToRedBlueBall": ("ball", 40),
@@ -65,7 +81,42 @@ def write(path, env, numbers):
 # Each of these functions -> (training numbers, {category: held-out numbers}).
 
 
-def babyai(levels=BABYAI):
+def babyai():
+    env = make_env("babyai")
+    seen = set()  # first observations: none is used twice
+    train = []
+    test = {}
+    for level, (family, held_out, long_share) in BABYAI.items():
+        # Short and long items are split between training and held out in the same shares.
+        for share, turns in ((1 - long_share, range(1, 4)), (long_share, range(4, 11))):
+            chosen = []
+            seed = 0
+            while len(chosen) < round(9 * held_out * share):
+                number = LEVELS.index(level) + len(LEVELS) * seed
+                first = env.reset(number)
+                if first not in seen and turns_of_expert(env) in turns:
+                    seen.add(first)
+                    chosen.append(number)
+                seed += 1
+            count = round(held_out * share)
+            test.setdefault(family, []).extend(chosen[:count])
+            train += chosen[count:]
+    return sorted(train), test
+
+
+def turns_of_expert(env):
+    """The turns that the expert takes from here to success; 0: it does not succeed in ten."""
+    for turn in range(1, 11):
+        action = env.expert()
+        if action is None:
+            return 0
+        step = env.step(action)
+        if step.done:
+            return turn if step.success else 0
+    return 0
+
+
+def babyai_levels(levels):
     env = make_env("babyai")
     seen = set()  # first observations: none is used twice
     train = []
@@ -211,7 +262,7 @@ def blind_baselines():
     fixed sequence of actions (by coordinate ascent), both chosen on 250 training items."""
     env = make_env("babyai")
     rng = random.Random(0)
-    train, by_family = babyai()
+    train, by_family = babyai_levels(GOTO)
     test = sorted(n for numbers in by_family.values() for n in numbers)
     train = rng.sample(train, 250)
     print("random", success(env, test * 4, lambda e, turn: rng.choice(e.valid_actions())))
@@ -251,7 +302,8 @@ def make_all():
     }
     for env, make in makers.items():
         write_set(".", env, *make())
-    write_set("levels", "babyai", *babyai(ALL_LEVELS))
+    write_set("goto", "babyai", *babyai_levels(GOTO))
+    write_set("levels", "babyai", *babyai_levels(ALL_LEVELS))
 
 
 def write_set(folder, env, train, test):
