@@ -151,6 +151,20 @@ def first_model(model: str) -> str:
     return model
 
 
+def model_label(model: str) -> list[str]:
+    """What the default run folder is called after, besides world and algorithm.
+
+    >>> model_label("tiny"), model_label("Qwen/Qwen2.5-7B-Instruct"), model_label("runs/warm/final")
+    ([], ['qwen2.5-7b-instruct'], ['warm'])
+    """
+    if model == "tiny":
+        return []
+    path = Path(model)
+    if path.name == "final" or path.parent.name == "checkpoints":
+        path = path.parent if path.name == "final" else path.parent.parent
+    return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())]
+
+
 def started_with(out: str, world: str) -> dict:
     """What the run in this folder was started with, of the flags whose defaults depend on the
     machine; {} without such a run. On another machine they stay as they are."""
@@ -517,7 +531,8 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     """Fill in the flags that were not given, in place. weights: world -> weight. in_this_process:
     the worlds that are not on servers. algo: for the name of the run folder."""
     if not cfg.out:
-        cfg.out = f"runs/{re.sub(r'[^a-z0-9.]+', '_', cfg.env)}_{algo}_s{cfg.seed}"
+        names = [re.sub(r"[^a-z0-9.]+", "_", cfg.env), algo, *model_label(cfg.model)]
+        cfg.out = f"runs/{'_'.join(names)}_s{cfg.seed}"
     default = {world: presets(cfg.model, world) for world in weights}
     if cfg.resume:
         default = {world: own | started_with(cfg.out, world) for world, own in default.items()}
@@ -655,7 +670,8 @@ def check_run_folder(cfg: RunConfig) -> None:
     if out.is_file() or not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"cannot make the run folder {out}")
     if not cfg.resume:
-        if rl.checkpoints(out):
+        metrics = out / "metrics.jsonl"
+        if rl.checkpoints(out) or metrics.exists() and metrics.stat().st_size:
             raise ValueError(f"{out} holds a run already; "
                              "add --resume to continue it or choose another --out")
         return

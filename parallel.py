@@ -172,27 +172,31 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 class Terminated(BaseException):
-    """SIGTERM came during a rollout. The weights are those that the training step began with."""
+    """A stop signal came during a rollout. The weights are those that the training step began
+    with."""
 
 
-class Sigterm:
-    """Note SIGTERM when it comes. Inside `with`, which surrounds rollouts, it raises Terminated at
-    once; outside, an update is finished first."""
+class StopSignals:
+    """Note the first of SIGTERM, SIGINT (Ctrl-C) and SIGHUP that comes. Inside `with`, which
+    surrounds rollouts, it raises Terminated at once; outside, an update is finished first."""
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = ""  # the signal's name
         self.in_rollout = False
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
-        self.previous = signal.signal(signal.SIGTERM, self._handle) if self.in_main_thread else None
+        self.previous = {}  # signal -> its handler before
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self.previous[number] = signal.signal(number, self._handle)
 
     def end(self) -> None:
-        """Restore what SIGTERM did before."""
-        if self.in_main_thread:
-            signal.signal(signal.SIGTERM, self.previous)
+        """Restore what the signals did before."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
-    def _handle(self, *_):
+    def _handle(self, number, _):
         is_first = not self.received
-        self.received = True
+        self.received = self.received or signal.Signals(number).name
         if is_first and self.in_rollout:
             raise Terminated
 

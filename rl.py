@@ -109,12 +109,15 @@ def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
     return model
 
 
-def location(path: str) -> dict[str, str]:
-    """A path from `model_path` -> the arguments with which `from_pretrained` reads it."""
+def location(path: str | Path) -> dict[str, str | bool]:
+    """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
+    model folder is never run."""
+    path = str(path)
+    found = {"pretrained_model_name_or_path": path, "trust_remote_code": False}
     if path.endswith(".gguf"):
-        folder, file = Path(path).parent, Path(path).name
-        return {"pretrained_model_name_or_path": str(folder), "gguf_file": file}
-    return {"pretrained_model_name_or_path": path}
+        found |= {"pretrained_model_name_or_path": str(Path(path).parent),
+                  "gguf_file": Path(path).name}
+    return found
 
 
 def check_gguf(path: str) -> str:

@@ -35,7 +35,7 @@ import train
 from agent import Chat
 from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
-from parallel import Sigterm, of_rank_0, on_any_rank
+from parallel import StopSignals, of_rank_0, on_any_rank
 from rollout import Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
@@ -239,7 +239,8 @@ def sft(cfg: SFTConfig) -> None:
     Raises ValueError for what cannot be loaded, SystemExit where it must stop."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     with EnvPool(options=options) as pool:
-        sigterm = Sigterm()
+        signals = StopSignals()
+        run = None
         try:
             run = train.load(cfg)
             demos, held_out = of_rank_0(partial(gather_trajectories, run))
@@ -248,11 +249,12 @@ def sft(cfg: SFTConfig) -> None:
                 train.prepare(run)
                 write_demos(run, demos, held_out)
                 train.prepare_rollouts(run, "ragged", cfg.slots)
-                training_loop(run, demos, held_out, steps, pool, sigterm)
+                training_loop(run, demos, held_out, steps, pool, signals)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         finally:
-            sigterm.end()
+            signals.end()
+            train.release(run)
 
 
 def gather_trajectories(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -288,7 +290,7 @@ def write_demos(run: Run, *parts: list[Trajectory]) -> None:
 
 
 def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,
-                  pool: EnvPool, sigterm: Sigterm) -> None:
+                  pool: EnvPool, signals: StopSignals) -> None:
     """Every training step from the run's next one on."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
@@ -299,11 +301,11 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
             run.step = step
             row = {"step": step, "epoch": step // (steps // cfg.epochs), "env": cfg.env}
             if cfg.eval_every and step % cfg.eval_every == 0:
-                row |= train.evaluate_held_out(run, pool, sigterm)
+                row |= train.evaluate_held_out(run, pool, signals)
                 if held_out:
                     row["held_out_loss"] = loss_of(run, held_out)
-            if on_any_rank(sigterm.received):
-                train.stop(run)
+            if on_any_rank(bool(signals.received)):
+                train.stop(run, signals)
                 break
 
             # Update.
@@ -365,5 +367,4 @@ if __name__ == "__main__":
     try:
         sft(parse_sft_config())
     except ValueError as e:
-        print("sft.py: " + " ".join(str(e).split()), file=sys.stderr)
-        sys.exit(2)
+        train.usage_error(e, "sft.py")

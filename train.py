@@ -10,14 +10,16 @@ step; in the original it is a mean of micro-batch means. A failed environment le
 in the original it is a reward of 0.
 """
 
+import fcntl
 import json
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 # config comes before torch: it sets how idle threads wait.
 from config import EVAL_ITEMS, Config, RunConfig, items_per_world, parse_config, servers
@@ -35,7 +37,8 @@ from engine import Ragged
 from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
-from parallel import Sigterm, Terminated, gather, gathered, init_distributed, on_any_rank, shard
+from parallel import StopSignals, Terminated, gather, gathered, init_distributed, of_rank_0
+from parallel import on_any_rank, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, shape_rewards, update
 
@@ -55,6 +58,7 @@ class Run:
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
     rollouts: RolloutConfig | None = None
@@ -71,11 +75,12 @@ def train(cfg: Config) -> None:
     process is killed outright."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     with EnvPool(servers(cfg.env_url, cfg.worlds), options=options) as pool:
-        sigterm = Sigterm()
+        signals = StopSignals()
+        run = None
         try:
             run = start(cfg)
             if run is not None:
-                training_loop(run, pool, sigterm)
+                training_loop(run, pool, signals)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         except envs.ItemError as e:
@@ -84,10 +89,11 @@ def train(cfg: Config) -> None:
             sys.exit(f"train.py: {e} at step {run.step}; "
                      f"the last step's trajectories and checkpoints are in {run.folder}")
         finally:
-            sigterm.end()
+            signals.end()
+            release(run)
 
 
-def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
+def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
     """Every training step from the run's next one on."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
@@ -99,7 +105,7 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             run.step = step
             held_out = {}
             if cfg.eval_every and step % cfg.eval_every == 0:
-                held_out = evaluate_held_out(run, pool, sigterm)
+                held_out = evaluate_held_out(run, pool, signals)
 
             # Schedule: the horizon of each world, the items, the learning rates.
             began = time.perf_counter()
@@ -108,10 +114,10 @@ def training_loop(run: Run, pool: EnvPool, sigterm: Sigterm) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: each rank plays its share of the items.
-            trajectories, decode_stats = play_items(run, pool, sigterm, items, horizons,
+            trajectories, decode_stats = play_items(run, pool, signals, items, horizons,
                                                     cfg.rollouts_per_item, step)
-            if trajectories is None:  # SIGTERM came
-                stop(run)
+            if trajectories is None:  # a stop signal came
+                stop(run, signals)
                 break
             check_trajectories(run, trajectories)
             seconds_rollout = time.perf_counter() - began
@@ -161,7 +167,10 @@ def start(cfg: Config) -> Run | None:
         return None
     run.adaptive = adaptive_states(cfg, run.adaptive)
     run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
-    prepare(run)
+    try:
+        prepare(run)
+    except ValueError as e:
+        usage_error(e)
     if run.rank == 0 and (cfg.top_p < 1 or cfg.top_k or cfg.min_p):
         print("warning: truncated sampling makes training off-policy", file=sys.stderr)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
@@ -192,7 +201,12 @@ def is_finished(run: Run, steps: int) -> bool:
 
 
 def prepare(run: Run) -> None:
-    """Prepare the run folder, and where metrics go besides it."""
+    """Prepare the run folder, and where metrics go besides it. Raises ValueError if another process
+    works in the folder."""
+    def take_folder():
+        run.lock = lock_folder(run.folder)
+
+    of_rank_0(take_folder)
     if run.rank > 0:
         return
     if run.cfg.resume and run.saved is None:
@@ -272,6 +286,25 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
     return states
 
 
+def lock_folder(folder: Path) -> TextIO:
+    """Take the run folder for this process -> an open file: the lock ends when it is closed, or
+    with the process. Raises ValueError if another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        lock.close()
+        raise ValueError(f"another process is at work in {folder}") from e
+    return lock
+
+
+def release(run: Run | None) -> None:
+    """Let another process have the run folder."""
+    if run is not None and run.lock is not None:
+        run.lock.close()
+
+
 def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     """Make the run folder, and delete what an earlier process wrote after the checkpoint at
     `step`."""
@@ -318,23 +351,23 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
                 group["lr"] = getattr(run.cfg, flag) * factor
 
 
-def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
+def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
                horizons: dict[str, int], samples: int,
                step: int) -> tuple[list[Trajectory] | None, dict[str, float]]:
     """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
-    and how many positions were computed for them. None in place of the trajectories if SIGTERM came
-    on any rank."""
+    and how many positions were computed for them. None in place of the trajectories if a stop
+    signal came on any rank."""
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
     try:
-        # The parameters are gathered outside `sigterm`: no rank may leave while others gather.
-        with gathered(run.policy), sigterm, rl.compute_in(run.cfg.dtype, run.device):
+        # The parameters are gathered outside `signals`: no rank may leave while others gather.
+        with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device):
             own_items = items[run.rank::run.num_ranks]
             own = rollout(run.policy, run.tokenizer, pool, own_items, horizons, run.rollouts,
                           samples=samples, step=step, engine=run.engine, stats=stats)
     except Terminated:
         pass
-    if on_any_rank(sigterm.received):
+    if on_any_rank(bool(signals.received)):
         return None, {}
     groups = gather([own[i:i + samples] for i in range(0, len(own), samples)])
     for number, group in enumerate(groups):  # each rank has counted its own groups from 0
@@ -347,9 +380,9 @@ def play_items(run: Run, pool: EnvPool, sigterm: Sigterm, items: list[str],
                           "occupancy": total["busy"] / max(1, total["room"]), "tokens": tokens}
 
 
-def evaluate_held_out(run: Run, pool: EnvPool, sigterm: Sigterm) -> dict[str, float]:
+def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str, float]:
     """Play the first held-out items of each world once, at its last horizon -> "eval/success" and
-    so on, for several worlds "eval/success/babyai" ...; {} if SIGTERM came.
+    so on, for several worlds "eval/success/babyai" ...; {} if a stop signal came.
 
     Every evaluation of a run plays the same items with the same random numbers.
     """
@@ -357,7 +390,7 @@ def evaluate_held_out(run: Run, pool: EnvPool, sigterm: Sigterm) -> dict[str, fl
     items = [item for world in worlds
              for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
     horizons = {world: settings.rounds[-1] for world, settings in worlds.items()}
-    played, _ = play_items(run, pool, sigterm, items, horizons, samples=1, step=0)
+    played, _ = play_items(run, pool, signals, items, horizons, samples=1, step=0)
     if played is None:
         return {}
     row = {}
@@ -426,12 +459,12 @@ def save_checkpoint(run: Run, step: int) -> None:
             draw_curves(run.folder)
 
 
-def stop(run: Run) -> None:
-    """After SIGTERM: write a checkpoint from which the interrupted step starts again."""
+def stop(run: Run, signals: StopSignals) -> None:
+    """After a stop signal: write a checkpoint from which the interrupted step starts again."""
     if run.saved != run.step:
         save_checkpoint(run, run.step)
     if run.rank == 0:
-        print(f"SIGTERM: saved before step {run.step}; --resume goes on")
+        print(f"{signals.received or 'a signal'}: saved before step {run.step}; --resume goes on")
 
 
 def finish(run: Run) -> None:
@@ -443,9 +476,10 @@ def finish(run: Run) -> None:
               f"next: python eval.py --env {world} --model {run.folder}/final")
 
 
-def usage_error(e: Exception) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print("train.py: " + " ".join(str(e).split()), file=sys.stderr)
+def usage_error(e: Exception, script: str = "train.py") -> NoReturn:
+    """One line on stderr, of rank 0 alone; exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{script}: " + " ".join(str(e).split()), file=sys.stderr)
     sys.exit(2)
 
 

@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
 from envs import Env, make_env
 from metrics import draw_curves, stages, write_atomically
-from rl import checkpoints, model_path
+from rl import checkpoints, location, model_path
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour", "grad_norm",
           "valid_actions", "zero_gradient_groups", "tokens_per_second")
@@ -171,8 +171,8 @@ def load_tokenizer(run: Path, config: dict) -> PreTrainedTokenizerBase:
     """The tokenizer of final/ or of the newest checkpoint, else that of the run's first model."""
     for folder in (run / "final", *reversed(checkpoints(run))):
         if (folder / "tokenizer.json").exists():
-            return AutoTokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(model_path(config["model"]))
+            return AutoTokenizer.from_pretrained(**location(folder))
+    return AutoTokenizer.from_pretrained(**location(model_path(config["model"])))
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -153,6 +153,8 @@ def interrupt(how, tries, between, args, folder, rng):
 @pytest.mark.parametrize("how, tries, between", [
     (signal.SIGKILL, 2, (0, 3)),
     (signal.SIGTERM, 1, (0, 1)),
+    (signal.SIGINT, 1, (0, 1)),
+    (signal.SIGHUP, 1, (0, 1)),
 ])
 def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(
         reference, how, tries, between, tmp_path):
@@ -162,7 +164,7 @@ def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(
     ended, printed = interrupt(how, tries, between, args, out, random.Random(1))
     assert ended
     assert metrics(out) == metrics(reference)
-    assert how == signal.SIGKILL or "SIGTERM: saved before step" in printed
+    assert how == signal.SIGKILL or f"{how.name}: saved before step" in printed
     weights = "final/model.safetensors"
     assert (out / weights).read_bytes() == (reference / weights).read_bytes()
     assert not list(out.glob("**/*.partial"))

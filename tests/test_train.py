@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import agent
 import config
+import rl
 import train
 from config import items_per_world, mixture, parse_config
 from envs import EnvError
@@ -320,7 +321,7 @@ def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     cfg = parse_config(["--env", "babyai:2,textcraft:1", *NO_RUN])
     assert items_per_world(cfg, cfg.items_per_step) == {"babyai": 22, "textcraft": 10}
     assert cfg.horizon == "babyai=3,6,10 textcraft=3,5,8"
-    assert [own.horizon_steps for own in cfg.worlds.values()] == [30, 25]
+    assert [own.horizon_steps for own in cfg.worlds.values()] == [35, 25]
     assert cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
     assert parse_config(["--env", "babyai:2", *NO_RUN]).horizon == "3,6,10"  # a mixture of one
@@ -381,6 +382,46 @@ def test_nonsense_ends_the_command_with_2(args, tmp_path):
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
     assert not (tmp_path / "r").exists()
+
+
+def test_a_folder_that_holds_rows_is_not_started_anew(tmp_path):
+    out = tmp_path / "r"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 0}\n')
+    done = run("--out", str(out), *SMALL)
+    assert done.returncode == 2
+    assert "add --resume" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (out / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path):
+    out = tmp_path / "r"
+    lock = train.lock_folder(out)
+    done = run("--out", str(out), *SMALL, launcher=[sys.executable, "train.py"])
+    assert done.returncode == 2
+    assert done.stderr == f"train.py: another process is at work in {out}\n"
+    assert not (out / "metrics.jsonl").exists()
+    lock.close()
+    assert run("--out", str(out), *SMALL, "--steps", "1").returncode == 0
+
+
+def test_under_torchrun_rank_0_alone_prints_what_is_wrong():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
+    done = run("--horizon", "0", launcher=torchrun)
+    ours = [line for line in done.stderr.splitlines() if "train.py: " in line]
+    assert len(ours) == 1 and "cannot read the horizon '0'" in ours[0], done.stderr
+    assert "train.py\", line" not in done.stderr  # a worker's traceback
+
+
+def test_a_model_folder_never_runs_its_own_code(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(rl.TINY_MODEL, folder)
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    done = run("--model", str(folder), "--out", str(tmp_path / "r"), *SMALL)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_item_that_does_not_exist_is_one_line(tmp_path):
