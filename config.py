@@ -135,12 +135,20 @@ def run_of(model: str) -> dict:
     path = folder / "config.json"
     if not Path(model).is_dir() or not path.exists():
         return {}
-    try:
-        run = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: {e}") from e
+    run = read_flags_of(path)
     is_run = {"env", "algo", "horizon"} <= set(run)  # otherwise it is some model's config.json
     return run if is_run else {}
+
+
+def read_flags_of(path: Path) -> dict:
+    """A config.json. Raises ValueError for one that is damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged: {e}") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no object")
+    return found
 
 
 def first_model(model: str) -> str:
@@ -171,7 +179,7 @@ def started_with(out: str, world: str) -> dict:
     path = Path(out) / "config.json"
     if not path.exists():
         return {}
-    run = json.loads(path.read_text())
+    run = read_flags_of(path)
     own = run | run.get("worlds", {}).get(world, {})
     return {name: own[name] for name in (*REAL_ON_CPU, "dtype") if name in own}
 
@@ -651,10 +659,10 @@ def check_items(cfg: Config) -> None:
         own = cfg.worlds[world]
         kind = "scaling_inter" if cfg.horizon_schedule == "adaptive" else cfg.horizon_schedule
         schedule.horizon_at(0, own.rounds, own.horizon_steps, kind)
+        if own.rounds != sorted(own.rounds):
+            raise ValueError(f"the horizon grows from stage to stage, and --horizon of {world} is "
+                             f"{','.join(map(str, own.rounds))}")
         items = envs.items(world, "train", cfg.data or None)
-        for item in items:
-            if envs.split_item(item)[0] != world:
-                raise ValueError(f"the training set of {world} holds the item '{item}'")
         if not count:
             raise ValueError(f"--items_per_step is {cfg.items_per_step}, "
                              f"which leaves none for {world}")
@@ -679,7 +687,7 @@ def check_run_folder(cfg: RunConfig) -> None:
         raise ValueError(f"nothing to resume: there is no folder {out}")
     if not (out / "config.json").exists():
         return
-    before, now = json.loads((out / "config.json").read_text()), asdict(cfg)
+    before, now = read_flags_of(out / "config.json"), asdict(cfg)
     for name, value in now.items():
         if name not in MAY_CHANGE and before.get(name, value) != value:
             raise ValueError(f"{out} was started with --{name} {before[name]}, not {value}")

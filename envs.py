@@ -229,7 +229,7 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
     """
-    return _read_items(_item_file(env, split, data))
+    return _read_items(_item_file(env, split, data), env)
 
 
 def held_out(env: str, count: int, data: str | Path | None = None) -> list[str]:
@@ -244,7 +244,7 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
     found = {}
     for path in sorted(test_file.parent.glob("*.json")):
         if path != test_file:
-            found.update(dict.fromkeys(_read_items(path), path.stem))
+            found.update(dict.fromkeys(_read_items(path, env), path.stem))
     return found
 
 
@@ -269,11 +269,16 @@ def _item_file(env, split, data):
     return path
 
 
-def _read_items(path):
+def _read_items(path, env):
     try:
-        return [entry["item_id"] for entry in json.loads(path.read_text())]
-    except (ValueError, KeyError, TypeError) as e:
+        names = [entry["item_id"] for entry in json.loads(path.read_text())]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f'{path} is no list of {{"item_id": ...}}') from e
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(rf"{re.escape(env)}_\d+", name):
+            raise ValueError(f"{path} holds the item {name!r:.80}; those of {env} are written "
+                             f"{env}_17")
+    return names
 
 
 # ---- environments in threads ----

