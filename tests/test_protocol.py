@@ -651,6 +651,15 @@ def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else():
             env.close()
 
 
+@pytest.mark.parametrize("special", [{"done": True}, {"reward": "x"}, {"reward": None},
+                                     {"reward": float("nan")}, {"done": "no"}])
+def test_a_first_reply_that_ends_the_episode_or_has_no_number_for_a_reward_is_a_fault(special):
+    reply = {"observation": "go", "reward": 0, "done": False} | special
+    with stand_in_server(like_babyai(reset=(200, reply))) as (url, _):
+        with pytest.raises(EnvError, match=url):
+            RemoteEnv("babyai", url).reset(0)
+
+
 def test_webarenas_timeout_in_place_of_an_observation_is_an_env_error():
     def answer(path, _):
         return 200, {"env_idx": 1} if path == "/create" else {"observation": "TimeoutError"}

@@ -226,6 +226,8 @@ class RemoteEnv(Env):
             self._create_episode()
             reply = self._send_reset(item)
         self.total = 0.0
+        if isinstance(reply, dict):
+            self._check_unfinished(reply)
         keys = self.protocol.first_observation_keys
         if keys:
             return self._read_observation(reply, keys)
@@ -342,6 +344,12 @@ class RemoteEnv(Env):
         return data
 
     # ---- the replies ----
+
+    def _check_unfinished(self, reply):
+        """Raise EnvError for a reply to /reset with an episode that has ended, or a bad reward."""
+        if any(self._read_optional(reply, key, bool, False) for key in self.protocol.done_keys):
+            raise EnvError(f"{self.url}: /reset began an episode that has ended: {reply!r:.200}")
+        self._read_optional(reply, "reward", float, 0.0)
 
     def _read_value(self, reply, key, kind):
         """reply[key] as `kind`: str, bool or float. Raises EnvError if it is not of that kind."""
