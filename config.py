@@ -47,7 +47,7 @@ PUBLISHED_HORIZONS = {  # AgentGym-RL's, for real models
     "webarena": HorizonPreset((8, 12, 15), 80, 15),
 }
 TINY_HORIZONS = {  # for the built-in tiny model
-    "babyai": HorizonPreset((3, 6, 10), 35, 10),
+    "babyai": HorizonPreset((3, 4), 30, 4),
     "textcraft": HorizonPreset((3, 5, 8), 25, 8),
     "sciworld": HorizonPreset((4, 6), 20, 6),
     "searchqa": HorizonPreset((2, 3, 4), 30, 4),
@@ -69,7 +69,6 @@ REAL_ON_CPU = dict(  # without CUDA these win over REAL and WORLD_REAL
 )
 FAST_BFLOAT16 = {"cuda", "avx512_bf16", "amx_bf16"}  # without any of these REAL's dtype is float32
 WORLD_TINY = {  # a world's own defaults win over TINY
-    "babyai": dict(steps=105),
     # Few groups succeed here: with a penalty, most of the gradient would come from the penalty.
     "textcraft": dict(steps=90, invalid_penalty=0.0),
     # A Java process holds 16 environments and takes a gigabyte. With more processes resets were too

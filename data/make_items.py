@@ -1,14 +1,14 @@
 """The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
-data/goto and data/levels for `--data FOLDER`.
+data/rooms and data/levels for `--data FOLDER`.
 
-It takes minutes and needs Java. `--check` plays the held-out items of data/goto with policies that
-cannot read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
+It takes minutes and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
+read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
 
-BabyAI: nine levels of going to, picking up, opening, and sequences of these. The expert needs more
-    than three turns for half of the items, and never more than ten. 250 held-out items and 2,000
-    for training. The first observation of every held-out item differs from all those in training.
-    data/goto: as many, of five levels whose mission stays in one room and which a random policy
-    solves in 20-35 % of episodes of 4 turns. data/levels: all of AgentGym's 40 levels, five
+BabyAI: five levels whose mission stays in one room and which a random policy solves in 20-35 % of
+    episodes of 4 turns. 250 held-out items and 2,000 for training. The first observation of every
+    held-out item differs from all those in training. data/rooms: as many, of nine levels of going
+    to, picking up, opening, and sequences of these; the expert needs more than three turns for half
+    of the items, and never more than ten. data/levels: all of AgentGym's 40 levels, five
     held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
@@ -33,7 +33,7 @@ from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 
 # Level -> (family, held-out items, share of the items that take the expert 4 to 10 turns; the
 # others take 1 to 3). The built-in model's random actions solve each of these levels now and then.
-BABYAI = {
+ROOMS = {
     "GoToRedBlueBall": ("go_to", 20, 0.0),
     "GoToObjMazeS7": ("go_to", 30, 0.6),
     "Open": ("open", 30, 0.6),
@@ -47,7 +47,7 @@ BABYAI = {
 
 # Level -> (family, held-out items). Few of the red balls: there a policy that ignores the mission
 # does well.
-GOTO = {
+BABYAI = {
     "GoToRedBallGrey": ("ball", 30),
     "GoToRedBall": ("ball", 30),
     "GoToRedBlueBall": ("ball", 40),
@@ -81,12 +81,12 @@ def write(path, env, numbers):
 # Each of these functions -> (training numbers, {category: held-out numbers}).
 
 
-def babyai():
+def babyai_rooms():
     env = make_env("babyai")
     seen = set()  # first observations: none is used twice
     train = []
     test = {}
-    for level, (family, held_out, long_share) in BABYAI.items():
+    for level, (family, held_out, long_share) in ROOMS.items():
         # Short and long items are split between training and held out in the same shares.
         for share, turns in ((1 - long_share, range(1, 4)), (long_share, range(4, 11))):
             chosen = []
@@ -116,7 +116,7 @@ def turns_of_expert(env):
     return 0
 
 
-def babyai_levels(levels):
+def babyai(levels=BABYAI):
     env = make_env("babyai")
     seen = set()  # first observations: none is used twice
     train = []
@@ -262,7 +262,7 @@ def blind_baselines():
     fixed sequence of actions (by coordinate ascent), both chosen on 250 training items."""
     env = make_env("babyai")
     rng = random.Random(0)
-    train, by_family = babyai_levels(GOTO)
+    train, by_family = babyai()
     test = sorted(n for numbers in by_family.values() for n in numbers)
     train = rng.sample(train, 250)
     print("random", success(env, test * 4, lambda e, turn: rng.choice(e.valid_actions())))
@@ -302,8 +302,8 @@ def make_all():
     }
     for env, make in makers.items():
         write_set(".", env, *make())
-    write_set("goto", "babyai", *babyai_levels(GOTO))
-    write_set("levels", "babyai", *babyai_levels(ALL_LEVELS))
+    write_set("rooms", "babyai", *babyai_rooms())
+    write_set("levels", "babyai", *babyai(ALL_LEVELS))
 
 
 def write_set(folder, env, train, test):

@@ -35,7 +35,6 @@ from experiments.studies.play import revision  # noqa: E402
 WORK = ROOT / "runs/test_time"  # for eval.py's output, which is not kept
 SAMPLES = 16
 HORIZONS = {"babyai": (1, 2, 3, 4, 6, 8), "textcraft": (2, 3, 5, 8, 12)}
-DATA = {"babyai": "data/goto"}  # item sets other than the default ones
 SHOWN = {"babyai": 4, "textcraft": 8}  # the horizon of the figure over k: the last in training
 KS = (1, 2, 4, 8, 16)
 
@@ -85,8 +84,6 @@ def play(world, model):
     result = WORK / f"{world}.result"
     command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(SAMPLES)]
     command += ["--horizon", str(HORIZONS[world][-1])]
-    if world in DATA:
-        command += ["--data", DATA[world]]
     subprocess.run(
         [sys.executable, *command, "--out", str(result), "--trajectories", str(out)],
         cwd=ROOT,

@@ -138,7 +138,7 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
 
 def test_a_fixed_horizon_is_the_longest_of_the_preset():
     cfg = parse_config(["--horizon_schedule", "fixed", "--out", "runs/never-made"])
-    assert cfg.horizon == "10"
+    assert cfg.horizon == "4"
     assert cfg.worlds["babyai"].rounds == [TINY_HORIZONS["babyai"].rounds[-1]]
 
 

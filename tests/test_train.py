@@ -320,11 +320,11 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
 def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     cfg = parse_config(["--env", "babyai:2,textcraft:1", *NO_RUN])
     assert items_per_world(cfg, cfg.items_per_step) == {"babyai": 22, "textcraft": 10}
-    assert cfg.horizon == "babyai=3,6,10 textcraft=3,5,8"
-    assert [own.horizon_steps for own in cfg.worlds.values()] == [35, 25]
+    assert cfg.horizon == "babyai=3,4 textcraft=3,5,8"
+    assert [own.horizon_steps for own in cfg.worlds.values()] == [30, 25]
     assert cfg.out == "runs/never-made"
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
-    assert parse_config(["--env", "babyai:2", *NO_RUN]).horizon == "3,6,10"  # a mixture of one
+    assert parse_config(["--env", "babyai:2", *NO_RUN]).horizon == "3,4"  # a mixture of one
     assert parse_config(["--env", "babyai,textcraft", *NO_RUN]).items_per_step == 32  # 16 of each
     with pytest.raises(ValueError, match="leaves none for textcraft"):
         parse_config(["--env", "babyai:99,textcraft:1", *NO_RUN])
@@ -460,7 +460,7 @@ def test_an_extra_that_is_missing_is_one_line(monkeypatch):
 def test_help_explains_and_shows_the_presets():
     done = run("--help")
     assert done.returncode == 0
-    for text in ("--horizon_schedule", "6,13,20", "babyai 3,6,10 (a stage 35 steps)",
+    for text in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)",
                  "textcraft 3,5,8", "--critic_lr", "reinforce_pp", "--minibatches"):
         assert text in done.stdout, text
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from experiments.studies import rows
-from experiments.studies.runs import EVALUATED_MIDWAY, HORIZONS
+from experiments.studies.runs import EVALUATED_MIDWAY
+from config import TINY_HORIZONS
 from schedule import horizon_at
 
 ROOT = Path(__file__).parent.parent.parent
@@ -120,10 +121,9 @@ def next_steps(run, metrics):
 
 def max_turns(run, step):
     """The largest number of turns that a trajectory can have at this step."""
-    preset = HORIZONS[run.world]
+    preset = TINY_HORIZONS[run.world]
     if run.label in ("short", "long"):
-        place = max(i for i, flag in enumerate(run.flags) if flag == "--horizon")
-        return int(run.flags[place + 1])
+        return int(run.flags[run.flags.index("--horizon") + 1])
     if run.label == "scaling":
         return horizon_at(step, preset.rounds, preset.every)
     return preset.rounds[-1]
@@ -135,7 +135,7 @@ def evaluate(world, run, model, samples, path):
     if "--data" in run.flags:
         begin = run.flags.index("--data")
         data = run.flags[begin : begin + 2]
-    horizon = run.horizon or HORIZONS[world].eval_horizon
+    horizon = run.horizon or TINY_HORIZONS[world].eval_horizon
     result = path.with_suffix(".result")
     call(
         "eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,

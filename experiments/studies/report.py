@@ -12,7 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from experiments.studies.runs import EVALUATED_MIDWAY, HORIZONS, Run, runs_of  # noqa: E402
+from experiments.studies.runs import EVALUATED_MIDWAY, Run, runs_of  # noqa: E402
+from config import TINY_HORIZONS  # noqa: E402
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -331,7 +332,7 @@ def draw_held_out(axes, world, labels, base):
         name = f"{label} ({len(seeds)} seeds)"
         for column, ax in enumerate(axes):
             ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], label=name, **style)
-    title = f"{world}: held-out success, horizon {HORIZONS[world].eval_horizon}"
+    title = f"{world}: held-out success, horizon {TINY_HORIZONS[world].eval_horizon}"
     for unit, ax in zip(UNITS.values(), axes):
         ax.set(xlabel=unit, title=title)
         if base:

@@ -2,11 +2,7 @@
 
 from typing import NamedTuple
 
-from config import TINY_HORIZONS, HorizonPreset
-
-# BabyAI's runs, mixtures apart, play the go-to levels, whose missions take one to four turns.
-HORIZONS = TINY_HORIZONS | {"babyai": HorizonPreset((3, 4), 30, 4)}
-WORLD_FLAGS = {"babyai": ("--data", "data/goto", "--horizon", "3,4", "--horizon_steps", "30")}
+from config import TINY_HORIZONS
 
 # Study "horizon": environment turns in all of a run, and the number of seeds.
 TURNS = {"babyai": 25_000, "textcraft": 40_000}
@@ -59,39 +55,35 @@ def fixed(horizon):
 def algorithms():
     found = []
     for world in ("babyai", "textcraft"):
-        flags = WORLD_FLAGS.get(world, ())
-        steps = ("--steps", "100") if flags else ()
-        found.append(Run(world, "base", 0, flags))
+        found.append(Run(world, "base", 0))
         for seed in range(3):
             for algo in ("grpo", "ppo", "rloo", "reinforce_pp"):
-                found.append(Run(world, algo, seed, ("--algo", algo, *flags, *steps)))
+                found.append(Run(world, algo, seed, ("--algo", algo)))
     return found
 
 
 def horizon():
     # Only NaN and --max_kl stop a run. Checkpoints are frequent: one near every number of turns.
-    saving = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
+    flags = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
     found = []
     for world in ("babyai", "textcraft"):
-        rounds = HORIZONS[world].rounds
-        flags = WORLD_FLAGS.get(world, ())
+        rounds = TINY_HORIZONS[world].rounds
         schedules = {
             "scaling": (),
             "long": fixed(rounds[-1]),
             "short": fixed(rounds[0]),
             "adaptive": ("--horizon_schedule", "adaptive"),
         }
-        found.append(Run(world, "base", 0, flags))
+        found.append(Run(world, "base", 0))
         for seed in range(SEEDS[world]):
             for label, schedule in schedules.items():
-                # The schedule comes last: its --horizon counts.
-                found.append(Run(world, label, seed, flags + saving + schedule, TURNS[world]))
+                found.append(Run(world, label, seed, schedule + flags, TURNS[world]))
     return found
 
 
 def collapse():
     flags = ("--min_entropy", "0", "--steps", "250", "--keep", "1000")
-    schedules = {"long": fixed(HORIZONS["textcraft"].rounds[-1]), "scaling": ()}
+    schedules = {"long": fixed(TINY_HORIZONS["textcraft"].rounds[-1]), "scaling": ()}
     found = [Run("textcraft", "base", 0)]
     for seed in range(2):
         for label, schedule in schedules.items():
@@ -100,11 +92,10 @@ def collapse():
 
 
 def recipe():
-    goto = WORLD_FLAGS["babyai"]
-    found = [Run("babyai", "base", 0, goto)]
+    found = [Run("babyai", "base", 0)]
     for seed in range(2):
         for label, flags in RECIPES.items():
-            found.append(Run("babyai", label, seed, (*goto, "--steps", "40", *flags.split())))
+            found.append(Run("babyai", label, seed, ("--steps", "40", *flags.split())))
     return found
 
 
