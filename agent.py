@@ -13,6 +13,7 @@ import re
 import threading
 from dataclasses import replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from envs import Env, Step
@@ -365,24 +366,40 @@ class Chat:
                 backend.encode_special_tokens = not special_tokens
             return backend.encode_batch([text], add_special_tokens=False)[0].ids
 
-    def start(self, prompt: str, observation: str) -> list[int]:
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def observation(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of an observation. If it has more than `most` tokens, at least `most` of them: of a
+        text of megabytes only the part that shows this is encoded."""
+        text = text.strip()
+        if most is not None and len(text) > most * self.longest_token:
+            ids = self._encode(text[: most * self.longest_token], special_tokens=False)
+            if len(ids) >= most:  # fewer: the tokenizer shortens the text before it cuts it
+                return ids
+        return self._encode(text, special_tokens=False)
+
+    def start(self, prompt: str, observation: str, most: int | None = None) -> list[int]:
         """Ids of the beginning of a conversation: the instructions, the fixed reply "OK", the first
-        observation and the generation prompt."""
+        observation (see `observation`) and the generation prompt."""
         ids = self.head + self._encode(prompt.strip(), special_tokens=False)
         ids += self.to_reply + self.ok
-        ids += self.to_user + self._encode(observation.strip(), special_tokens=False)
+        ids += self.to_user + self.observation(observation, most)
         return ids + self.to_policy
 
     def reply(self, text: str) -> list[int]:
         """Ids of a reply that the policy did not sample, with its end-of-turn token."""
         return self._encode(text, special_tokens=False) + [self.end_id]
 
-    def turn(self, observation: str, closed: bool) -> list[int]:
-        """Ids between a reply and the next one: the observation and the generation prompt.
+    def turn(self, observation: str, closed: bool, most: int | None = None) -> list[int]:
+        """Ids between a reply and the next one: the observation (see `observation`) and the
+        generation prompt.
 
         closed: whether the policy sampled the end-of-turn token itself. For a reply that was cut
         the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
         loss.
         """
         before = self.to_user[1:] if closed else self.to_user
-        return before + self._encode(observation.strip(), special_tokens=False) + self.to_policy
+        return before + self.observation(observation, most) + self.to_policy

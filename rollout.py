@@ -208,13 +208,14 @@ class Episode:
 
     def _reset(self, env: Env) -> tuple[str, str, list[int]]:
         instructions, observation = self.dialogue.begin(env)
-        return instructions, observation, self.chat.start(instructions, observation)
+        ids = self.chat.start(instructions, observation, self.max_length)
+        return instructions, observation, ids
 
     def _step(self, env: Env, ids: list[int], closed: bool) -> tuple[str, Step, list[int]]:
         written = ids[:-1] if closed else ids
         text = self.chat.tokenizer.decode(written, skip_special_tokens=True)
         step = self.dialogue.reply(env, text)
-        return text, step, self.chat.turn(step.observation, closed)
+        return text, step, self.chat.turn(step.observation, closed, self.max_length)
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never

@@ -43,6 +43,15 @@ def test_text_that_spells_a_special_token_is_not_one(tiny):
     assert evil in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("length", [0, 1, 50, 2000, 100_000])
+def test_an_observation_is_encoded_whole_or_beyond_what_fits(tiny, length):
+    chat = agent.Chat(tiny[1])
+    text = "There is a red ball 1 in front of you. " * length
+    whole, ids = chat.observation(text), chat.observation(text, 300)
+    assert ids == whole or min(len(ids), len(whole)) >= 300
+    assert len(ids) <= len(whole)
+
+
 def test_an_action_has_the_same_tokens_in_the_list_and_in_a_reply(tiny):
     tokenizer = tiny[1]
     reply = tokenizer.encode("go to red ball 1")

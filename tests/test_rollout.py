@@ -303,6 +303,24 @@ def test_an_environment_that_hung_is_not_used_again(tiny):
     assert len(made) == 2
 
 
+def test_a_huge_observation_ends_its_own_trajectory_alone(tiny):
+    class Huge(Env):
+        prompt = "Do something."
+
+        def reset(self, item):
+            self.is_huge = item < 4
+            return "Go."
+
+        def step(self, action):
+            # Other words than the tokenizer's own make it slow.
+            return Step("qxz vj " * 3_000_000 if self.is_huge else "Go on.")
+
+    pool = EnvPool(make=lambda name: Huge())
+    played = rollout(*tiny, pool, [f"huge_{i}" for i in range(8)], 2, max_tokens=2, deadline=2,
+                     retries=0, action_format="plain", max_length=400)
+    assert [t.status for t in played] == ["length"] * 4 + ["horizon"] * 4
+
+
 def test_hung_environments_share_one_deadline(tiny):
     start = time.time()
     pool = EnvPool(make=lambda name: Broken("hang", "step"))
