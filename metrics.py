@@ -97,11 +97,18 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+# About 1e-6 in float32 and 0.01 in bfloat16. More means that a cache or a mask is wrong.
+MAX_LOGPROB_GAP = 0.1
+
+
 def alarm(row: dict, cfg: "Config") -> str:
     """Why training cannot go on after a step with this row of metrics; "" if it can."""
     for name in ("loss", "grad_norm", "kl"):
         if not math.isfinite(row[name]):
             return f"{name} is {row[name]}"
+    if row["logprob_gap"] > MAX_LOGPROB_GAP:
+        return (f"logprob_gap is {row['logprob_gap']:.2g} nats a token, above {MAX_LOGPROB_GAP:g}: "
+                "this model's rollout and update compute different log-probs")
     if row["entropy"] < cfg.min_entropy:
         return (f"the entropy is {row['entropy']:.2g} nats a token, "
                 f"below --min_entropy {cfg.min_entropy:g}: the policy has collapsed")

@@ -480,10 +480,12 @@ def test_the_documented_examples_hold():
     ({"entropy": 1e-6}, "collapsed"),
     ({"kl_behaviour": 11.0}, "kl_behaviour is 11"),
     ({"kl": 12.0}, "--max_kl"),
+    ({"logprob_gap": 0.3}, "logprob_gap is 0.3"),
 ])
 def test_metrics_with_which_training_cannot_go_on_raise_an_alarm(change, message):
     cfg = parse_config(NO_RUN)
-    fine = {"loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02, "entropy": 0.3}
+    fine = {"loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02, "entropy": 0.3,
+            "logprob_gap": 0.02}
     assert alarm(fine, cfg) == ""
     assert message in alarm(fine | change, cfg)
 
