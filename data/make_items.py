@@ -1,5 +1,5 @@
 """The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
-data/rooms and data/levels for `--data FOLDER`.
+data/rooms, data/levels and data/depth2 for `--data FOLDER`.
 
 It takes minutes and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
 read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
@@ -12,7 +12,8 @@ BabyAI: five levels whose mission stays in one room and which a random policy so
     held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
-    model never succeeds on deeper goals, so it could learn nothing from them.
+    model never succeeds on deeper goals, so it could learn nothing from them. data/depth2: the
+    training items of depth 2 alone, with the same held-out items.
 SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to
     40 of its training variations are trained on.
 WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
@@ -304,6 +305,8 @@ def make_all():
         write_set(".", env, *make())
     write_set("rooms", "babyai", *babyai_rooms())
     write_set("levels", "babyai", *babyai(ALL_LEVELS))
+    train, test = textcraft()
+    write_set("depth2", "textcraft", [n for n in train if goal_depth(n) == 2], test)
 
 
 def write_set(folder, env, train, test):
