@@ -83,6 +83,11 @@ class Env:
         """
         return None
 
+    def slips(self) -> list[str]:
+        """Actions that look right but are refused now. `sft.py --noise` takes some of them, so that
+        the expert shows the way on from a refusal."""
+        return []
+
     def close(self) -> None:
         """Release what the episode holds: processes, connections."""
 

@@ -51,8 +51,8 @@ class SFTConfig(RunConfig):
         0, "successful trajectories that the worlds' experts play on training items; several "
            "worlds share them by their weights")
     noise: Annotated[float, below_one] = arg(
-        0.1, "share of turns in which a random valid action is taken instead of the expert's: it "
-             "is not learnt, the recovery from it is")
+        0.1, "share of turns in which a random action is taken instead of the expert's, a valid or "
+             "(in TextCraft) a refused one: it is not learnt, the recovery from it is")
     trajectories: str = arg(
         "", "learn from this file, too: JSON lines of train.py, eval.py or sft.py, or AgentGym's "
             "AgentTraj-L (JSON)")
@@ -125,9 +125,9 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
 
 def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
                 rng: random.Random) -> Trajectory:
-    """One episode of the world's expert, at most as many turns as the horizon. A random valid
-    action takes the place of the expert's with probability `noise`, in worlds that list them; its
-    tokens are masked out."""
+    """One episode of the world's expert, at most as many turns as the horizon. A random action,
+    valid or a slip, takes the place of the expert's with probability `noise`, in worlds that list
+    them; its tokens are masked out."""
     world, number = split_item(item)
     horizon = cfg.worlds[world].rounds[-1]
     dialogue = agent.Dialogue(number, horizon, cfg.action_format)
@@ -142,7 +142,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
             break
         is_random = rng.random() < noise and hasattr(env, "valid_actions")
         if is_random:
-            action = rng.choice(env.valid_actions())
+            action = rng.choice(env.valid_actions() + env.slips())
         text = action
         if not env.whole_reply:
             text = agent.reply_with(action, cfg.action_format, thing_named(action))

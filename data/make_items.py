@@ -1,5 +1,5 @@
 """The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
-data/rooms, data/levels and data/depth2 for `--data FOLDER`.
+data/rooms, data/levels and data/crafts for `--data FOLDER`.
 
 It takes minutes and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
 read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
@@ -12,8 +12,8 @@ BabyAI: five levels whose mission stays in one room and which a random policy so
     held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
-    model never succeeds on deeper goals, so it could learn nothing from them. data/depth2: the
-    training items of depth 2 alone, with the same held-out items.
+    model never succeeds on deeper goals, so it could learn nothing from them. data/crafts: three
+    sets for the goals of every depth, with the same held-out items.
 SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to
     40 of its training variations are trained on.
 WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
@@ -137,14 +137,14 @@ def babyai(levels=BABYAI):
     return sorted(train), test
 
 
-def textcraft():
+def textcraft(distractor_sets={1: 9, 2: 3}):
+    """distractor_sets: depth -> how many sets of distractors are trained on."""
     rng = random.Random(0)
     test = {}
     for depth in (1, 2, 3, 4):
         goals = [goal for goal in range(GOALS) if goal_depth(goal) == depth]
         test[f"depth_{depth}"] = sorted(rng.sample(goals, round(200 * len(goals) / GOALS)))
     held_out = {goal for goals in test.values() for goal in goals}
-    distractor_sets = {1: 9, 2: 3}  # depth -> how many are trained on
     train = []
     for k in range(9):
         for goal in range(GOALS):
@@ -305,8 +305,7 @@ def make_all():
         write_set(".", env, *make())
     write_set("rooms", "babyai", *babyai_rooms())
     write_set("levels", "babyai", *babyai(ALL_LEVELS))
-    train, test = textcraft()
-    write_set("depth2", "textcraft", [n for n in train if goal_depth(n) == 2], test)
+    write_set("crafts", "textcraft", *textcraft({1: 3, 2: 3, 3: 3, 4: 3}))
 
 
 def write_set(folder, env, train, test):

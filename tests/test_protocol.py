@@ -4,6 +4,7 @@ The client is tested against servers that do everything wrong, the server agains
 and both against each other. Our servers run in processes of their own, on free loopback ports.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -141,19 +142,32 @@ def stand_in_server(answer, port=0):
 
 def like_babyai(**special):
     """Answers of a healthy server. special: path -> (status, reply), or a function of the body."""
-    good = {
-        "create": {"id": 0},
-        "reset": {"observation": "go"},
-        "step": {"observation": "ok", "reward": 0, "done": False},
-        "close": True,
-    }
+    numbers = itertools.count()
+    last = {}  # number -> the last observation
+
+    def good(path, body):
+        if path == "create":
+            return {"id": next(numbers)}
+        if path.startswith("observation"):
+            return last.get(int(path.split("=")[1]), "none")
+        replies = {
+            "reset": {"observation": "go"},
+            "step": {"observation": "ok", "reward": 0, "done": False},
+            "close": True,
+        }
+        return replies.get(path, "hello")
 
     def answer(path, body):
         path = path.strip("/")
-        if path in special:
-            reply = special[path]
-            return reply(body) if callable(reply) else reply
-        return 200, good.get(path, "hello")
+        if path not in special:
+            answered = 200, good(path, body)
+        elif callable(special[path]):
+            answered = special[path](body)
+        else:
+            answered = special[path]
+        if path in ("reset", "step") and answered and isinstance(answered[1], dict):
+            last[body["id"]] = answered[1].get("observation")
+        return answered
 
     return answer
 
@@ -682,25 +696,42 @@ def test_only_what_is_safe_to_repeat_is_repeated():
 
     step_reply = {"observation": "ok", "reward": 0, "done": False}
     special = {
-        "create": sometimes("create", {"id": 0}),
         "reset": sometimes("reset", {"observation": "go"}),
         "step": sometimes("step", step_reply),
         "close": sometimes("close", True),
     }
-    with stand_in_server(like_babyai(**special)) as (url, seen):
+    healthy = like_babyai(**special)
+
+    def answer(path, body):
+        failed = failing.get("create") if path == "/create" else None
+        return failed.pop() if failed else healthy(path, body)
+
+    with stand_in_server(answer) as (url, seen):
         failing["create"] = [(500, "x"), None]  # None: the connection breaks off
-        failing["reset"] = [None, (503, "x")]
+        failing["reset"] = [(503, "x"), (503, "x")]
         env = RemoteEnv("babyai", url)
         assert env.reset(0) == "go"
         assert [path for path, _ in seen] == ["/create"] * 3 + ["/reset"] * 3
 
-        for fault in (None, (500, "x"), (503, "x"), (404, "x")):
+        for fault in ((500, "x"), (503, "x"), (404, "x")):
             seen.clear()
             failing["step"] = [fault]
             with pytest.raises(EnvError, match=url + "/step"):
                 env.step("x")
-            assert len(seen) == 1  # the server may have taken the step
+            # The server may have taken the step.
+            assert [path for path, _ in seen if path == "/step"] == ["/step"]
         assert env.step("x").observation == "ok"
+
+        # A lost connection: nobody knows whether the step or the reset was taken.
+        seen.clear()
+        failing["step"] = [None]
+        with pytest.raises(EnvError, match=url + "/step"):
+            env.step("x")
+        assert env.reset(0) == "go"
+        failing["reset"] = [None]
+        assert env.reset(0) == "go"
+        paths = [path for path, _ in seen if "observation" not in path]
+        assert paths == ["/step", "/create", "/reset", "/reset", "/create", "/reset"]
 
         failing["reset"] = [(500, "x")] * 9
         seen.clear()
@@ -717,25 +748,107 @@ def test_only_what_is_safe_to_repeat_is_repeated():
         assert [path for path, _ in seen] == ["/reset", "/close", "/close"]
 
 
-def test_a_step_that_was_never_sent_is_sent_again():
-    with stand_in_server(like_babyai()) as (url, _):
-        port = int(url.split(":")[-1])
+# ---- restarted servers ----
+
+
+def test_an_episode_goes_on_over_a_new_connection_only_if_the_server_still_has_it():
+    """Where a connection was lost, GET /observation decides."""
+    healthy = like_babyai()
+    told = {}  # what GET /observation replies in place of the truth
+
+    def answer(path, body):
+        if path.startswith("/observation") and told:
+            return told["reply"]
+        return healthy(path, body)
+
+    with stand_in_server(answer) as (url, seen):
         env = RemoteEnv("babyai", url)
         env.reset(0)
-    taken = threading.Event()
+        env.session.close()  # as a server does with a connection that is idle for seconds
+        assert env.step("x").observation == "ok"
+        assert [path for path, _ in seen][2:] == ["/observation?id=0", "/step"]
+        # babyai's GET /observation puts the goal before the observation
+        told["reply"] = 200, {"observation": "Your goal: go\nok", "reward": 0, "done": False}
+        env.session.close()
+        assert env.step("x").observation == "ok"
 
-    def return_later():
-        time.sleep(0.15)
-        with stand_in_server(like_babyai(), port):
-            taken.wait(10)
+        others = [RemoteEnv("babyai", url) for _ in range(5)]
+        wrong = ((200, "another"), (200, ""), (404, "no such path"), (200, {"error": "no id"}), None)
+        for env, told["reply"] in zip(others, wrong):
+            env.reset(0)
+            env.session.close()
+            seen.clear()
+            with pytest.raises(EnvError, match=f"{url}: episode .* was the server restarted"):
+                env.step("x")
+            env.close()
+            assert {path for path, _ in seen} == {f"/observation?id={others.index(env) + 1}"}
+            assert env.reset(0) == "go"  # in a new episode
 
-    env.session.close()
-    thread = threading.Thread(target=return_later)
-    thread.start()
-    env.tries = 9
-    assert env.step("x").observation == "ok"
-    taken.set()
-    thread.join()
+
+def test_a_restarted_server_is_not_asked_to_step_or_close_an_episode_of_before(tmp_path):
+    """Our server is killed and started again. Another client takes the numbers of our episodes."""
+    port = str(free_port())
+    with serving("textcraft", "--port", port) as (url, _):
+        ours = [RemoteEnv("textcraft", url) for _ in range(6)]
+        for item, env in enumerate(ours):
+            env.reset(item)
+            env.step("inventory")
+    with serving("textcraft", "--port", port) as (url, _):
+        numbers = [requests.post(url + "/create", json={}).json()["id"] for _ in range(6)]
+        assert numbers == [env.episode_id for env in ours]
+        for number in numbers:
+            requests.post(url + "/reset", json={"id": number, "data_idx": 50 + number})
+        for env in ours[:3]:
+            with pytest.raises(EnvError, match="was the server restarted"):
+                env.step("get 1 oak log")
+        assert ours[3].reset(8) == make_env("textcraft").reset(8)
+        assert ours[3].episode_id == 6
+        for env in ours:
+            env.close()
+        for number in numbers:  # as the other client left them
+            observation = requests.get(url + f"/observation?id={number}").json()
+            assert observation == make_env("textcraft").reset(50 + number)
+
+
+def test_a_number_that_another_live_episode_has_is_refused():
+    """AgentGym's sqlgym hands out numbers twice beyond eight episodes."""
+    def create(_):
+        return 200, {"id": next(numbers) % 2}
+
+    numbers = itertools.count()
+    with stand_in_server(like_babyai(create=create)) as (url, seen):
+        first, second = RemoteEnv("babyai", url), RemoteEnv("babyai", url)
+        first.reset(0)
+        second.reset(1)
+        with pytest.raises(EnvError, match="/create: 0 is the number of another live episode"):
+            RemoteEnv("babyai", url)
+        # It may have been restarted: each episode is checked once.
+        seen.clear()
+        for env in (first, second):
+            assert [env.step("x").observation for _ in range(2)] == ["ok", "ok"]
+        paths = [path for path, _ in seen]
+        assert paths == ["/observation?id=0", "/step", "/step",
+                         "/observation?id=1", "/step", "/step"]
+        first.close()
+        with pytest.raises(EnvError, match="/create: 1 is the number of another live episode"):
+            RemoteEnv("babyai", url)
+        assert RemoteEnv("babyai", url).reset(2) == "go"
+
+
+def test_a_number_below_earlier_ones_is_a_sign_of_a_restart():
+    numbers = iter([5, 6, 0, 7])
+    create = lambda _: (200, {"id": next(numbers)})  # noqa: E731
+    with stand_in_server(like_babyai(create=create)) as (url, seen):
+        envs_ = [RemoteEnv("babyai", url) for _ in range(2)]
+        for env in envs_:
+            env.reset(0)
+        new = RemoteEnv("babyai", url)
+        new.reset(0)
+        seen.clear()
+        for env in (*envs_, new):
+            env.step("x")
+        paths = [path for path, _ in seen if "observation" in path]
+        assert paths == ["/observation?id=5", "/observation?id=6"]
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once():

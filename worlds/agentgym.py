@@ -2,16 +2,22 @@
 
 AgentGym has one server for each world. All of them have the paths /create, /reset and /step, most
 of them /close, but the keys in the JSON bodies differ. `PROTOCOLS` lists the differences.
+
+A restarted server counts its episodes from 0 again, and no reply names its episode. So a number is
+used only as long as it is known to mean the same episode: see `RemoteEnv._check_episode`.
 """
 
 import json
 import random
 import re
+import threading
 import time
+import weakref
 from typing import NamedTuple
 
 import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
+from urllib3.util import wait_for_read
 
 from envs import Env, EnvError, Step
 
@@ -38,6 +44,8 @@ class Protocol(NamedTuple):
     max_score: float = 1.0
     # An episode that ends with this reward (with `score_key`: score / max_score) is a success.
     success_reward: float = 1.0
+    # GET /observation gives the first observation at any time, not the last one.
+    observation_is_first: bool = False
     whole_reply: bool = False  # "action" is the agent's whole reply, not the action parsed from it
     has_close: bool = True
     # The start of the observation after an invalid action (a regular expression).
@@ -97,6 +105,7 @@ PROTOCOLS = {
         create_body={"id": 0},
         item_key="id",
         first_observation_keys=(),
+        observation_is_first=True,
         whole_reply=True,
     ),
     "webarena": Protocol(
@@ -167,6 +176,10 @@ class ServerRefused(EnvError):
     """The server answered with {"error": ...}."""
 
 
+class LostEpisode(EnvError):
+    """The episode's number may mean another episode by now: nothing is sent with it any more."""
+
+
 class FailedAttempt(Exception):
     """One attempt at a call got no usable reply; `RemoteEnv` may make another one."""
 
@@ -176,6 +189,55 @@ class FailedAttempt(Exception):
         self.reason = reason
         self.unsent = unsent
         self.transient = transient
+
+
+class Server:
+    """What this process knows of the episodes on one server. Any thread may call its methods.
+
+    `doubts` counts the signs that the server was restarted. After each of them every episode is
+    checked before its next request.
+    """
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.doubts = 0
+        self.highest = -1  # the largest number that /create has given since the last restart
+        self.closed: set[int] = set()  # the numbers closed by this process since then
+        self.live: weakref.WeakValueDictionary[int, RemoteEnv] = weakref.WeakValueDictionary()
+
+    def doubt(self) -> None:
+        """Note a sign of a restart."""
+        with self.lock:
+            self.doubts += 1
+
+    def add(self, number: int, env: "RemoteEnv") -> bool:
+        """Note a new episode -> False if its number is that of a live episode of this process.
+
+        A number that is not above all earlier ones, and that was not closed, is a sign of a
+        restart.
+        """
+        with self.lock:
+            is_free = number not in self.live
+            if number > self.highest or number in self.closed:
+                self.highest = max(self.highest, number)
+            else:
+                self.doubts += 1
+                self.highest = number
+                self.closed.clear()
+            self.closed.discard(number)
+            if is_free:
+                self.live[number] = env
+        return is_free
+
+    def remove(self, number: int, closed: bool) -> None:
+        """Note that an episode is not used any more."""
+        with self.lock:
+            self.live.pop(number, None)
+            if closed:
+                self.closed.add(number)
+
+
+SERVERS: dict[str, Server] = {}  # by address
 
 
 class RemoteEnv(Env):
@@ -212,7 +274,13 @@ class RemoteEnv(Env):
         self.timeout = timeout
         self.tries = tries
         self.session = requests.Session()
+        self.socket = None  # the connection over which the last reply came
+        self.server = SERVERS.setdefault(self.url, Server())
+        self.doubts = 0  # of `server`, when the episode was last known to be ours
         self.episode_id: int | None = None  # the server's number of the episode
+        # The first and the last observation, as the server sent them; empty: not known.
+        self.first = ""
+        self.last = ""
         self.total = 0.0  # sum of the episode's rewards
         self._create_episode()
 
@@ -220,7 +288,7 @@ class RemoteEnv(Env):
         """Begin the episode of `item` on the server -> the first observation."""
         try:
             reply = self._send_reset(item)
-        except ServerRefused:
+        except (ServerRefused, LostEpisode):
             # The server has closed the idle episode or was restarted: try once with a new episode.
             self._close_episode()
             self._create_episode()
@@ -229,11 +297,13 @@ class RemoteEnv(Env):
         if isinstance(reply, dict):
             self._check_unfinished(reply)
         keys = self.protocol.first_observation_keys
-        if keys:
-            return self._read_observation(reply, keys)
-        if isinstance(reply, list) and reply:
-            reply = reply[0]
-        return self._read_observation({"observation": reply}, ("observation",))
+        if not keys:
+            text = reply[0] if isinstance(reply, list) and reply else reply
+            reply = {"observation": text}
+            keys = ("observation",)
+        observation = self._read_observation(reply, keys)
+        self.first = self.last = reply[keys[-1]]
+        return observation
 
     def step(self, action: str) -> Step:
         """Send the action -> the Step that the server's reply means."""
@@ -242,6 +312,7 @@ class RemoteEnv(Env):
         # The server may have taken the step although its reply was lost: never send it twice.
         reply = self._call("step", body, repeat=False)
         observation = self._read_observation(reply, (protocol.observation_key,))
+        self.last = reply[protocol.observation_key]
         done_flags = [self._read_value(reply, key, bool) for key in protocol.done_keys]
         done = any(done_flags)
 
@@ -284,7 +355,11 @@ class RemoteEnv(Env):
         number = reply.get(key) if isinstance(reply, dict) else reply
         if type(number) is not int:
             raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
+        if not self.server.add(number, self):
+            raise EnvError(f"{self.url}/create: {number} is the number of another live episode")
         self.episode_id = number
+        self.last = ""
+        self.doubts = self.server.doubts
 
     def _send_reset(self, item):
         protocol = self.protocol
@@ -292,28 +367,78 @@ class RemoteEnv(Env):
         return self._call("reset", {**protocol.reset_extras, **ids})
 
     def _close_episode(self):
+        """Close the episode on the server, unless the number may be another episode's by now."""
         number = self.episode_id
+        closed = False
+        if number is not None and self.protocol.has_close:
+            try:
+                self._call("close", {self.protocol.id_key: number}, timeout=5.0)
+                closed = True
+            except EnvError:
+                pass  # without its server the episode is gone, too
+        if self.episode_id is not None:
+            self._forget_episode(closed)
+
+    def _forget_episode(self, closed=False):
+        self.server.remove(self.episode_id, closed)
         self.episode_id = None
-        if number is None or not self.protocol.has_close:
+
+    def _check_episode(self, deadline):
+        """Raise LostEpisode unless the number still means the episode that this object began.
+
+        It does as long as replies come over one connection, as a server that is restarted closes
+        all of them, and nothing on this server looked like a restart. Otherwise the server is asked
+        for the episode's observation, which must be the one that it sent last.
+        """
+        if self.episode_id is None:
+            raise LostEpisode(f"{self.url}: the episode is lost")
+        doubts = self.server.doubts
+        is_connected = self.socket is not None and self.socket.fileno() >= 0
+        # A connection that was closed is readable: its end can be read.
+        is_connected = is_connected and not wait_for_read(self.socket, timeout=0.0)
+        if is_connected and (doubts == self.doubts or not self.last):
             return
+
+        found = []
         try:
-            self._call("close", {self.protocol.id_key: number}, timeout=5.0)
+            if self.last:
+                query = f"observation?{self.protocol.id_key}={self.episode_id}"
+                found = _texts(self._call(query, None, timeout=deadline - time.monotonic()))
         except EnvError:
-            pass  # without its server the episode is gone, too
+            pass  # the server cannot tell
+        known = {self.last}
+        if self.protocol.observation_is_first:
+            known.add(self.first)
+        # /reset and /observation put different things before the same observation.
+        if not any(a.endswith(b) or b.endswith(a) for a in found for b in known):
+            number = self.episode_id
+            self.server.doubt()
+            self._forget_episode()
+            raise LostEpisode(f"{self.url}: episode {number} may be another one by now, as the "
+                              "connection was lost; was the server restarted?")
+        self.doubts = doubts
 
     def _call(self, path, body, repeat=True, timeout=None):
-        """POST `body` to `path` -> the JSON of the reply. Raises EnvError.
+        """Send `body` to `path` -> the JSON of the reply. Raises EnvError.
 
         A request that no server got is sent again, up to `tries` attempts. One that the server may
-        have handled is sent again only with `repeat`.
+        have handled is sent again only with `repeat`. Whatever goes wrong with an episode is a sign
+        of a restart.
         """
         url = f"{self.url}/{path}"
+        has_number = path in ("reset", "step", "close")
         deadline = time.monotonic() + (timeout or self.timeout)
         for attempt in range(1, self.tries + 1):
+            if has_number:
+                self._check_episode(deadline)
+                self.last = ""  # not known until there is a reply
+            before = self.socket
             try:
                 data = self._send_once(url, body, deadline)
                 break
             except FailedAttempt as failure:
+                if has_number and failure.transient:
+                    self.server.doubt()
                 # Random pauses, because all episodes notice a server's restart at the same moment.
                 pause = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
                 may_repeat = failure.unsent or (failure.transient and repeat)
@@ -321,17 +446,30 @@ class RemoteEnv(Env):
                 if attempt == self.tries or not may_repeat or too_late:
                     raise EnvError(f"{url}: {failure.reason[:300]}") from failure
             time.sleep(pause)
-        return _parse_reply(url, data)
+        if path == "step" and self.socket is not before:
+            # The connection was closed after the check, and made anew by the library.
+            self._forget_episode()
+            raise LostEpisode(f"{url}: the connection was lost; was the server restarted?")
+        try:
+            return _parse_reply(url, data)
+        except ServerRefused:
+            if has_number:
+                self.server.doubt()
+            raise
 
     def _send_once(self, url, body, deadline):
-        """POST once -> the bytes of a reply with a status below 400.
+        """POST once, or GET without a body -> the bytes of a reply with a status below 400.
 
         Raises FailedAttempt, and EnvError for a reply that is too large.
         """
         seconds_left = max(0.01, deadline - time.monotonic())
         timeouts = (min(5.0, seconds_left), seconds_left)  # to connect, between two reads
+        method = "GET" if body is None else "POST"
         try:
-            with self.session.post(url, json=body, timeout=timeouts, stream=True) as response:
+            with self.session.request(
+                method, url, json=body, timeout=timeouts, stream=True
+            ) as response:
+                self.socket = getattr(response.raw.connection, "sock", None)
                 data = _read_body(response, url, deadline)
         except (requests.RequestException, HTTPError, OSError) as e:
             is_bad_url = isinstance(e, ValueError)
@@ -379,6 +517,16 @@ class RemoteEnv(Env):
         if isinstance(actions, list):
             text += f"\nAvailable actions: {', '.join(map(str, actions))}"
         return text
+
+
+def _texts(reply):
+    """The texts that are not empty in a reply, or in the values of one."""
+    values = [reply]
+    if isinstance(reply, dict):
+        values = reply.values()
+    elif isinstance(reply, list):
+        values = reply
+    return [value for value in values if isinstance(value, str) and value]
 
 
 def _read_body(response, url, deadline):

@@ -526,3 +526,19 @@ class TextCraft(Env):
                 if self._holds(given):
                     actions.add(_command(recipe, given))
         return sorted(actions)
+
+    def slips(self) -> list[str]:
+        """The listed commands that the inventory does not pay for, and `get` of each ingredient
+        that must be crafted; sorted."""
+        if self.last is None or self.last.done:
+            return []
+        actions = set()
+        for recipe in self.commands:
+            members = [self.tree.kinds.get(name, (name,))[0] for name, _ in recipe.needs]
+            given = [(name, amount) for name, (_, amount) in zip(members, recipe.needs)]
+            if not self._holds(given):
+                actions.add(_command(recipe, given))
+            for name, amount in given:
+                if name in self.tree.ways:
+                    actions.add(f"get {amount} {_say(name)}")
+        return sorted(actions)
