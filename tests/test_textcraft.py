@@ -482,7 +482,7 @@ def test_the_expert_leaves_the_episode_as_it_is():
 
 
 def test_slips_are_refused_and_change_nothing():
-    env = make_env("textcraft")
+    env = TextCraft()
     for item in range(0, 500, 23):
         env.reset(item)
         before = env.valid_actions()
