@@ -8,9 +8,9 @@ whole conversation (Qwen3's template removes their <think> blocks).
 """
 
 import ast
+import copy
 import json
 import re
-import threading
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
@@ -315,11 +315,6 @@ class Dialogue:
 
 # ---- from text to token ids ----
 
-# `Chat._encode` sets a flag of the tokenizer. The lock keeps the other threads from encoding with
-# that flag, and from changing it, until the text is encoded.
-ENCODE_LOCK = threading.Lock()
-
-
 class Chat:
     """A tokenizer's chat template, cut into the pieces that stand between messages.
 
@@ -329,6 +324,13 @@ class Chat:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
+        # A copy with a setting of its own, as transformers changes that of the tokenizer with
+        # every call. Used without transformers' wrapper, which doubles the time.
+        self.encoder = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self.encoder is not None:
+            self.encoder.encode_special_tokens = True
+            self.encoder.no_truncation()
+            self.encoder.no_padding()
         # Render a conversation of three marks, and cut the text at the marks.
         marks = ["@first@", "@reply@", "@next@"]
         roles = ["user", "assistant", "user"]
@@ -340,31 +342,26 @@ class Chat:
                 raise ValueError(
                     "this tokenizer's chat template does not show each message once, in order")
             piece, text = text.split(mark)
-            pieces.append(self._encode(piece))
+            pieces.append(self._encode_piece(piece))
         # head: before the instructions. to_reply: between the instructions and "OK".
         # to_user: between a reply and an observation. to_policy: the generation prompt, between
         # an observation and a reply.
         self.head, self.to_reply, self.to_user = pieces
-        self.to_policy = self._encode(text)
+        self.to_policy = self._encode_piece(text)
         self.end_id = self.to_user[0]
-        self.ok = self._encode("OK")
+        self.ok = self._encode_piece("OK")
 
-    def _encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+    def _encode_piece(self, text: str) -> list[int]:
+        """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
 
-        special_tokens: whether "<|im_end|>" in the text becomes the special token (for pieces of
-        the template) or stays ordinary text (for observations, which are not trusted).
-        """
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        with ENCODE_LOCK:
-            if backend is None or backend.truncation or backend.padding:
-                return self.tokenizer.encode(text, add_special_tokens=False,
-                                             split_special_tokens=not special_tokens)
-            # The call below skips the wrapper of transformers, which doubles the time.
-            # `encode_batch` releases the interpreter to other threads; `encode` does not.
-            if backend.encode_special_tokens == special_tokens:
-                backend.encode_special_tokens = not special_tokens
-            return backend.encode_batch([text], add_special_tokens=False)[0].ids
+    def _encode(self, text: str) -> list[int]:
+        """The token ids of a text that is not trusted: "<|im_end|>" stays ordinary text. Several
+        threads may encode at the same time."""
+        if self.encoder is None:
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        # `encode_batch` releases the interpreter to other threads; `encode` does not.
+        return self.encoder.encode_batch([text], add_special_tokens=False)[0].ids
 
     @cached_property
     def longest_token(self) -> int:
@@ -376,22 +373,22 @@ class Chat:
         text of megabytes only the part that shows this is encoded."""
         text = text.strip()
         if most is not None and len(text) > most * self.longest_token:
-            ids = self._encode(text[: most * self.longest_token], special_tokens=False)
+            ids = self._encode(text[: most * self.longest_token])
             if len(ids) >= most:  # fewer: the tokenizer shortens the text before it cuts it
                 return ids
-        return self._encode(text, special_tokens=False)
+        return self._encode(text)
 
     def start(self, prompt: str, observation: str, most: int | None = None) -> list[int]:
         """Ids of the beginning of a conversation: the instructions, the fixed reply "OK", the first
         observation (see `observation`) and the generation prompt."""
-        ids = self.head + self._encode(prompt.strip(), special_tokens=False)
+        ids = self.head + self._encode(prompt.strip())
         ids += self.to_reply + self.ok
         ids += self.to_user + self.observation(observation, most)
         return ids + self.to_policy
 
     def reply(self, text: str) -> list[int]:
         """Ids of a reply that the policy did not sample, with its end-of-turn token."""
-        return self._encode(text, special_tokens=False) + [self.end_id]
+        return self._encode(text) + [self.end_id]
 
     def turn(self, observation: str, closed: bool, most: int | None = None) -> list[int]:
         """Ids between a reply and the next one: the observation (see `observation`) and the

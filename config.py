@@ -365,6 +365,8 @@ class Config(RunConfig):
         None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
               "default: with --env_url")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
+    create_deadline: Annotated[float, positive] = arg(
+        300.0, "seconds the making of an environment may take, besides")
     plan: bool = arg(False, "ask for a plan before the first action")
     reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
                                "episode, which is then tried again")
@@ -408,8 +410,8 @@ class Config(RunConfig):
 # entry.
 MAY_CHANGE = {
     "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
-    "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing", "report_to",
-    "min_entropy", "max_kl",
+    "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
+    "report_to", "min_entropy", "max_kl",
 }
 
 

@@ -299,6 +299,8 @@ class Worker:
     def __init__(self, make: Callable[[], Env]):
         self.make = make
         self.env: Env | None = None
+        self.made = 0.0  # when the environment was made, by `time.monotonic`
+        self.began = 0.0  # when the last call began
         self.inbox = queue.SimpleQueue()  # jobs; None ends the thread
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -308,6 +310,7 @@ class Worker:
         here: call it at once, in the caller's thread. The environment's thread must be idle.
         """
         future = Future()
+        self.began = time.monotonic()
         if here:
             self._do(future, function, args)
             return future
@@ -315,6 +318,32 @@ class Worker:
         if not self.thread.ident:  # not started yet
             self.thread.start()
         return future
+
+    def limit(self, deadline: float, create_deadline: float) -> float:
+        """The moment, by `time.monotonic`, at which waiting for the last call ends: `deadline`
+        seconds after it began, or after the environment was made, which has a limit of its own."""
+        if self.env is None:
+            return self.began + create_deadline
+        return max(self.began, self.made) + deadline
+
+    def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
+        """Wait for the last call -> (its result, "") or (None, what went wrong)."""
+        while True:
+            seconds_left = self.limit(deadline, create_deadline) - time.monotonic()
+            try:
+                # In slices, because the limit moves when the environment has been made.
+                return future.result(timeout=min(1.0, max(0.0, seconds_left))), ""
+            except TimeoutError as e:
+                if future.done():  # the world itself raised it
+                    return None, _crash(e)
+                if seconds_left <= 0 and self.env is None:
+                    return None, f"timeout: not made within {create_deadline:g} s"
+                if seconds_left <= 0:
+                    return None, f"timeout: no answer within {deadline:g} s"
+            except EnvError as e:
+                return None, f"fault: {e}"
+            except Exception as e:  # a world's crash is an env_error of its episode alone
+                return None, _crash(e)
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -325,7 +354,9 @@ class Worker:
     def _do(self, future, function, args):
         try:
             if self.env is None:
-                self.env = self.make()
+                env = self.make()
+                self.made = time.monotonic()
+                self.env = env
             future.set_result(function(self.env, *args))
         except Exception as e:  # whoever waits for the future gets it
             future.set_exception(e)
@@ -417,24 +448,6 @@ class EnvPool:
 
     def __exit__(self, *_):
         self.close()
-
-
-def outcome(future: Future, until: float, deadline: float) -> tuple[Any, str]:
-    """Wait for a worker's call -> (its result, "") or (None, what went wrong).
-
-    until: the moment, by `time.monotonic`, at which waiting ends. Calls that began together share
-    it. deadline: the limit of a call in seconds, for the message.
-    """
-    try:
-        return future.result(timeout=max(0.0, until - time.monotonic())), ""
-    except TimeoutError as e:
-        if future.done():  # the world itself raised it
-            return None, _crash(e)
-        return None, f"timeout: no answer within {deadline:g} s"
-    except EnvError as e:
-        return None, f"fault: {e}"
-    except Exception as e:  # a world's crash is an env_error of its episode, no end of the run
-        return None, _crash(e)
 
 
 def _crash(error):

@@ -43,7 +43,7 @@ import agent
 import envs
 import rl
 import schedule
-from envs import EnvPool, outcome, split_item
+from envs import EnvPool, split_item
 from metrics import write_atomically
 from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 
@@ -96,6 +96,9 @@ class EvalConfig:
                                            "not bit-for-bit repeatable; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in "
                            "this process")
+    deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
+    create_deadline: Annotated[float, positive] = arg(
+        300.0, "seconds the making of an environment may take, besides")
 
 
 # Flags whose default is the run's value, or else the preset's.
@@ -554,8 +557,8 @@ class TextEpisode:
         """-> function(environment, *args); None if the environment fails or misses its deadline.
         Raises ValueError for an item that does not exist."""
         future = self.worker.call(function, *args)
-        deadline = self.config.deadline
-        result, error = outcome(future, time.monotonic() + deadline, deadline)
+        config = self.config
+        result, error = self.worker.outcome(future, config.deadline, config.create_deadline)
         if not error:
             return result
         resetting = not self.trajectory.messages

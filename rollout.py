@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
 from engine import Padded, Ragged, sample
-from envs import Env, EnvPool, ItemError, Step, outcome, split_item
+from envs import Env, EnvPool, ItemError, Step, split_item
 from parallel import device_of, gathered
 from rl import common_prefix_length, length_dependence
 
@@ -133,6 +133,7 @@ class RolloutConfig:
     reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
     invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
     deadline: float = 60.0  # seconds that an environment has to answer
+    create_deadline: float = 300.0  # seconds that the making of an environment may take
     retries: int = 2  # how often an episode is played again after its environment failed
     arrival_order: bool = False  # take answers as they come; else at fixed decode steps
 
@@ -202,7 +203,11 @@ class Episode:
     def _call(self, function, *args, here=False):
         """Let the environment's thread call function(env, *args); `here`: this thread, at once."""
         self.future = self.worker.call(function, *args, here=here)
-        self.until = time.monotonic() + self.config.deadline
+
+    def seconds_left(self) -> float:
+        """How long the environment may still take for its answer."""
+        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
+        return limit - time.monotonic()
 
     # The next two run in the environment's thread, so the main thread spends no time on text.
 
@@ -224,7 +229,7 @@ class Episode:
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        return self.future.done() or time.monotonic() >= self.until
+        return self.future.done() or self.seconds_left() <= 0
 
     def add_token(self, token: int, logprob: float) -> bool:
         """Take a token that the policy sampled. -> whether the reply is complete: then the
@@ -262,7 +267,8 @@ class Episode:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
         t = self.trajectory
-        result, error = outcome(self.future, self.until, self.config.deadline)
+        result, error = self.worker.outcome(self.future, self.config.deadline,
+                                            self.config.create_deadline)
         resetting = not t.messages
         if error:
             self._raise_if_item_is_unknown(resetting)
@@ -493,14 +499,15 @@ class Decoder:
         return [slot for slot, due in self.waiting.items() if due <= last_due]
 
     def sleep_until_an_answer(self) -> None:
-        """Return at the first answer or deadline, or at once if there is something else to do."""
+        """Return at the first answer or deadline, or at once if there is something else to do.
+        After a second at most, because a deadline moves when an environment has been made."""
         can_start = self.free and any(e.pending for e in self.starting)
         if can_start or not (self.playing or self.starting):
             return
         episodes = [self.playing[slot] for slot in self.waiting]
         if self.free:
             episodes += self.starting
-        timeout = max(0, min(e.until for e in episodes) - time.monotonic())
+        timeout = min(1.0, max(0.0, min(e.seconds_left() for e in episodes)))
         concurrent.futures.wait([e.future for e in episodes], timeout,
                                 return_when=concurrent.futures.FIRST_COMPLETED)
 

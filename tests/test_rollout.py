@@ -303,6 +303,34 @@ def test_an_environment_that_hung_is_not_used_again(tiny):
     assert len(made) == 2
 
 
+def test_the_making_of_an_environment_has_a_deadline_of_its_own(tiny):
+    class Slow(Env):
+        prompt = "Do something."
+        reset_seconds = 0.0
+
+        def __init__(self):
+            time.sleep(0.6)
+
+        def reset(self, item):
+            time.sleep(self.reset_seconds)
+            return "Go."
+
+        def step(self, action):
+            return Step("Done.", 1.0, 1.0, True, True)
+
+    def play(**limits):
+        pool = EnvPool(make=lambda name: Slow())
+        return rollout(*tiny, pool, ["slow_1"], 2, max_tokens=4, action_format="plain", retries=0,
+                       **limits)[0]
+
+    assert play(deadline=0.3, create_deadline=20).status == "done"
+    assert play(deadline=20, create_deadline=0.3).error == "timeout: not made within 0.3 s"
+    Slow.reset_seconds = 20.0
+    start = time.monotonic()
+    assert play(deadline=0.3, create_deadline=15).error == "timeout: no answer within 0.3 s"
+    assert time.monotonic() - start < 5
+
+
 def test_a_huge_observation_ends_its_own_trajectory_alone(tiny):
     class Huge(Env):
         prompt = "Do something."
@@ -316,8 +344,8 @@ def test_a_huge_observation_ends_its_own_trajectory_alone(tiny):
             return Step("qxz vj " * 3_000_000 if self.is_huge else "Go on.")
 
     pool = EnvPool(make=lambda name: Huge())
-    played = rollout(*tiny, pool, [f"huge_{i}" for i in range(8)], 2, max_tokens=2, deadline=2,
-                     retries=0, action_format="plain", max_length=400)
+    played = rollout(*tiny, pool, [f"huge_{i}" for i in range(8)], 2, max_tokens=2,
+                     deadline=20, retries=0, action_format="plain", max_length=400)
     assert [t.status for t in played] == ["length"] * 4 + ["horizon"] * 4
 
 

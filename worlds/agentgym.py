@@ -21,6 +21,8 @@ from urllib3.util import wait_for_read
 
 from envs import Env, EnvError, Step
 
+# Seconds for /create, where some servers start a process. A rollout has a shorter deadline.
+CREATE_TIMEOUT = 3600.0
 LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
 NEVER_MATCHES = "(?!)"  # a regular expression
 
@@ -351,7 +353,8 @@ class RemoteEnv(Env):
 
     def _create_episode(self):
         key = self.protocol.id_key
-        reply = self._call("create", self.protocol.create_body)
+        timeout = max(self.timeout, CREATE_TIMEOUT)
+        reply = self._call("create", self.protocol.create_body, timeout=timeout)
         number = reply.get(key) if isinstance(reply, dict) else reply
         if type(number) is not int:
             raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
