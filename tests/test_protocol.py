@@ -65,9 +65,10 @@ class Slow(Env):
 
 
 @contextmanager
-def serving(env, *flags, folder=None):
-    """Run our server in a process -> (url, process). With a `folder` it knows the world "slow"."""
-    lines = ["import sys", "from worlds import serve"]
+def serving(env, *flags, folder=None, seconds=30):
+    """Run our server in a process -> (url, process). With a `folder` it knows the world "slow".
+    seconds: that a client may take to send a request."""
+    lines = ["import sys", "from worlds import serve", f"serve.REQUEST_SECONDS = {seconds}"]
     if folder:
         (folder / "slow.py").write_text(SLOW)
         lines.append(f"sys.path.insert(0, {str(folder)!r})")
@@ -891,7 +892,7 @@ def test_a_reply_that_trickles_in_has_the_same_deadline():
         start = time.monotonic()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(EnvError, match="no end of the reply"):
-            RemoteEnv("babyai", url, timeout=0.5, tries=1)
+            RemoteEnv("babyai", url, create_timeout=0.5, tries=1)
         assert time.monotonic() - start < 1.5
 
 
@@ -991,6 +992,65 @@ def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
         with pytest.raises(EnvError, match="a reply of more than"):
             env.reset(0)
         env.close()
+
+
+def test_the_limit_on_bodies_holds_for_chunked_ones(servers):
+    def chunks():
+        for _ in range(40):
+            yield b" " * 65536
+
+    reply = requests.post(servers["babyai"] + "/step", data=chunks(), timeout=10)
+    assert reply.status_code == 413
+    def one_by_one():
+        for byte in b'{"id": 987654, "action": "x"}':
+            yield bytes([byte])
+
+    reply = requests.post(servers["babyai"] + "/step", data=one_by_one(), timeout=10,
+                          headers={"Content-Type": "application/json"})
+    assert reply.json() == {"error": "The id 987654 is not valid."}
+
+
+def test_slow_clients_are_cut_off_and_idle_connections_are_not():
+    with serving("babyai", seconds=1) as (url, _):
+        env = RemoteEnv("babyai", url)
+        env.reset(0)
+        port = int(url.split(":")[-1])
+        silent, head, body, again = (socket.create_connection(("127.0.0.1", port))
+                                     for _ in range(4))
+        head.sendall(b"POST /step HTTP/1.1\r\nHost: x\r\n")
+        body.sendall(b"POST /step HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        again.settimeout(10)
+        assert again.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(1.5)  # longer than a request may take
+        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert again.recv(65536).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET")
+        for slow in (silent, head, again):
+            slow.settimeout(10)
+            assert slow.recv(10) == b""  # closed
+        body.settimeout(10)
+        assert body.recv(65536).startswith(b"HTTP/1.1 408")
+        assert env._is_connected()
+        assert env.step("turn left").observation
+
+
+def test_numbers_of_episodes_cannot_be_guessed_but_on_loopback(tiny):
+    with serving("textcraft", "--random_ids") as (url, _):
+        three = [RemoteEnv("textcraft", url) for _ in range(3)]
+        numbers = {env.episode_id for env in three}
+        assert len(numbers) == 3 and min(numbers) > 1 << 32 and max(numbers) < 1 << 53
+        doubts = three[0].server.doubts
+        for item, env in enumerate(three):
+            assert env.reset(item) == make_env("textcraft").reset(item)
+        assert three[0].server.doubts == doubts == 0
+        for env in three:
+            env.close()
+    with serving("babyai", "--host", "0.0.0.0") as (url, _):
+        number = requests.post(url.replace("0.0.0.0", "127.0.0.1") + "/create").json()["id"]
+        assert number > 1 << 32
+    with serving("babyai") as (url, _):
+        assert requests.post(url + "/create").json()["id"] == 0
 
 
 def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):

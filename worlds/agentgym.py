@@ -21,9 +21,8 @@ from urllib3.util import wait_for_read
 
 from envs import Env, EnvError, Step
 
-# Seconds for /create, where some servers start a process. A rollout has a shorter deadline.
-CREATE_TIMEOUT = 3600.0
 LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
+FIRST_RANDOM_NUMBER = 1 << 32  # our server's random numbers of episodes are above, and in no order
 NEVER_MATCHES = "(?!)"  # a regular expression
 
 
@@ -220,7 +219,9 @@ class Server:
         """
         with self.lock:
             is_free = number not in self.live
-            if number > self.highest or number in self.closed:
+            if number >= FIRST_RANDOM_NUMBER:
+                pass
+            elif number > self.highest or number in self.closed:
                 self.highest = max(self.highest, number)
             else:
                 self.doubts += 1
@@ -259,11 +260,12 @@ class RemoteEnv(Env):
         stop: tuple[str, ...] = (),
         instant: bool = False,
         timeout: float = 300.0,  # seconds for one call, all its attempts together
+        create_timeout: float = 3600.0,  # the same for /create, where some servers start a process
         tries: int = 3,  # largest number of attempts at a call
     ):
         """Create the episode on the server. Raises EnvError if that fails.
 
-        The default timeout is long because a rollout has a shorter deadline of its own. `instant`
+        The default timeouts are long because a rollout has shorter deadlines of its own. `instant`
         is passed on so that a rollout without --arrival_order builds the same batches as with the
         world in this process.
         """
@@ -274,6 +276,7 @@ class RemoteEnv(Env):
         self.instant = instant
         self.whole_reply = self.protocol.whole_reply
         self.timeout = timeout
+        self.create_timeout = create_timeout
         self.tries = tries
         self.session = requests.Session()
         self.socket = None  # the connection over which the last reply came
@@ -353,8 +356,7 @@ class RemoteEnv(Env):
 
     def _create_episode(self):
         key = self.protocol.id_key
-        timeout = max(self.timeout, CREATE_TIMEOUT)
-        reply = self._call("create", self.protocol.create_body, timeout=timeout)
+        reply = self._call("create", self.protocol.create_body, timeout=self.create_timeout)
         number = reply.get(key) if isinstance(reply, dict) else reply
         if type(number) is not int:
             raise EnvError(f"{self.url}/create: no {key} in the reply {reply!r:.80}")
@@ -396,9 +398,7 @@ class RemoteEnv(Env):
         if self.episode_id is None:
             raise LostEpisode(f"{self.url}: the episode is lost")
         doubts = self.server.doubts
-        is_connected = self.socket is not None and self.socket.fileno() >= 0
-        # A connection that was closed is readable: its end can be read.
-        is_connected = is_connected and not wait_for_read(self.socket, timeout=0.0)
+        is_connected = self._is_connected()
         if is_connected and (doubts == self.doubts or not self.last):
             return
 
@@ -420,6 +420,12 @@ class RemoteEnv(Env):
             raise LostEpisode(f"{self.url}: episode {number} may be another one by now, as the "
                               "connection was lost; was the server restarted?")
         self.doubts = doubts
+
+    def _is_connected(self):
+        """Whether the next request goes over the connection of the last reply."""
+        if self.socket is None or self.socket.fileno() < 0:
+            return False
+        return not wait_for_read(self.socket, timeout=0.0)  # readable: the server has closed it
 
     def _call(self, path, body, repeat=True, timeout=None):
         """Send `body` to `path` -> the JSON of the reply. Raises EnvError.

@@ -1,15 +1,22 @@
 """A server of AgentGym's HTTP protocol: any client of AgentGym can play this project's worlds.
 
     python envs.py serve --env babyai --port 36001 [--host 127.0.0.1] [--idle_seconds 3600]
-                         [--max_episodes N]
+                         [--max_episodes N] [--random_ids]
 
 Bodies and replies are those of AgentGym's servers. For babyai, textcraft and sciworld they follow
 the traffic recorded in tests/wire/, for searchqa and webarena AgentGym's source; any other world
 has babyai's. /step's reply also has "success", "valid" and "progress". As in AgentGym, a failure is
 a reply {"error": ...} with status 200, and a body of the wrong form is answered with status 422.
+
+Anyone who knows an episode's number can play it. On loopback the numbers are 0, 1, 2 ... as in
+AgentGym; on any other address they are random, so that no client plays another's episode.
 """
 
+import argparse
+import asyncio
+import ipaddress
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -27,12 +34,15 @@ try:
     from fastapi import FastAPI, Query
     from fastapi.responses import JSONResponse
     from pydantic import create_model
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as e:  # the extra "serve" is not installed: `serve` says so
     missing_package = e
+    H11Protocol = object
 else:
     missing_package = None
 
 LARGEST_BODY = 1 << 20  # bytes; no request of the protocol comes near
+REQUEST_SECONDS = 30.0  # that a client may take to send a request's head, and again for its body
 MAX_THREADS = 256  # requests handled at the same time: each slow or hanging world holds a thread
 SECONDS_TO_STOP = 8.0  # after SIGTERM, even if a world hangs
 # The fields of /reset's reply, as recorded from AgentGym's servers.
@@ -69,12 +79,14 @@ class EpisodeStore:
         idle_seconds: float = 3600.0,
         max_episodes: int = 0,  # at the same time; 0: no limit
         options: dict | None = None,  # keyword arguments of the world
+        random_ids: bool = False,  # numbers that cannot be guessed, in place of 0, 1, 2 ...
     ):
         """Make the first environment. Raises ValueError if the world cannot be made."""
         self.name = name
         self.idle_seconds = idle_seconds
         self.max_episodes = max_episodes
         self.options = options or {}
+        self.random_ids = random_ids
         self.reset_fields = RESET_FIELDS.get(name, RESET_FIELDS["babyai"])
         self.largest_score = 100 if name == "sciworld" else 1
         self.free_envs = [make_env(name, **self.options)]
@@ -90,6 +102,8 @@ class EpisodeStore:
                 raise EnvError(f"all {self.max_episodes} episodes are taken; close one first")
             number = self.next_number
             self.next_number += 1
+            if self.random_ids:
+                number = secrets.randbits(53)  # the largest that every JSON reader reads exactly
             episode = ServedEpisode(self.free_envs.pop() if self.free_envs else None)
             self.episodes[number] = episode
         if episode.env is not None:
@@ -266,7 +280,7 @@ def build_app(store: EpisodeStore) -> "FastAPI":
         reply = {id_key: number}
         if name == "textcraft":
             # Its episode n starts with item n, whatever the body's "commands" and "goal" are.
-            reply |= store.reset(number, number)
+            reply |= store.reset(number, number if not store.random_ids else 0)
         return reply
 
     @app.post("/reset")
@@ -301,21 +315,71 @@ def build_app(store: EpisodeStore) -> "FastAPI":
     return app
 
 
-def limit_body_size(app: "FastAPI") -> Any:
-    """Wrap the ASGI application: a request with a body over LARGEST_BODY gets status 413."""
+def limit_bodies(app: "FastAPI") -> Any:
+    """Wrap the ASGI application: it sees a request only when its body is complete. A body over
+    LARGEST_BODY gets status 413, one that takes longer than REQUEST_SECONDS status 408."""
 
     async def limited(scope, receive, send):
-        headers = scope.get("headers", ())
-        lengths = [value for key, value in headers if key == b"content-length"]
-        length = lengths[0] if lengths else b"0"
-        fits = length.isdigit() and int(length) <= LARGEST_BODY
-        if scope["type"] == "http" and not fits:
-            reply = JSONResponse({"detail": "the body is too large"}, 413)
-            await reply(scope, receive, send)
-        else:
-            await app(scope, receive, send)
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        try:
+            body = await asyncio.wait_for(read_body(receive), REQUEST_SECONDS)
+        except asyncio.TimeoutError:
+            return await JSONResponse({"detail": "the body is late"}, 408)(scope, receive, send)
+        except ValueError as e:
+            return await JSONResponse({"detail": str(e)}, 413)(scope, receive, send)
+        complete = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again():
+            return complete.pop() if complete else await receive()
+
+        return await app(scope, receive_again, send)
 
     return limited
+
+
+async def read_body(receive: Any) -> bytes:
+    """Read a request's body, whatever length its head promised. Raises ValueError if it is too
+    large."""
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)  # False, too, when the client has left
+        if len(body) > LARGEST_BODY:
+            raise ValueError("the body is too large")
+    return bytes(body)
+
+
+class LimitedHTTP(H11Protocol):
+    """uvicorn's connection, closed if the head of a request is not there after REQUEST_SECONDS.
+    Between two requests a connection may rest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self.timer = self.loop.call_later(REQUEST_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Start the timer at the first bytes of a head, and stop it at its last ones."""
+        request = self.cycle
+        is_head = request is None or request.response_complete
+        if is_head and self.timer is None:
+            self.timer = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+        super().data_received(data)
+        if self.cycle is not request:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self):
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -337,8 +401,11 @@ def serve(
     idle_seconds: float = 3600.0,
     max_episodes: int = 0,
     options: dict | None = None,
+    random_ids: bool | None = None,
 ) -> None:
     """Serve the world `name`, made with the keyword arguments `options`, until SIGTERM or Ctrl-C.
+
+    random_ids: numbers of episodes that cannot be guessed; None: on any address but loopback.
 
     Raises ValueError if that is impossible: unknown world, FastAPI not installed, port in use.
     """
@@ -348,9 +415,12 @@ def serve(
         needs = 'serving needs FastAPI and uvicorn: pip install -e ".[serve]"'
         raise ValueError(needs) from missing_package
     listener = listen(host, port)
-    store = EpisodeStore(name, idle_seconds, max_episodes, options)
+    if random_ids is None:
+        random_ids = not ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    store = EpisodeStore(name, idle_seconds, max_episodes, options, random_ids)
     config = uvicorn.Config(
-        limit_body_size(build_app(store)),
+        limit_bodies(build_app(store)),
+        http=LimitedHTTP,
         log_level="warning",
         timeout_graceful_shutdown=5,
         timeout_keep_alive=600,
@@ -396,6 +466,8 @@ def main(argv: list[str] | None = None) -> int:
     idle_help = "an episode that nobody touched for so long is closed"
     add("--idle_seconds", type=float, default=3600.0, help=idle_help)
     add("--max_episodes", type=int, default=0, help="at a time; 0: no limit")
+    ids_help = "numbers of episodes that cannot be guessed; default: unless --host is loopback"
+    add("--random_ids", action=argparse.BooleanOptionalAction, help=ids_help)
     add("--env_args", default="", help="keyword arguments of the world: searchqa.topk=5")
     try:
         args = parser.parse_args(argv)
@@ -404,7 +476,8 @@ def main(argv: list[str] | None = None) -> int:
                 "--idle_seconds must be positive and --max_episodes must not be negative"
             )
         options = env_options(args.env_args, [args.env]).get(args.env)
-        serve(args.env, args.host, args.port, args.idle_seconds, args.max_episodes, options)
+        serve(args.env, args.host, args.port, args.idle_seconds, args.max_episodes, options,
+              args.random_ids)
     except ValueError as e:
         message = " ".join(str(e).split())
         print(f"envs.py: {message}", file=sys.stderr)
