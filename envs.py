@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import requests
+from urllib3.exceptions import HTTPError
 
 # ---- the protocol ----
 
@@ -196,11 +197,14 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
         make_env(name, **kw).close()
     for url in urls:
         try:
-            # The status line and headers suffice: reading a slow body could exceed the limit.
-            requests.get(url, timeout=(5, 5), stream=True).raise_for_status()
-        except (requests.RequestException, ValueError) as e:
+            with requests.get(url, timeout=(5, 5), stream=True) as reply:
+                reply.raise_for_status()
+                # What is there at once: reading a slow body to its end could exceed the limit.
+                greeting = reply.raw.read1(1000, decode_content=True).decode(errors="replace")
+        except (requests.RequestException, HTTPError, OSError, ValueError) as e:
             raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
                              "start one or drop --env_url") from e
+        _agentgym_client().check_name(name, url, greeting)
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:

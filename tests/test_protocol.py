@@ -31,6 +31,7 @@ from worlds import agentgym, serve, textcraft
 from worlds.agentgym import RemoteEnv
 
 pytest.importorskip("uvicorn")
+GO = "Your goal: go"  # a first observation of babyai
 RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 
 SLOW = """
@@ -152,7 +153,7 @@ def like_babyai(**special):
         if path.startswith("observation"):
             return last.get(int(path.split("=")[1]), "none")
         replies = {
-            "reset": {"observation": "go"},
+            "reset": {"observation": GO},
             "step": {"observation": "ok", "reward": 0, "done": False},
             "close": True,
         }
@@ -447,12 +448,12 @@ class Bodies(NamedTuple):
     observation_key: str = "observation"
 
 
-CRAFTED = {"observation": "Go.", "done": False, "reward": 0}
+CRAFTED = {"observation": "Goal: craft x.", "done": False, "reward": 0}
 CHOICE = {"observation": "Go.", "available_actions": ["look", "wait"]}
 TOOL = Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.")
 BODIES = {
     "babyai": Bodies(
-        "id", {}, {"id": 7}, {"data_idx": 5}, {"observation": "Go.", "reward": 0, "score": 0}, True
+        "id", {}, {"id": 7}, {"data_idx": 5}, {"observation": GO, "reward": 0, "score": 0}, True
     ),
     "textcraft": Bodies(
         "id",
@@ -467,10 +468,10 @@ BODIES = {
         {},
         {"id": 7},
         {"data_idx": 5},
-        {"task_description": "Boil.", "observation": "Go."},
+        {"task_description": "Your task is x.", "observation": "Go."},
         True,
     ),
-    "searchqa": Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.", True),
+    "searchqa": Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Question: x?", True),
     "webarena": Bodies(
         "env_idx",
         {},
@@ -524,10 +525,11 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
             reply |= {"terminated": done, "truncated": False, "reward": 1}
         return 200, reply
 
-    first = "Go."
+    openings = {"babyai": GO, "textcraft": "Goal: craft x.", "searchqa": "Question: x?"}
+    first = openings.get(name, "Go.")
     later = "Well."
     if name == "sciworld":
-        first = "Boil.\nGo."
+        first = "Your task is x.\nGo."
     if name == "alfworld":
         first = "Go.\nAvailable actions: look, wait"
         later = "Well.\nAvailable actions: look"
@@ -656,7 +658,7 @@ def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else():
                 replies[:] = [data, b'{"id": 1}', data]
                 with pytest.raises(EnvError, match=url):
                     env.reset(0)
-            replies[:] = [b'{"observation": "go"}']
+            replies[:] = [b'{"observation": "Your goal: go"}']
             env.reset(0)
             count = len(seen)
             replies[:] = [data]
@@ -669,7 +671,7 @@ def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else():
 @pytest.mark.parametrize("special", [{"done": True}, {"reward": "x"}, {"reward": None},
                                      {"reward": float("nan")}, {"done": "no"}])
 def test_a_first_reply_that_ends_the_episode_or_has_no_number_for_a_reward_is_a_fault(special):
-    reply = {"observation": "go", "reward": 0, "done": False} | special
+    reply = {"observation": GO, "reward": 0, "done": False} | special
     with stand_in_server(like_babyai(reset=(200, reply))) as (url, _):
         with pytest.raises(EnvError, match=url):
             RemoteEnv("babyai", url).reset(0)
@@ -697,7 +699,7 @@ def test_only_what_is_safe_to_repeat_is_repeated():
 
     step_reply = {"observation": "ok", "reward": 0, "done": False}
     special = {
-        "reset": sometimes("reset", {"observation": "go"}),
+        "reset": sometimes("reset", {"observation": GO}),
         "step": sometimes("step", step_reply),
         "close": sometimes("close", True),
     }
@@ -711,7 +713,7 @@ def test_only_what_is_safe_to_repeat_is_repeated():
         failing["create"] = [(500, "x"), None]  # None: the connection breaks off
         failing["reset"] = [(503, "x"), (503, "x")]
         env = RemoteEnv("babyai", url)
-        assert env.reset(0) == "go"
+        assert env.reset(0) == GO
         assert [path for path, _ in seen] == ["/create"] * 3 + ["/reset"] * 3
 
         for fault in ((500, "x"), (503, "x"), (404, "x")):
@@ -728,9 +730,9 @@ def test_only_what_is_safe_to_repeat_is_repeated():
         failing["step"] = [None]
         with pytest.raises(EnvError, match=url + "/step"):
             env.step("x")
-        assert env.reset(0) == "go"
+        assert env.reset(0) == GO
         failing["reset"] = [None]
-        assert env.reset(0) == "go"
+        assert env.reset(0) == GO
         paths = [path for path, _ in seen if "observation" not in path]
         assert paths == ["/step", "/create", "/reset", "/reset", "/create", "/reset"]
 
@@ -769,7 +771,7 @@ def test_an_episode_goes_on_over_a_new_connection_only_if_the_server_still_has_i
         assert env.step("x").observation == "ok"
         assert [path for path, _ in seen][2:] == ["/observation?id=0", "/step"]
         # babyai's GET /observation puts the goal before the observation
-        told["reply"] = 200, {"observation": "Your goal: go\nok", "reward": 0, "done": False}
+        told["reply"] = 200, {"observation": GO + "\nok", "reward": 0, "done": False}
         env.session.close()
         assert env.step("x").observation == "ok"
 
@@ -783,7 +785,7 @@ def test_an_episode_goes_on_over_a_new_connection_only_if_the_server_still_has_i
                 env.step("x")
             env.close()
             assert {path for path, _ in seen} == {f"/observation?id={others.index(env) + 1}"}
-            assert env.reset(0) == "go"  # in a new episode
+            assert env.reset(0) == GO  # in a new episode
 
 
 def test_a_restarted_server_is_not_asked_to_step_or_close_an_episode_of_before(tmp_path):
@@ -833,7 +835,7 @@ def test_a_number_that_another_live_episode_has_is_refused():
         first.close()
         with pytest.raises(EnvError, match="/create: 1 is the number of another live episode"):
             RemoteEnv("babyai", url)
-        assert RemoteEnv("babyai", url).reset(2) == "go"
+        assert RemoteEnv("babyai", url).reset(2) == GO
 
 
 def test_a_number_below_earlier_ones_is_a_sign_of_a_restart():
@@ -916,7 +918,7 @@ def test_episodes_are_spread_over_the_servers_and_a_dead_one_is_passed_over():
             seen_two.clear()
             with EnvPool(urls) as pool:
                 futures = [pool.take("babyai").call(lambda env: env.reset(0)) for _ in range(8)]
-                assert [f.result(20) for f in futures] == ["go"] * 8
+                assert [f.result(20) for f in futures] == [GO] * 8
             created = [created_and_closed(seen)[0] for seen in (seen_one, seen_two)]
             assert sorted(created) == expected
             assert created_and_closed(seen_one + seen_two) == (8, 8)
@@ -928,7 +930,7 @@ def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
     broken = threading.Event()
 
     def reset(_):
-        return 200, {"error": "no power"} if broken.is_set() else {"observation": "go"}
+        return 200, {"error": "no power"} if broken.is_set() else {"observation": GO}
 
     with stand_in_server(like_babyai(reset=reset)) as (url, seen):
         def all_closed():
@@ -961,7 +963,7 @@ def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
 def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
     def answer(path, _):
         step_reply = {"observation": "?", "reward": 0, "done": False}
-        return 200, {"/create": 1, "/reset": "Who?", "/close": True, "/step": step_reply}[path]
+        return 200, {"/create": 1, "/reset": "Question: Who?", "/close": True, "/step": step_reply}[path]
 
     with stand_in_server(answer) as (url, seen), EnvPool([url]) as pool:
         (t,) = rollout(*tiny, pool, ["searchqa_3"], 2, max_tokens=6)
@@ -981,6 +983,26 @@ def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
         assert train.parse_config([*args, "--env_url", url]).env == "webshop"
         with pytest.raises(ValueError, match="unknown environment 'chess'; choose from .*academia"):
             train.parse_config(["--env", "chess", "--env_url", url])
+
+
+def test_the_wrong_world_behind_an_address_is_found(servers):
+    """By GET /, where the server names its world; else by the first observation."""
+    babyai, crafting = servers["babyai"], servers["textcraft"]
+    for name, url, says in (
+        ("babyai", crafting, "plays TextCraft, not babyai"),
+        ("textcraft", babyai, "plays BabyAI, not textcraft"),
+        ("webshop", babyai, "plays BabyAI, not webshop"),
+    ):
+        with pytest.raises(ValueError, match=f"the server at {url} {says}"):
+            envs.check_env(name, [url])
+    with pytest.raises(ValueError, match="plays TextCraft, not babyai"):
+        train.parse_config(["--env", "babyai", "--env_url", crafting])
+    envs.check_env("babyai", [babyai])
+    with stand_in_server(like_babyai()) as (url, _):  # it says "hello"
+        envs.check_env("textcraft", [url])
+        env = RemoteEnv("textcraft", url)
+        with pytest.raises(EnvError, match=f"{url}/reset: no first observation of textcraft"):
+            env.reset(0)
 
 
 def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
@@ -1019,12 +1041,14 @@ def test_slow_clients_are_cut_off_and_idle_connections_are_not():
                                      for _ in range(4))
         head.sendall(b"POST /step HTTP/1.1\r\nHost: x\r\n")
         body.sendall(b"POST /step HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         again.settimeout(10)
-        assert again.recv(65536).startswith(b"HTTP/1.1 200")
-        time.sleep(1.5)  # longer than a request may take
-        again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert again.recv(65536).startswith(b"HTTP/1.1 200")
+        for pause in (1.5, 0):  # longer than a request may take
+            again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            reply = b""
+            while not reply.endswith(b'BabyAI."'):
+                reply += again.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 200")
+            time.sleep(pause)
         again.sendall(b"GET")
         for slow in (silent, head, again):
             slow.settimeout(10)

@@ -29,6 +29,8 @@ NEVER_MATCHES = "(?!)"  # a regular expression
 class Protocol(NamedTuple):
     """The bodies of one AgentGym server. The defaults are those of this project's own server."""
 
+    server_name: str = ""  # GET / says "This is environment NAME."; empty: it does not
+    opening: str = ""  # a regular expression found in every first observation; empty: not known
     # The key of the episode's number in every body. /create replies {id_key: number} or number.
     id_key: str = "id"
     create_body: dict = {}
@@ -78,14 +80,20 @@ PROTOCOLS = {
     # client takes that sum for the reward of every step. Here a step has its own reward. An episode
     # ends only with a reward above 0.5: 1 less a cost for each step.
     "babyai": Protocol(
+        server_name="BabyAI",
+        opening="Your goal: ",
         success_reward=0.5,
         invalid_pattern="The action is not recognized|You cannot|There is a barrier",
     ),
     "textcraft": Protocol(
+        server_name="TextCraft",
+        opening="Goal: craft ",
         create_body={"commands": None, "goal": None},
         invalid_pattern="Could not (?!find enough)|Wrong item format",
     ),
     "sciworld": Protocol(
+        server_name="ScienceWorld",
+        opening="Your task is ",
         first_observation_keys=("task_description", "observation"),
         score_key="score",
         max_score=100.0,
@@ -102,6 +110,8 @@ PROTOCOLS = {
         ),
     ),
     "searchqa": Protocol(
+        server_name="SearchQA",
+        opening="Question: ",
         id_key="env_idx",
         create_body={"id": 0},
         item_key="id",
@@ -110,6 +120,7 @@ PROTOCOLS = {
         whole_reply=True,
     ),
     "webarena": Protocol(
+        server_name="WebArena",
         id_key="env_idx",
         item_key="idx",
         reset_extras={"seed": 0},
@@ -138,6 +149,7 @@ PROTOCOLS = {
         ),
     ),
     "alfworld": Protocol(
+        server_name="AlfWorld",
         item_key="game",
         reset_extras={"world_type": "Text"},
         has_close=False,
@@ -148,6 +160,7 @@ PROTOCOLS = {
         ),
     ),
     "maze": Protocol(
+        server_name="LMRL-Gym",
         item_key="game",
         has_close=False,
         prompt=(
@@ -156,6 +169,7 @@ PROTOCOLS = {
         ),
     ),
     "wordle": Protocol(
+        server_name="LMRL-Gym",
         item_key="seed",
         has_close=False,
         invalid_pattern="invalid word",
@@ -171,6 +185,13 @@ PROTOCOLS = {
     "sheet": _tool_server("edit a spreadsheet as you are asked"),
     "academia": _tool_server("answer a question about scientific papers and their authors"),
 }
+
+
+def check_name(name: str, url: str, greeting: str) -> None:
+    """Raise ValueError if the server's reply to GET / names another world than `name`."""
+    named = re.search(r"This is environment ([\w-]+)", greeting)
+    if named and name in PROTOCOLS and named[1] != PROTOCOLS[name].server_name:
+        raise ValueError(f"the server at {url} plays {named[1]}, not {name}")
 
 
 class ServerRefused(EnvError):
@@ -269,6 +290,7 @@ class RemoteEnv(Env):
         is passed on so that a rollout without --arrival_order builds the same batches as with the
         world in this process.
         """
+        self.name = name
         self.protocol = PROTOCOLS.get(name, Protocol())
         self.url = url.rstrip("/")
         self.prompt = prompt
@@ -307,6 +329,9 @@ class RemoteEnv(Env):
             reply = {"observation": text}
             keys = ("observation",)
         observation = self._read_observation(reply, keys)
+        if not re.search(self.protocol.opening, observation):
+            wrong = f"no first observation of {self.name}: {observation!r:.80}"
+            raise EnvError(f"{self.url}/reset: {wrong}")
         self.first = self.last = reply[keys[-1]]
         return observation
 
