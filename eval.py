@@ -21,10 +21,12 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -67,7 +69,8 @@ class EvalConfig:
         None, "only so many, the first of the split in an order drawn from --seed; default: all")
     data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, "
                                  "else data/")
-    out: str = arg("", "JSON file for the result")
+    out: str = arg("", "JSON file for the result. An evaluation that was stopped goes on from "
+                       "FILE.part, by the same command")
     trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put "
                                 "into its name")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
@@ -246,7 +249,58 @@ def pick_items(cfg: EvalConfig) -> list[str]:
 # ---- playing ----
 
 
-def play_horizons(cfg: EvalConfig, items: list[str]) -> dict[int, list[Trajectory]]:
+class PartFile:
+    """The finished trajectories of an evaluation that is under way, in the file OUT.part.
+
+    Its first line says what is evaluated, each of the others is a horizon and a trajectory.
+    """
+
+    def __init__(self, cfg: EvalConfig, config: dict):
+        """Read what an evaluation that was stopped has left. Without --out nothing is kept.
+
+        config: what it takes to repeat the evaluation. Raises ValueError if the file there is of
+        an evaluation with another one.
+        """
+        self.path = Path(cfg.out + ".part") if cfg.out else None
+        self.horizons = schedule.parse_rounds(cfg.horizon, cfg.env)
+        self.played: dict[int, list[Trajectory]] = {horizon: [] for horizon in self.horizons}
+        settings = {k: v for k, v in config.items() if k != "date"}
+        self.head = json.dumps(settings | {"horizon": self.horizons}) + "\n"
+        if self.path and self.path.exists():
+            self._read()
+
+    def _read(self):
+        lines = self.path.read_text().splitlines(keepends=True)
+        if lines[:1] != [self.head]:
+            raise ValueError(f"{self.path} is of an evaluation with another model, other items or "
+                             "flags: remove it, or give another --out")
+        if not lines[-1].endswith("\n"):  # the process ended while it wrote this line
+            self.path.write_text("".join(lines[:-1]))
+        for line in lines[1:]:
+            if line.endswith("\n"):
+                row = json.loads(line)
+                self.played[row["horizon"]].append(Trajectory(**row["trajectory"]))
+        count = sum(map(len, self.played.values()))
+        print(f"eval.py: goes on from {count} trajectories in {self.path}", file=sys.stderr)
+
+    def add(self, horizon: int, trajectory: Trajectory) -> None:
+        """Append a trajectory. One whose environment failed is left out: it will be tried again.
+        So is one whose first prompt does not fit."""
+        if not self.path or trajectory.status == Status.ENV_ERROR or not trajectory.turns:
+            return
+        if not self.path.exists():
+            write_file(self.path, self.head)
+        with self.path.open("a") as f:
+            f.write(json.dumps({"horizon": horizon, "trajectory": trajectory.to_json()}) + "\n")
+
+    def remove(self) -> None:
+        """The evaluation is complete."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+
+
+def play_horizons(cfg: EvalConfig, items: list[str],
+                  part: PartFile) -> dict[int, list[Trajectory]]:
     """Play the items at each horizon of --horizon -> horizon -> its trajectories.
 
     Raises ValueError if nothing can be played with these settings, ModelError if the model's server
@@ -258,9 +312,10 @@ def play_horizons(cfg: EvalConfig, items: list[str]) -> dict[int, list[Trajector
     urls = servers(cfg.env_url, [cfg.env])
     played = {}
     with EnvPool(urls, options={cfg.env: options_of_world(cfg)}) as pool:
-        for horizon in schedule.parse_rounds(cfg.horizon, cfg.env):
+        for horizon in part.horizons:
             try:
-                trajectories = evaluate(policy, tokenizer, pool, items, horizon, config, cfg.engine)
+                trajectories = evaluate(policy, tokenizer, pool, items, horizon, config, cfg.engine,
+                                        part.played[horizon], partial(part.add, horizon))
             except (ValueError, ModelError) as e:
                 complete = getattr(e, "played", [])
                 if complete:  # a server's replies may have cost money
@@ -292,26 +347,39 @@ def load_model(
 
 def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None,
              pool: EnvPool, items: list[str], horizon: int, config: RolloutConfig,
-             engine: str = "ragged") -> list[Trajectory]:
+             engine: str = "ragged", finished: Sequence[Trajectory] = (),
+             save: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
     """Play every item `config.samples` times under a progress bar.
 
     tokenizer: None for a `ServedModel`. engine: "ragged" or "hf", for models that run here.
-    -> the trajectories in the order of items; `group` is the item's place. Raises ValueError for a
-    bad item, ModelError if the model's server fails.
+    finished: trajectories played before; an item that has all of its samples is not played again.
+    save: called with each new trajectory. -> the trajectories in the order of items; `group` is the
+    item's place. Raises ValueError for a bad item, ModelError if the model's server fails.
     """
-    wins = []
-    total = len(items) * config.samples
-    with tqdm(total=total, desc=f"horizon {horizon}", delay=1, leave=False,
+    samples_of = Counter(t.item for t in finished)
+    kept = [t for t in finished if samples_of[t.item] == config.samples]
+    wins = [t.success for t in kept]
+    places = {item: place for place, item in enumerate(items)}
+    items = [item for item in items if samples_of[item] < config.samples]
+    played = []
+    total = len(places) * config.samples
+    with tqdm(total=total, initial=len(kept), desc=f"horizon {horizon}", delay=1, leave=False,
               dynamic_ncols=True) as bar:
         def progress(t):
+            if save:
+                save(t)
             wins.append(t.success)
             bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
             bar.update()
 
         if isinstance(policy, ServedModel):
-            return play_served(policy, pool, items, horizon, config, progress)
-        return rollout(policy, tokenizer, pool, items, horizon, config,
-                       engine=engine, progress=progress)
+            played = play_served(policy, pool, items, horizon, config, progress)
+        elif items:
+            played = rollout(policy, tokenizer, pool, items, horizon, config,
+                             engine=engine, progress=progress)
+    for t in played:
+        t.group = places[t.item]
+    return sorted([*kept, *played], key=lambda t: (places[t.item], t.sample))
 
 
 # ---- playing with a model behind an OpenAI-compatible server ----
@@ -845,10 +913,15 @@ def main(argv: list[str] | None = None) -> int:
         categories = {}
         if cfg.split == "test":
             categories = envs.categories(cfg.env, cfg.data or None)
-        played = play_horizons(cfg, items)
+        part = PartFile(cfg, shared_config)
+        played = play_horizons(cfg, items, part)
     except (ValueError, ModelError, AllFailed) as e:
         print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
+    except KeyboardInterrupt:
+        again = ": the same command goes on" if cfg.out else ", and nothing is kept without --out"
+        print(f"eval.py: stopped{again}", file=sys.stderr)
+        return 130
 
     results = []
     for horizon, trajectories in played.items():
@@ -860,6 +933,7 @@ def main(argv: list[str] | None = None) -> int:
             result = {"sweep": results, "config": shared_config | {"horizon": list(played)}}
         write_file(Path(cfg.out), json.dumps(result, indent=1) + "\n")
     save_trajectories(cfg, played)
+    part.remove()
     print(tables(results))
     return 0
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -345,6 +346,40 @@ def test_the_number_of_slots_does_not_change_what_is_played(tiny):
             assert t.logprobs == pytest.approx(u.logprobs, abs=1e-3)
             assert t.to_json() | {"logprobs": []} == u.to_json() | {"logprobs": []}
     assert [t.group for t in few] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
+    flags = ["--items", "40", "--horizon", "2,3", "--slots", "2", "--max_tokens", "16"]
+
+    def result_of(path):
+        result = json.loads(path.read_text())
+        for one in [result, *result["sweep"]]:
+            del one["config"]["date"]
+        return result
+
+    out = tmp_path / "killed.json"
+    part = tmp_path / "killed.json.part"
+    command = [sys.executable, "eval.py", *flags, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not part.exists() or part.read_text().count("\n") < 4:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    whole = part.read_text().count("\n") - 1
+    with part.open("a") as f:
+        f.write('{"horizon": 2, "traj')  # cut off in the middle of a line
+    assert evaluation.main([*flags, "--out", str(out)]) == 0
+    assert f"goes on from {whole} trajectories in {part}" in capsys.readouterr().err
+    assert not part.exists()
+    assert evaluation.main([*flags, "--out", str(tmp_path / "whole.json")]) == 0
+    assert result_of(out) == result_of(tmp_path / "whole.json")
+
+    part.write_text('{"env": "textcraft"}\n')
+    assert evaluation.main([*flags, "--out", str(out)]) == 2
+    assert f"{part} is of an evaluation with another model" in capsys.readouterr().err
 
 
 def test_a_sweep_gives_one_result_for_each_horizon(tmp_path, capsys):

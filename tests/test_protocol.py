@@ -776,7 +776,7 @@ def test_an_episode_goes_on_over_a_new_connection_only_if_the_server_still_has_i
         assert env.step("x").observation == "ok"
 
         others = [RemoteEnv("babyai", url) for _ in range(5)]
-        wrong = ((200, "another"), (200, ""), (404, "no such path"), (200, {"error": "no id"}), None)
+        wrong = ((200, "another"), (200, ""), (404, "no path"), (200, {"error": "no id"}), None)
         for env, told["reply"] in zip(others, wrong):
             env.reset(0)
             env.session.close()
@@ -963,7 +963,8 @@ def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
 def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
     def answer(path, _):
         step_reply = {"observation": "?", "reward": 0, "done": False}
-        return 200, {"/create": 1, "/reset": "Question: Who?", "/close": True, "/step": step_reply}[path]
+        replies = {"/create": 1, "/reset": "Question: Who?", "/close": True, "/step": step_reply}
+        return 200, replies[path]
 
     with stand_in_server(answer) as (url, seen), EnvPool([url]) as pool:
         (t,) = rollout(*tiny, pool, ["searchqa_3"], 2, max_tokens=6)
