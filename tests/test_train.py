@@ -143,6 +143,49 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
     assert len(again.stdout.splitlines()) == 1
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_never_trained_on(reference, tmp_path):
+    out = tmp_path / "r"
+    args = ["--out", str(out), "--save_every", "1", *SMALL]
+    shutil.copytree(reference, out)
+    newest = out / "checkpoints/step_000003"
+    (newest / "tokenizer.json").unlink()
+
+    # A finished run stays finished.
+    done = run(*args, "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out} is finished (3 steps)\n"
+
+    # Another run goes on from the checkpoint before, and keeps the damaged one.
+    shutil.rmtree(out / "final")
+    done = run(*args, "--resume")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "checkpoint" in line]
+    assert said == [f"{newest}/tokenizer.json is missing or cannot be read: "
+                    "going on from step 2"]
+    assert metrics(out) == metrics(reference)
+    for name in ("final", "checkpoints/step_000003"):
+        assert (out / name / "tokenizer.json").exists()
+        weights = f"{name}/model.safetensors"
+        assert (out / weights).read_bytes() == (reference / weights).read_bytes()
+    assert len(list((out / "checkpoints").iterdir())) == 3
+    assert not (out / "checkpoints/damaged_step_000003/tokenizer.json").exists()
+
+    # No checkpoint is left to go on from.
+    shutil.rmtree(out / "final")
+    for folder in (out / "checkpoints").glob("step_*"):
+        (folder / "state.json").unlink()
+    before = contents(out)
+    done = run(*args, "--resume")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert f"{newest}/state.json is missing" in done.stderr
+    assert contents(out) == before
+
+
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
             "--save_every", "5"]
