@@ -48,6 +48,7 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
+LOADING_ERRORS = (OSError, ImportError, ValueError, RuntimeError, SafetensorError)
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
@@ -92,18 +93,34 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
                 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """-> (causal LM, tokenizer). Weights are read from safetensors or GGUF only. Raises ValueError
     if that fails."""
+    tokenizer = load_tokenizer(name)
+    return load_model(name, device, dtype), tokenizer
+
+
+def load_model(name: str, device: str | torch.device = "cpu",
+               dtype: str | torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal LM of `load_policy`. `load_tokenizer` has checked a GGUF file."""
+    path = model_path(name)
+    try:
+        model = load_causal_lm(path, dtype)
+    except LOADING_ERRORS as e:
+        raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
+    return model.to(device)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `load_policy`. A GGUF file is checked first."""
     path = model_path(name)
     split = check_gguf(path) if path.endswith(".gguf") else ""
     try:
-        model = load_causal_lm(path, dtype)
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
-    except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as e:
+    except LOADING_ERRORS as e:
         raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    return model.to(device), tokenizer
+    return tokenizer
 
 
 def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:

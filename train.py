@@ -241,8 +241,10 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     elif cfg.lora_rank:
         dtype = compute_dtype
     source = cfg.model if cfg.lora_rank else newest or cfg.model
-    policy, tokenizer = rl.load_policy(str(source), "cpu", dtype)
-    agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be cut into turns
+    # The chat template is tried before the weights, whose loading may take minutes.
+    tokenizer = rl.load_tokenizer(str(source))
+    fix_chat(tokenizer, newest)
+    policy = rl.load_model(str(source), "cpu", dtype)
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
         raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
@@ -259,6 +261,15 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     elif kl_coef:
         reference = placed(rl.load_policy(cfg.model, "cpu", compute_dtype)[0].eval(), cfg, device)
     return policy, tokenizer, trained, reference
+
+
+def fix_chat(tokenizer: PreTrainedTokenizerBase, newest: Path | None) -> None:
+    """Fix what the tokenizer's chat template gives: the text of the run's start, which its
+    checkpoints keep. Raises ValueError for a template that cannot be used."""
+    saved = rl.read_state(newest)[0] if newest else {}
+    tokenizer.rendered_marks = (saved.get("rendered_marks")
+                                or of_rank_0(lambda: agent.render_marks(tokenizer)))
+    agent.Chat(tokenizer)
 
 
 def trainable(model: nn.Module, lr: float, cfg: RunConfig,
@@ -458,7 +469,8 @@ def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint to continue from at `step`, and draw the curves anew."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
-            {"step": step, "horizon": run.adaptive}, run.trained)
+            {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
+             "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)
         if (run.folder / "metrics.jsonl").stat().st_size:

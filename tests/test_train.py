@@ -186,6 +186,43 @@ def test_a_damaged_checkpoint_is_never_trained_on(reference, tmp_path):
     assert contents(out) == before
 
 
+def tiny_with_template(folder, template):
+    """A model folder: the tiny model with another chat template."""
+    shutil.copytree(rl.TINY_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return ["--model", str(folder), "--kl_coef", "0", "--max_length", "4096", "--dtype", "float32"]
+
+
+def test_a_template_that_shows_the_time_shows_that_of_the_runs_start(tmp_path):
+    template = (rl.TINY_MODEL / "chat_template.jinja").read_text()
+    model = tiny_with_template(tmp_path / "m", "{{ strftime_now('%H:%M:%S.%f') }}" + template)
+    args = [*model, "--out", str(tmp_path / "r"), *SMALL]
+    for flags in (["--steps", "2"], ["--steps", "3", "--resume"]):
+        done = run(*args, *flags)
+        assert done.returncode == 0, done.stderr
+    _, tokenizer = rl.load_policy(str(tmp_path / "r/final"))
+    assert "strftime_now" in tokenizer.chat_template
+    beginnings = set()
+    for step in range(3):
+        for t in read_jsonl(tmp_path / f"r/trajectories/step_{step:06d}.jsonl"):
+            beginnings.add(tokenizer.decode(t["tokens"]).partition("<|im_start|>")[0])
+    (beginning,) = beginnings
+    assert len(beginning) == len("12:34:56.123456")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sft.py", "eval.py"])
+def test_a_template_that_fails_is_one_line_and_nothing_written(script, tmp_path):
+    model = tiny_with_template(tmp_path / "m", "{{ raise_exception('two\nlines') }}")
+    if script != "train.py":
+        model = model[:2]
+    demos = ["--demos", "1"] if script == "sft.py" else []
+    done = run_script(script, *model, *demos, "--out", tmp_path / "r")
+    assert done.returncode == 2
+    assert done.stderr == (f"{script}: this tokenizer's chat template fails: "
+                           "TemplateError two lines\n")
+    assert not (tmp_path / "r").exists()
+
+
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
             "--save_every", "5"]
