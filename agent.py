@@ -10,10 +10,15 @@ whole conversation (Qwen3's template removes their <think> blocks).
 import ast
 import copy
 import json
+import multiprocessing
 import re
+import resource
+import signal
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envs import Env, Step
@@ -315,15 +320,81 @@ class Dialogue:
 
 # ---- from text to token ids ----
 
+# The conversation that a chat template is rendered with.
+MARKS = {"@first@": "user", "@reply@": "assistant", "@next@": "user"}
+# What a chat template may take: usual ones take 0.05 s, and give less than 10 kB.
+TEMPLATE_SECONDS = 2  # of processor time: a busy machine makes no template fail
+TEMPLATE_MEMORY = 2**29  # bytes
+TEMPLATE_LENGTH = 2**20  # bytes of text
+
+
+def render_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The conversation of MARKS as the tokenizer's chat template writes it.
+
+    The template is a program that comes with a model, so it runs in a child process with limits.
+    Raises ValueError for a template that fails or exceeds them.
+    """
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send_marks, args=(tokenizer, sender), daemon=True)
+    child.start()
+    sender.close()
+    text, problem = "", f"gives no text within {TEMPLATE_SECONDS} s"
+    try:
+        if receiver.poll(20 * TEMPLATE_SECONDS):
+            text, problem = receiver.recv()
+    except EOFError:
+        pass  # the child's timer has ended it
+    child.kill()
+    child.join()
+    receiver.close()
+    if problem:
+        raise ValueError(f"this tokenizer's chat template {problem}")
+    return text
+
+
+def _send_marks(tokenizer: "PreTrainedTokenizerBase", sender: Connection) -> None:
+    """In the child process: send the text of `render_marks` and "", or "" and what is wrong."""
+    # The timer's signal ends the process, also within one long operation on a number or a string.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
+    try:
+        _limit_memory()
+        messages = [{"role": role, "content": mark} for mark, role in MARKS.items()]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        answer = text, ""
+        if len(text.encode()) > TEMPLATE_LENGTH:
+            answer = "", f"writes more than {TEMPLATE_LENGTH} bytes around three words"
+    except Exception as e:  # whatever the template's program raises
+        answer = "", f"fails: {type(e).__name__} {str(e)[:300]}"
+    sender.send(answer)
+
+
+def _limit_memory() -> None:
+    """Limit this process to TEMPLATE_MEMORY bytes more than it has. (Only Linux tells its size.)"""
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        return
+    size = int(status.read_text().split()[0]) * resource.getpagesize() + TEMPLATE_MEMORY
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY or size < most:
+        resource.setrlimit(resource.RLIMIT_AS, (size, most))
+
+
 class Chat:
     """A tokenizer's chat template, cut into the pieces that stand between messages.
 
+    The template is rendered once for a tokenizer, whose attribute `rendered_marks` keeps the text:
+    a template that shows the date would give another one after midnight.
+
     `end_id` is the end-of-turn token, which the policy samples to finish a reply.
-    Raises ValueError for a template that does not show every message exactly once and in order.
+    Raises ValueError for a template that fails, or that does not show every message exactly once
+    and in order.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
+<<<<<<< HEAD
         # A copy with a setting of its own, as transformers changes that of the tokenizer with
         # every call. Used without transformers' wrapper, which doubles the time.
         self.encoder = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
@@ -336,8 +407,13 @@ class Chat:
         roles = ["user", "assistant", "user"]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+=======
+        if not hasattr(tokenizer, "rendered_marks"):
+            tokenizer.rendered_marks = render_marks(tokenizer)
+        # Cut the text at the marks.
+        text = tokenizer.rendered_marks
         pieces = []
-        for mark in marks:
+        for mark in MARKS:
             if text.count(mark) != 1:
                 raise ValueError(
                     "this tokenizer's chat template does not show each message once, in order")
@@ -347,7 +423,13 @@ class Chat:
         # to_user: between a reply and an observation. to_policy: the generation prompt, between
         # an observation and a reply.
         self.head, self.to_reply, self.to_user = pieces
+<<<<<<< HEAD
         self.to_policy = self._encode_piece(text)
+=======
+        self.to_policy = self._encode(text)
+        if not self.to_user:
+            raise ValueError("this tokenizer's chat template writes nothing after a reply, "
+                             "so a reply would have no end")
         self.end_id = self.to_user[0]
         self.ok = self._encode_piece("OK")
 

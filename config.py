@@ -680,7 +680,7 @@ def check_run_folder(cfg: RunConfig) -> None:
         raise ValueError(f"cannot make the run folder {out}")
     if not cfg.resume:
         metrics = out / "metrics.jsonl"
-        if rl.checkpoints(out) or metrics.exists() and metrics.stat().st_size:
+        if rl.named_checkpoints(out) or metrics.exists() and metrics.stat().st_size:
             raise ValueError(f"{out} holds a run already; "
                              "add --resume to continue it or choose another --out")
         return

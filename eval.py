@@ -342,7 +342,9 @@ def load_model(
         name = cfg.model.removeprefix("openai:")
         return ServedModel(name, cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return rl.load_policy(cfg.model, device, getattr(torch, cfg.dtype))
+    tokenizer = rl.load_tokenizer(cfg.model)
+    agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
+    return rl.load_model(cfg.model, device, getattr(torch, cfg.dtype)), tokenizer
 
 
 def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None,

@@ -7,9 +7,11 @@ absent, holds safetensors only, and can be read by any number of processes:
     checkpoints/step_000050/   the policy as a plain Hugging Face folder
         training/              the optimizers' moments, the critic, LoRA's adapters, in pieces as
                                the ranks hold them (torch.distributed.checkpoint)
-        state.json             the step; without this file the checkpoint is not complete
+        state.json             the step, and the sha256 of every file; without this file the
+                               checkpoint is not complete
 """
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -36,7 +38,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import algos
-from parallel import blocks, ranks, sharded, through
+from parallel import blocks, gather, of_rank_0, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -46,6 +48,8 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
+LOADING_ERRORS = (OSError, ImportError, ValueError, RuntimeError, SafetensorError)
+KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
@@ -89,18 +93,34 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
                 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """-> (causal LM, tokenizer). Weights are read from safetensors or GGUF only. Raises ValueError
     if that fails."""
+    tokenizer = load_tokenizer(name)
+    return load_model(name, device, dtype), tokenizer
+
+
+def load_model(name: str, device: str | torch.device = "cpu",
+               dtype: str | torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal LM of `load_policy`. `load_tokenizer` has checked a GGUF file."""
+    path = model_path(name)
+    try:
+        model = load_causal_lm(path, dtype)
+    except LOADING_ERRORS as e:
+        raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
+    return model.to(device)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `load_policy`. A GGUF file is checked first."""
     path = model_path(name)
     split = check_gguf(path) if path.endswith(".gguf") else ""
     try:
-        model = load_causal_lm(path, dtype)
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
-    except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as e:
+    except LOADING_ERRORS as e:
         raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    return model.to(device), tokenizer
+    return tokenizer
 
 
 def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
@@ -527,9 +547,10 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
         with warnings.catch_warnings(action="ignore"):  # that this is a single process
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        names = of_rank_0(lambda: file_names(partial))
+        hashes = dict(zip(names, file_hashes(partial, names)))
         if rank == 0:
-            state = state | {"optimizer_steps": optimizer_steps}
-            (partial / "state.json").write_text(json.dumps(state))
+            write_state(partial, state | {"optimizer_steps": optimizer_steps}, hashes)
 
     # The new folder takes the place of the old one. Half deleted, the old one must not count as
     # complete.
@@ -547,10 +568,106 @@ def checkpoints(run: str | Path) -> list[Path]:
     return sorted(folder for folder in folders if not folder.name.endswith(".partial"))
 
 
-def clean(run: str | Path) -> None:
-    """Delete what a killed run leaves behind: folders that are not complete."""
-    for folder in Path(run).glob("checkpoints/step_*"):
-        if folder.name.endswith(".partial") or not (folder / "state.json").exists():
+def named_checkpoints(run: str | Path) -> list[Path]:
+    """The folders that were complete checkpoints once, oldest first. A folder gets its name when it
+    is complete, so one without state.json is damaged."""
+    folders = Path(run).glob("checkpoints/step_*")
+    return sorted(folder for folder in folders if folder.name[5:].isdigit())
+
+
+def newest_intact(run: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of a run folder whose files are as they were saved, None if there was
+    never a complete one; and what is wrong with those after it, or with it if it is so old that it
+    holds no hashes. Raises ValueError if all checkpoints are damaged. Called by all ranks."""
+    notes = []
+    for folder in of_rank_0(lambda: named_checkpoints(run)[::-1]):
+        try:
+            _, hashes = of_rank_0(lambda: read_state(folder))
+            check_files(folder, hashes)
+        except ValueError as e:
+            notes.append(str(e))
+            continue
+        if not hashes:
+            notes.append(f"{folder} is of an older version, so its files cannot be checked")
+        return folder, notes
+    if notes:
+        raise ValueError(f"no intact checkpoint is left in {run}: {'; '.join(notes)}; "
+                         "to start anew, choose another --out")
+    return None, []
+
+
+def file_names(folder: Path) -> list[str]:
+    """The names of all files in a folder and the folders in it, sorted."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def file_hashes(folder: Path, names: list[str]) -> list[str]:
+    """The sha256 of each of these files of a folder, "" for one that cannot be read. Called by all
+    ranks; each reads its share of the files."""
+    rank, num_ranks = ranks()
+    return gather([file_hash(folder / name) for name in names[rank::num_ranks]])
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a file in hexadecimal, "" if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as f:
+            while block := f.read(2**20):
+                digest.update(block)
+    except (OSError, ValueError):
+        return ""
+    return digest.hexdigest()
+
+
+def check_files(folder: Path, hashes: dict[str, str]) -> None:
+    """Raise ValueError, which names the file, unless each file has its hash. Called by all
+    ranks. Files that are not listed do not matter."""
+    for name, found in zip(hashes, file_hashes(folder, list(hashes))):
+        if not found:
+            raise ValueError(f"{folder / name} is missing or cannot be read")
+        if found != hashes[name]:
+            raise ValueError(f"{folder / name} is damaged")
+
+
+def write_state(folder: Path, state: dict, hashes: dict[str, str]) -> None:
+    """Write state.json. hashes: file name -> sha256, of all other files; the hash of the state and
+    of these hashes is written beside them."""
+    own = hashlib.sha256(json.dumps(state | {"sha256": hashes}).encode()).hexdigest()
+    text = json.dumps(state | {"sha256": hashes | {"state.json": own}})
+    (folder / "state.json").write_text(text)
+
+
+def read_state(folder: str | Path) -> tuple[dict, dict[str, str]]:
+    """-> a checkpoint's state, and the hashes of its other files ({} in older versions). Raises
+    ValueError unless the state is as it was saved."""
+    path = Path(folder) / "state.json"
+    if not path.exists():
+        raise ValueError(f"{path} is missing")
+    try:
+        state = json.loads(path.read_text())
+        if state.keys() == KEYS_BEFORE_HASHES:
+            return state, {}
+        own = state["sha256"].pop("state.json")
+        if own == hashlib.sha256(json.dumps(state).encode()).hexdigest():
+            hashes = state.pop("sha256")
+            return state, hashes
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        pass  # what cannot be read is as damaged as what has another hash
+    raise ValueError(f"{path} is damaged")
+
+
+def clean(run: str | Path, step: int) -> None:
+    """Delete what a killed run leaves behind: folders that are not complete. Checkpoints after
+    `step`, from which the run goes on, are damaged: they are kept under another name."""
+    for folder in Path(run).glob("checkpoints/step_*.partial"):
+        shutil.rmtree(folder)
+    for folder in named_checkpoints(run):
+        if int(folder.name[5:]) > step:
+            aside = folder.with_name(f"damaged_{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+            folder.rename(aside)
+        elif not (folder / "state.json").exists():
             shutil.rmtree(folder)
     shutil.rmtree(Path(run) / "final.partial", ignore_errors=True)
 
@@ -565,9 +682,9 @@ def drop_old(run: str | Path, keep: int) -> None:
 def resume(folder: str | Path, trained: Trained) -> dict:
     """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded
     by `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if it is
-    broken."""
+    broken; whether its files are intact is what `newest_intact` checks."""
     try:
-        state = json.loads((Path(folder) / "state.json").read_text())
+        state, _ = read_state(folder)
         reader = HuggingFaceStorageReader(str(Path(folder) / "training"))
         with warnings.catch_warnings(action="ignore"):
             dcp.load(training_tensors(trained), storage_reader=reader,

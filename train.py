@@ -58,6 +58,7 @@ class Run:
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    notes: list[str]  # what is wrong with the newest checkpoints
     lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
@@ -179,24 +180,27 @@ def start(cfg: Config) -> Run | None:
 
 
 def load(cfg: RunConfig) -> Run:
-    """Load the models, or the newest checkpoint. Raises ValueError for one that is broken."""
+    """Load the models, or the newest intact checkpoint. Raises ValueError for a broken model, or
+    if all checkpoints are damaged."""
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    newest = next(reversed(rl.checkpoints(cfg.out)), None)
+    newest, notes = rl.newest_intact(cfg.out)
     policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
     state = {"step": 0, "horizon": {}}
     if newest:
         state |= rl.resume(newest, trained)
     return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, state["step"],
-               saved=state["step"] if newest else None, adaptive=state["horizon"])
+               saved=state["step"] if newest else None, adaptive=state["horizon"], notes=notes)
 
 
 def is_finished(run: Run, steps: int) -> bool:
     """Whether the run has taken all its steps; if so, rank 0 says so."""
-    finished = run.step >= steps and (run.folder / "final").exists()
+    # A finished run stays finished when its last checkpoint is damaged.
+    saved = max((int(folder.name[5:]) for folder in rl.named_checkpoints(run.folder)), default=0)
+    finished = saved >= steps and (run.folder / "final").exists()
     if finished and run.rank == 0:
-        print(f"{run.folder} is finished ({run.step} steps)")
+        print(f"{run.folder} is finished ({saved} steps)")
     return finished
 
 
@@ -211,6 +215,8 @@ def prepare(run: Run) -> None:
         return
     if run.cfg.resume and run.saved is None:
         print(f"{run.folder} has no complete checkpoint: starting at step 0", file=sys.stderr)
+    if run.notes:
+        print(f"{'; '.join(run.notes)}: going on from step {run.step}", file=sys.stderr)
     prepare_folder(run.cfg, run.folder, run.step)
     run.report = reporter(run.cfg)
 
@@ -235,8 +241,10 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     elif cfg.lora_rank:
         dtype = compute_dtype
     source = cfg.model if cfg.lora_rank else newest or cfg.model
-    policy, tokenizer = rl.load_policy(str(source), "cpu", dtype)
-    agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be cut into turns
+    # The chat template is tried before the weights, whose loading may take minutes.
+    tokenizer = rl.load_tokenizer(str(source))
+    fix_chat(tokenizer, newest)
+    policy = rl.load_model(str(source), "cpu", dtype)
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
         raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
@@ -253,6 +261,15 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     elif kl_coef:
         reference = placed(rl.load_policy(cfg.model, "cpu", compute_dtype)[0].eval(), cfg, device)
     return policy, tokenizer, trained, reference
+
+
+def fix_chat(tokenizer: PreTrainedTokenizerBase, newest: Path | None) -> None:
+    """Fix what the tokenizer's chat template gives: the text of the run's start, which its
+    checkpoints keep. Raises ValueError for a template that cannot be used."""
+    saved = rl.read_state(newest)[0] if newest else {}
+    tokenizer.rendered_marks = (saved.get("rendered_marks")
+                                or of_rank_0(lambda: agent.render_marks(tokenizer)))
+    agent.Chat(tokenizer)
 
 
 def trainable(model: nn.Module, lr: float, cfg: RunConfig,
@@ -309,7 +326,7 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     """Make the run folder, and delete what an earlier process wrote after the checkpoint at
     `step`."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-    rl.clean(folder)
+    rl.clean(folder, step)
     shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
@@ -452,7 +469,8 @@ def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint to continue from at `step`, and draw the curves anew."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
-            {"step": step, "horizon": run.adaptive}, run.trained)
+            {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
+             "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)
         if (run.folder / "metrics.jsonl").stat().st_size:

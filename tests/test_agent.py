@@ -1,7 +1,10 @@
 """Chat rendering, action formats, parsing, and the phases of a dialogue."""
 
+import copy
 import doctest
 import random
+import resource
+import time
 
 import pytest
 
@@ -67,6 +70,57 @@ def test_a_template_that_repeats_a_message_is_refused():
 
     with pytest.raises(ValueError, match="does not show each message once"):
         Chat(Repeating())
+
+
+def with_template(tokenizer, template):
+    """A copy of a tokenizer with another chat template."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    vars(other).pop("rendered_marks", None)
+    return other
+
+
+BROKEN_TEMPLATES = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "within 2 s",
+    "{{ 9 ** (9 ** 9) }}": "within 2 s",
+    "{% for %}": "fails: TemplateSyntaxError",
+    "{{ raise_exception('only with tools') }}": "fails: TemplateError only with tools",
+    "{{ messages[0].nothing.at_all }}": "fails: UndefinedError",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "fails: RecursionError",
+    "{{ 'x' * 3000000000 }}": "fails: MemoryError",
+    "{% for i in range(30) %}{{ 'x' * 100000000 }}{% endfor %}": "fails: MemoryError",
+    "{{ 'x' * 10000000 }}": "writes more than 1048576 bytes",
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "writes nothing after a reply",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN_TEMPLATES)
+def test_a_template_that_cannot_be_used_is_refused_soon_and_in_little_memory(tiny, template):
+    tokenizer = with_template(tiny[1], template)
+
+    def spent():
+        """Seconds of processor time, and kilobytes, of this process and its children."""
+        own, children = (resource.getrusage(who) for who in
+                         (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        seconds = time.process_time() + children.ru_utime + children.ru_stime
+        return seconds, max(own.ru_maxrss, children.ru_maxrss)
+
+    seconds, kilobytes = spent()
+    with pytest.raises(ValueError) as refused:
+        Chat(tokenizer)
+    assert BROKEN_TEMPLATES[template] in " ".join(str(refused.value).split())
+    seconds_after, kilobytes_after = spent()
+    assert seconds_after - seconds < 5
+    assert kilobytes_after - kilobytes < 1_000_000
+
+
+def test_a_template_that_shows_the_time_shows_one_time(tiny):
+    template = "{{ strftime_now('%H:%M:%S.%f') }}\n" + tiny[1].chat_template
+    tokenizer = with_template(tiny[1], template)
+    first = Chat(tokenizer)
+    time.sleep(0.001)
+    assert Chat(tokenizer).start("Play.", "A wall.") == first.start("Play.", "A wall.")
+    assert Chat(with_template(tokenizer, template)).head != first.head  # a run of its own
 
 
 # ---- action formats ----

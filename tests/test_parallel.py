@@ -113,8 +113,12 @@ def test_a_run_goes_on_with_another_number_of_processes(reference, first, second
     done = run(*args, "--steps", "2", launcher=first)
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path / "r")) == 2
+    saved = tmp_path / "r/checkpoints/step_000002"
+    _, hashes = rl.read_state(saved)
+    assert set(hashes) == set(rl.file_names(saved)) - {"state.json"}
     done = run(*args, "--resume", launcher=second)
     assert done.returncode == 0, done.stderr
+    assert "going on" not in done.stderr
     expected, actual = metrics(reference), metrics(tmp_path / "r")
     assert len(actual) == len(expected) == 3
     for row, expected_row in zip(actual, expected):
@@ -178,9 +182,11 @@ def test_a_broken_checkpoint_is_one_line(reference, tmp_path):
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:1000])
+    shutil.rmtree(out / "checkpoints/step_000002")
     done = run("--out", str(out), "--save_every", "1", "--algo", "ppo", *SMALL, "--resume")
     assert done.returncode == 2
-    assert "is broken" in done.stderr.splitlines()[-1]
+    assert len(done.stderr.splitlines()) == 1
+    assert "is damaged" in done.stderr
 
 
 # ---- what a run leaves behind ----

@@ -2,6 +2,8 @@
 
 import copy
 import doctest
+import json
+import shutil
 
 import pytest
 import torch
@@ -207,6 +209,97 @@ def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
     assert all(torch.equal(weights[name], loaded_weights[name]) for name in weights)
     assert list(folder.glob("*.safetensors"))
     assert not list(folder.glob("*.bin"))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny, tmp_path_factory):
+    """The folder of a run with two checkpoints, of a small model."""
+    run = tmp_path_factory.mktemp("runs") / "r"
+    model = random_model("qwen2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (6, 7):
+        state = {"step": step, "horizon": {"babyai": {"stage": 1, "means": [0.1, 1e-7]}}}
+        rl.save(run / f"checkpoints/step_{step:06d}", model, tiny[1], state,
+                {"policy": (model, optimizer)})
+    return run
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def delete(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut, delete])
+def test_a_damaged_file_makes_the_checkpoint_before_the_newest_intact_one(
+        run_folder, damage, tmp_path):
+    before, newest = sorted((run_folder / "checkpoints").iterdir())
+    assert rl.newest_intact(run_folder) == (newest, [])
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(newest)) for path in files}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+            "tokenizer_config.json", "chat_template.jinja", "state.json"} < names
+    assert any(name.startswith("training/") for name in names)
+    for path in files:
+        whole = path.read_bytes()
+        damage(path)
+        intact, (note,) = rl.newest_intact(run_folder)
+        path.write_bytes(whole)
+        assert intact == before, path
+        assert note.startswith(f"{path} is "), note
+    assert rl.newest_intact(run_folder) == (newest, [])
+
+
+def test_damaged_checkpoints_alone_are_refused_and_none_at_all_are_not(run_folder, tmp_path):
+    run = tmp_path / "r"
+    shutil.copytree(run_folder, run)
+    tokenizer, weights = [
+        run / "checkpoints" / name
+        for name in ("step_000006/tokenizer.json", "step_000007/model.safetensors")]
+    delete(tokenizer)
+    flip_a_bit(weights)
+    with pytest.raises(ValueError) as refused:
+        rl.newest_intact(run)
+    assert f"{weights} is damaged; {tokenizer} is missing" in str(refused.value)
+
+    # Only folders that never got their names: the run was killed before its first checkpoint.
+    shutil.rmtree(run / "checkpoints/step_000006")
+    (run / "checkpoints/step_000007").rename(run / "checkpoints/step_000007.partial")
+    assert rl.newest_intact(run) == (None, [])
+
+
+def test_no_flipped_bit_of_state_json_goes_unseen(tmp_path):
+    (tmp_path / "a").write_text("the only other file")
+    state = {"step": 7, "horizon": {}, "optimizer_steps": {"policy": 3.0}}
+    rl.write_state(tmp_path, state, {"a": rl.file_hash(tmp_path / "a")})
+    path = tmp_path / "state.json"
+    whole = path.read_bytes()
+    assert rl.read_state(tmp_path)[0] == state
+    for place in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="state.json is damaged"):
+            rl.read_state(tmp_path)
+
+
+def test_a_checkpoint_of_a_version_without_hashes_is_accepted_and_named(run_folder, tmp_path):
+    run = tmp_path / "r"
+    shutil.copytree(run_folder, run)
+    newest = run / "checkpoints/step_000007"
+    state = {"step": 7, "horizon": {}, "optimizer_steps": {"policy": 0.0}}
+    (newest / "state.json").write_text(json.dumps(state))
+    intact, (note,) = rl.newest_intact(run)
+    assert intact == newest
+    assert note.startswith(f"{newest} is of an older version")
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./missing", "missing"])

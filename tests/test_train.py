@@ -143,6 +143,86 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
     assert len(again.stdout.splitlines()) == 1
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_never_trained_on(reference, tmp_path):
+    out = tmp_path / "r"
+    args = ["--out", str(out), "--save_every", "1", *SMALL]
+    shutil.copytree(reference, out)
+    newest = out / "checkpoints/step_000003"
+    (newest / "tokenizer.json").unlink()
+
+    # A finished run stays finished.
+    done = run(*args, "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out} is finished (3 steps)\n"
+
+    # Another run goes on from the checkpoint before, and keeps the damaged one.
+    shutil.rmtree(out / "final")
+    done = run(*args, "--resume")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "checkpoint" in line]
+    assert said == [f"{newest}/tokenizer.json is missing or cannot be read: "
+                    "going on from step 2"]
+    assert metrics(out) == metrics(reference)
+    for name in ("final", "checkpoints/step_000003"):
+        assert (out / name / "tokenizer.json").exists()
+        weights = f"{name}/model.safetensors"
+        assert (out / weights).read_bytes() == (reference / weights).read_bytes()
+    assert len(list((out / "checkpoints").iterdir())) == 3
+    assert not (out / "checkpoints/damaged_step_000003/tokenizer.json").exists()
+
+    # No checkpoint is left to go on from.
+    shutil.rmtree(out / "final")
+    for folder in (out / "checkpoints").glob("step_*"):
+        (folder / "state.json").unlink()
+    before = contents(out)
+    done = run(*args, "--resume")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert f"{newest}/state.json is missing" in done.stderr
+    assert contents(out) == before
+
+
+def tiny_with_template(folder, template):
+    """A model folder: the tiny model with another chat template."""
+    shutil.copytree(rl.TINY_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return ["--model", str(folder), "--kl_coef", "0", "--max_length", "4096", "--dtype", "float32"]
+
+
+def test_a_template_that_shows_the_time_shows_that_of_the_runs_start(tmp_path):
+    template = (rl.TINY_MODEL / "chat_template.jinja").read_text()
+    model = tiny_with_template(tmp_path / "m", "{{ strftime_now('%H:%M:%S.%f') }}" + template)
+    args = [*model, "--out", str(tmp_path / "r"), *SMALL]
+    for flags in (["--steps", "2"], ["--steps", "3", "--resume"]):
+        done = run(*args, *flags)
+        assert done.returncode == 0, done.stderr
+    _, tokenizer = rl.load_policy(str(tmp_path / "r/final"))
+    assert "strftime_now" in tokenizer.chat_template
+    beginnings = set()
+    for step in range(3):
+        for t in read_jsonl(tmp_path / f"r/trajectories/step_{step:06d}.jsonl"):
+            beginnings.add(tokenizer.decode(t["tokens"]).partition("<|im_start|>")[0])
+    (beginning,) = beginnings
+    assert len(beginning) == len("12:34:56.123456")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sft.py", "eval.py"])
+def test_a_template_that_fails_is_one_line_and_nothing_written(script, tmp_path):
+    model = tiny_with_template(tmp_path / "m", "{{ raise_exception('two\nlines') }}")
+    if script != "train.py":
+        model = model[:2]
+    demos = ["--demos", "1"] if script == "sft.py" else []
+    done = run_script(script, *model, *demos, "--out", tmp_path / "r")
+    assert done.returncode == 2
+    assert done.stderr == (f"{script}: this tokenizer's chat template fails: "
+                           "TemplateError two lines\n")
+    assert not (tmp_path / "r").exists()
+
+
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
             "--save_every", "5"]
