@@ -332,8 +332,11 @@ def render_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
     """The conversation of MARKS as the tokenizer's chat template writes it.
 
     The template is a program that comes with a model, so it runs in a child process with limits.
-    Raises ValueError for a template that fails or exceeds them.
+    Raises ValueError if there is no template, or for one that fails or exceeds them.
     """
+    if not tokenizer.chat_template:
+        raise ValueError("this model has no chat template: take its Instruct version, or give a "
+                         "file with --chat_template")
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     child = fork.Process(target=_send_marks, args=(tokenizer, sender), daemon=True)
@@ -394,7 +397,6 @@ class Chat:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
-<<<<<<< HEAD
         # A copy with a setting of its own, as transformers changes that of the tokenizer with
         # every call. Used without transformers' wrapper, which doubles the time.
         self.encoder = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
@@ -402,12 +404,6 @@ class Chat:
             self.encoder.encode_special_tokens = True
             self.encoder.no_truncation()
             self.encoder.no_padding()
-        # Render a conversation of three marks, and cut the text at the marks.
-        marks = ["@first@", "@reply@", "@next@"]
-        roles = ["user", "assistant", "user"]
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-=======
         if not hasattr(tokenizer, "rendered_marks"):
             tokenizer.rendered_marks = render_marks(tokenizer)
         # Cut the text at the marks.
@@ -423,10 +419,7 @@ class Chat:
         # to_user: between a reply and an observation. to_policy: the generation prompt, between
         # an observation and a reply.
         self.head, self.to_reply, self.to_user = pieces
-<<<<<<< HEAD
         self.to_policy = self._encode_piece(text)
-=======
-        self.to_policy = self._encode(text)
         if not self.to_user:
             raise ValueError("this tokenizer's chat template writes nothing after a reply, "
                              "so a reply would have no end")

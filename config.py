@@ -266,6 +266,7 @@ class RunConfig:
                              "babyai:2,textcraft:1")
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
                              "a folder, a GGUF file, or a hub id")
+    chat_template: str = arg("", "file with a chat template (Jinja), for a model that has none")
     data: str = arg(
         "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")

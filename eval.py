@@ -58,6 +58,7 @@ class EvalConfig:
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
                              "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
                              "openai:NAME on the server --base_url")
+    chat_template: str = arg("", "file with a chat template (Jinja), for a model that has none")
     base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from "
                             "the environment's OPENAI_API_KEY")
     samples: Annotated[int, positive] = arg(
@@ -195,6 +196,8 @@ def check_eval_config(cfg: EvalConfig) -> None:
     check_item_count(cfg)
     check_model_flags(cfg)
     check_output_files(cfg)
+    if is_served(cfg):
+        check_served(cfg.base_url)
     envs.check_env(cfg.env, urls, **options)  # last, as it may take a while
 
 
@@ -219,6 +222,14 @@ def check_model_flags(cfg: EvalConfig) -> None:
                          "password: a key is taken from OPENAI_API_KEY")
     if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
         raise ValueError("--top_k, --min_p and --engine are for models that run here")
+
+
+def check_served(base_url: str) -> None:
+    """A server answers at --base_url, whatever it says. Raises ValueError after 10 s at most."""
+    try:
+        requests.get(base_url, timeout=(5, 5), stream=True).close()
+    except (requests.RequestException, ValueError) as e:
+        raise ValueError(f"no server answers at {base_url} ({type(e).__name__})") from e
 
 
 def check_output_files(cfg: EvalConfig) -> None:
@@ -342,7 +353,7 @@ def load_model(
         name = cfg.model.removeprefix("openai:")
         return ServedModel(name, cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = rl.load_tokenizer(cfg.model)
+    tokenizer = rl.load_tokenizer(cfg.model, cfg.chat_template)
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
     return rl.load_model(cfg.model, device, getattr(torch, cfg.dtype)), tokenizer
 

@@ -108,8 +108,9 @@ def load_model(name: str, device: str | torch.device = "cpu",
     return model.to(device)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of `load_policy`. A GGUF file is checked first."""
+def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer of `load_policy`. A GGUF file is checked first. chat_template: a file with a
+    template that takes the place of the model's own."""
     path = model_path(name)
     split = check_gguf(path) if path.endswith(".gguf") else ""
     try:
@@ -120,6 +121,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if chat_template:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, ValueError) as e:
+            raise ValueError(f"cannot read --chat_template {chat_template}") from e
     return tokenizer
 
 

@@ -242,14 +242,15 @@ def sft(cfg: SFTConfig) -> None:
         signals = StopSignals()
         run = None
         try:
-            run = train.load(cfg)
-            demos, held_out = of_rank_0(partial(gather_trajectories, run))
-            steps = cfg.epochs * -(-len(demos) // cfg.batch)
-            if not train.is_finished(run, steps):
-                train.prepare(run)
-                write_demos(run, demos, held_out)
-                train.prepare_rollouts(run, "ragged", cfg.slots)
-                training_loop(run, demos, held_out, steps, pool, signals)
+            with train.lack_in_one_line(cfg, "sft.py"):
+                run = train.load(cfg)
+                demos, held_out = of_rank_0(partial(gather_trajectories, run))
+                steps = cfg.epochs * -(-len(demos) // cfg.batch)
+                if not train.is_finished(run, steps):
+                    train.prepare(run)
+                    write_demos(run, demos, held_out)
+                    train.prepare_rollouts(run, "ragged", cfg.slots)
+                    training_loop(run, demos, held_out, steps, pool, signals)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         finally:

@@ -16,7 +16,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -24,7 +25,9 @@ from typing import NoReturn, TextIO
 # config comes before torch: it sets how idle threads wait.
 from config import EVAL_ITEMS, Config, RunConfig, items_per_world, parse_config, servers
 import torch
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -79,9 +82,10 @@ def train(cfg: Config) -> None:
         signals = StopSignals()
         run = None
         try:
-            run = start(cfg)
-            if run is not None:
-                training_loop(run, pool, signals)
+            with lack_in_one_line(cfg, "train.py"):
+                run = start(cfg)
+                if run is not None:
+                    training_loop(run, pool, signals)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         except envs.ItemError as e:
@@ -242,7 +246,7 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
         dtype = compute_dtype
     source = cfg.model if cfg.lora_rank else newest or cfg.model
     # The chat template is tried before the weights, whose loading may take minutes.
-    tokenizer = rl.load_tokenizer(str(source))
+    tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
     fix_chat(tokenizer, newest)
     policy = rl.load_model(str(source), "cpu", dtype)
     steady_length = rl.steady_length(policy.config)
@@ -306,8 +310,11 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
 def lock_folder(folder: Path) -> TextIO:
     """Take the run folder for this process -> an open file: the lock ends when it is closed, or
     with the process. Raises ValueError if another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as e:
+        raise ValueError(f"cannot write the run folder {folder}: {e.strerror}") from e
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
@@ -324,7 +331,8 @@ def release(run: Run | None) -> None:
 
 def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     """Make the run folder, and delete what an earlier process wrote after the checkpoint at
-    `step`."""
+    `step`. Raises ValueError, before that, if a row of metrics before it is damaged."""
+    rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder, step)
     shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
@@ -332,9 +340,23 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     for path in (folder / "trajectories").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) >= step:
             path.unlink()
-    metrics = folder / "metrics.jsonl"
-    rows = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    write_atomically(metrics, "".join(rows[:step]))  # one row a step
+    write_atomically(folder / "metrics.jsonl", "".join(row + "\n" for row in rows))
+
+
+def rows_before(metrics: Path, step: int) -> list[str]:
+    """The lines of metrics.jsonl for the steps before `step`."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    rows = []
+    damaged = 0  # the number of a line that cannot be read; the last one may be half written
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] < step:
+                rows.append(line)
+        except (ValueError, KeyError, TypeError):
+            damaged = number
+    if damaged and len(rows) < step:
+        raise ValueError(f"line {damaged} of {metrics} is damaged: delete it to go on without it")
+    return rows
 
 
 # ---- the parts of a training step ----
@@ -492,6 +514,30 @@ def finish(run: Run) -> None:
         world = next(iter(run.cfg.worlds))
         print(f"done: {run.folder}/final; "
               f"next: python eval.py --env {world} --model {run.folder}/final")
+
+
+@contextmanager
+def lack_in_one_line(cfg: RunConfig, script: str) -> Iterator[None]:
+    """A lack of disk space, memory or threads inside ends the process with one line and exit code
+    2."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError, SafetensorError, CheckpointException) as e:
+        reason = str(e)
+        if isinstance(e, CheckpointException):
+            reason = str(next(iter(e.failures.values()))[0])
+        is_lack = not isinstance(e, RuntimeError)
+        if not is_lack and not any(words in reason for words in LACKS):
+            raise
+        line = f"{reason.splitlines()[0] if reason else 'out of memory'}; "
+        if "memory" in line:
+            line += "a smaller --microbatch_tokens or --slots takes less; "
+        usage_error(ValueError(f"{line}{cfg.out} is kept, --resume goes on from its newest "
+                               "checkpoint"), script)
+
+
+# What PyTorch and Python say if there is no memory or thread to be had.
+LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread")
 
 
 def usage_error(e: Exception, script: str = "train.py") -> NoReturn:

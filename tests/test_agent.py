@@ -65,6 +65,8 @@ def test_an_action_has_the_same_tokens_in_the_list_and_in_a_reply(tiny):
 
 def test_a_template_that_repeats_a_message_is_refused():
     class Repeating:
+        chat_template = "repeats"
+
         def apply_chat_template(self, messages, **options):
             return "".join(message["content"] * 2 for message in messages)
 

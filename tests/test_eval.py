@@ -503,6 +503,14 @@ def test_bad_usage_is_one_line_and_exit_code_2_and_nothing_is_written(flags, tmp
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_models_server_that_does_not_answer_is_known_at_once(capsys):
+    start = time.monotonic()
+    flags = ["--model", "openai:x", "--base_url", "http://127.0.0.1:9/v1", "--items", "1"]
+    assert evaluation.main(flags) == 2
+    assert "no server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert time.monotonic() - start < 12
+
+
 def test_a_shell_sees_exit_code_2_and_the_line(tmp_path):
     code, out, err = command("--env", "nope", "--out", tmp_path / "r.json")
     assert (code, out) == (2, "")

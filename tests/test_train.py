@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -473,6 +474,44 @@ def test_a_folder_that_holds_rows_is_not_started_anew(tmp_path):
     assert done.returncode == 2
     assert "add --resume" in done.stderr and len(done.stderr.splitlines()) == 1
     assert (out / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_damaged_row_of_metrics_is_one_line_and_a_half_written_last_one_is_not(
+        reference, tmp_path):
+    rows = (reference / "metrics.jsonl").read_text()
+    for end in (len(rows) - 50, len(rows) // 2):
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.write_text(rows[:end])
+        number = rows[:end].count("\n") + 1
+        with pytest.raises(ValueError, match=f"line {number} of {metrics} is damaged"):
+            train.rows_before(metrics, number)
+        assert train.rows_before(metrics, number - 1) == rows.splitlines()[: number - 1]
+
+
+@pytest.mark.parametrize("limit, says", [
+    ("-f 2000", "File too large"),  # of the weights' file
+    ("-v 1700000", "memory"),
+])
+def test_a_lack_of_disk_or_memory_is_one_line(limit, says, tmp_path):
+    train_small = shlex.join([sys.executable, "train.py", *SMALL, "--out", str(tmp_path / "r")])
+    done = subprocess.run(["bash", "-c", f"ulimit {limit}; {train_small}"], cwd=ROOT, env=ENV,
+                          capture_output=True, text=True, timeout=300)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert last.startswith("train.py: ") and says in last and "--resume goes on" in last
+
+
+def test_a_model_without_a_chat_template_needs_the_file_of_one(tmp_path):
+    flags = ["--steps", "1", "--horizon", "2", "--max_tokens", "4", "--items_per_step", "1",
+             "--rollouts_per_item", "2", "--out", str(tmp_path / "r"),
+             *tiny_with_template(tmp_path / "base", "")]
+    done = run(*flags)
+    assert done.returncode == 2 and "no chat template: take its Instruct version" in done.stderr
+    done = run(*flags, "--chat_template", str(tmp_path / "nowhere"))
+    assert done.returncode == 2 and "cannot read --chat_template" in done.stderr
+    done = run(*flags, "--chat_template", "data/tiny/chat_template.jinja")
+    assert done.returncode == 0, done.stderr
+    assert rl.load_tokenizer(str(tmp_path / "r/final")).chat_template
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
