@@ -19,7 +19,6 @@ import random
 import re
 import sys
 import threading
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence

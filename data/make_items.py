@@ -137,8 +137,12 @@ def babyai(levels=BABYAI):
     return sorted(train), test
 
 
-def textcraft(distractor_sets={1: 9, 2: 3}):
-    """distractor_sets: depth -> how many sets of distractors are trained on."""
+# TextCraft's depth -> how many sets of distractors each of its goals is trained on with.
+SHALLOW = {1: 9, 2: 3}
+ALL_DEPTHS = {1: 3, 2: 3, 3: 3, 4: 3}
+
+
+def textcraft(distractor_sets=SHALLOW):
     rng = random.Random(0)
     test = {}
     for depth in (1, 2, 3, 4):
@@ -305,7 +309,7 @@ def make_all():
         write_set(".", env, *make())
     write_set("rooms", "babyai", *babyai_rooms())
     write_set("levels", "babyai", *babyai(ALL_LEVELS))
-    write_set("crafts", "textcraft", *textcraft({1: 3, 2: 3, 3: 3, 4: 3}))
+    write_set("crafts", "textcraft", *textcraft(ALL_DEPTHS))
 
 
 def write_set(folder, env, train, test):
