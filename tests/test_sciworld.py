@@ -55,6 +55,14 @@ def play(env, item, steps=6):
     return "\n".join(seen)
 
 
+def beside(env, **options):
+    """Another environment, in the JVM of `env`."""
+    other = SciWorld(**options)
+    other.jvm = env.jvm
+    env.jvm.worlds += 1
+    return other
+
+
 def fingerprint(env, items):
     texts = "".join(play(env, item) for item in items)
     return hashlib.sha256(texts.encode()).hexdigest()
@@ -251,6 +259,30 @@ def test_whoever_holds_no_password_cannot_call_a_jvm(world):
     with pytest.raises((Py4JError, OSError)):
         JavaGateway(gateway_parameters=stranger).jvm.java.lang.System.currentTimeMillis()
     assert world.step("look around").valid
+
+
+def test_a_reset_of_one_world_changes_no_reply_of_another(world):
+    world.reset(29)
+    agent = world.world.agent().get().uuid()
+    other = beside(world)
+    other.reset(1095)
+    # `mix agent` makes three objects, which have the next three numbers. They must not be those of
+    # the other world, or one of them would be the agent's.
+    assert agent - 3 <= world.jvm.object_ids.count() < agent
+    replies = [world.step(action) for action in ("mix agent", "disconnect agent")]
+    assert [step.valid for step in replies] == [True, True]
+    assert replies[1].observation == "agent has been disconnected"
+    other.close()
+
+
+def test_each_world_of_a_jvm_keeps_its_own_simplifications(world):
+    world.reset(0)
+    easy = beside(world, simplifications="easy")
+    easy.reset(0)
+    for _ in range(2):
+        assert not any(action.startswith("teleport") for action in world.valid_actions())
+        assert any(action.startswith("teleport") for action in easy.valid_actions())
+    easy.close()
 
 
 @pytest.mark.slow

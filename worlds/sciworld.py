@@ -1,8 +1,9 @@
 """SciWorld: primary school science in a house of ten rooms (ScienceWorld, Wang et al., 2022).
 
 The simulator is that of the package `scienceworld`.
-It is a Java program. One JVM holds many worlds (about 11 MB each). Calls that overlap corrupt the
-worlds of a JVM silently, so each JVM has a lock that every call takes.
+It is a Java program. One JVM holds many worlds (about 11 MB each). They share some of the
+simulator's state, so each JVM has a lock that every call takes, and every call first puts back the
+state of its own world (see `SciWorld._call`).
 
 Item numbers are AgentGym's: its 23 tasks in the package's order, each with all its variations,
 numbered through (0 to 4638). The package's other seven tasks follow (4639 to 7206).
@@ -164,6 +165,11 @@ class FairLock:
                 self.waiting[0].release()
 
 
+def singleton(package, name: str) -> JavaObject:
+    """The one instance of a Scala object."""
+    return getattr(getattr(package, f"{name}$"), "MODULE$")
+
+
 class JVM:
     """A Java process. `call` takes its lock.
 
@@ -188,8 +194,12 @@ class JVM:
             )
             parameters = GatewayParameters(port=port, auth_token=token, read_timeout=DEADLINE)
             self.gateway = JavaGateway(gateway_parameters=parameters)
-            # The simulator's random generator, one for all worlds of the JVM.
-            self.random = getattr(getattr(self.gateway.jvm.scala.util, "Random$"), "MODULE$")
+            # The simulator's state that all worlds of the JVM share (see `SciWorld._call`).
+            jvm = self.gateway.jvm
+            self.random = singleton(jvm.scala.util, "Random")
+            self.object_ids = singleton(jvm.util, "UniqueIdentifier")
+            self.simplifier = singleton(jvm.main.scala.scienceworld.runtime, "SimplifierProcessor")
+            self.simplifications = None  # those in force; None: those of the last world loaded
         except (OSError, Py4JError, ValueError) as e:
             if self.process is not None:
                 self.process.kill()
@@ -381,13 +391,30 @@ class SciWorld(Env):
 
     def _call(self, *calls):
         """Call methods of the world: (name, arguments ...) -> their results."""
-        # All worlds of a JVM share one random generator, which chooses by which of its names an
-        # object appears among the valid actions. With a seed for every call, a world's texts
-        # depend on its item and its own steps alone.
-        set_seed = (self.jvm.random.setSeed, self.seed)
+        # Three things in the simulator belong to all worlds of a JVM. Each call starts from its own
+        # world's, so that a world's texts depend on its item and its own steps alone.
+        # * The random generator chooses by which of its names an object appears among the valid
+        #   actions: every call has its own seed.
+        # * Objects are numbered, and objects of equal numbers are taken for the same one. Loading a
+        #   world starts the numbers again: in another world, a new object would get the number of
+        #   an old one, for example the agent's, and the old one would not be found.
+        # * The simplifications in force are those of the world loaded last.
+        jvm = self.jvm
         world_calls = [(getattr(self.world, name), *args) for name, *args in calls]
+
+        def call_own_world():
+            jvm.random.setSeed(self.seed)
+            getattr(jvm.object_ids, "count_$eq")(self.last_object_id)
+            if jvm.simplifications != self.active_simplifications:
+                if self.active_simplifications is not None:
+                    jvm.simplifier.parseSimplificationStr(self.active_simplifications)
+                jvm.simplifications = self.active_simplifications
+            results = [function(*args) for function, *args in world_calls]
+            self.last_object_id = jvm.object_ids.count()
+            return results
+
         try:
-            return self.jvm.call(set_seed, *world_calls)[1:]
+            return jvm.call((call_own_world,))[0]
         except EnvError:
             self.close()
             raise
@@ -400,7 +427,10 @@ class SciWorld(Env):
             self.jvm = _take_jvm()
         if self.world is None:
             self.world = self.jvm.new_world()
-        self._call(("load", task, variation, self.simplifications, False))
+        self.last_object_id = 0
+        self.active_simplifications = None  # loading puts them in force, and the next call asks
+        load = ("load", task, variation, self.simplifications, False)
+        _, self.active_simplifications = self._call(load, ("getSimplificationsUsed",))
         self.task_name = task
         self.variation = variation
 
