@@ -600,16 +600,29 @@ def http_server(handler):
         server.server_close()
 
 
+SECRET = "what another server of this machine says"
+
+
 @contextmanager
 def bystander():
-    """Another server on this machine, as there may be -> (its port, what it was asked for)."""
+    """Another server on this machine, as there may be -> (its port, what it was asked for).
+
+    A connection without a request counts too.
+    """
     seen = []
 
     class Bystander(SilentHandler):
+        def handle(self):
+            seen.append("connection")
+            super().handle()
+
         def do_GET(self):
             seen.append(self.path)
             self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Access-Control-Allow-Origin", "*")
             self.end_headers()
+            self.wfile.write(f"<title>{SECRET}</title><p>{SECRET}</p>".encode())
 
         do_POST = do_GET
 
@@ -1128,3 +1141,127 @@ def test_official_tasks_are_played_on_sites_of_the_users_own(tmp_path, monkeypat
     with pytest.raises(EnvError):  # the site does not answer any more
         gone.reset(0)
     gone.close()
+
+
+# ---- ways from an allowed site to another server ----
+
+CODES = (301, 302, 303, 307, 308)
+WORKER = """fetch('/302', {mode: 'no-cors'}).catch(() => 0);
+fetch('OTHER/worker', {mode: 'no-cors'}).catch(() => 0);
+new WebSocket('ws://HOST/worker');
+try { importScripts('/302') } catch (e) {}"""
+WAYS = {  # path -> a page that leads to another server at once, or when its button is clicked
+    "/refresh": "<meta http-equiv='refresh' content='0; url=OTHER/refresh'>",
+    "/location": "<script>location.href = 'OTHER/location'</script>",
+    "/replace": "<script>location.replace('/302')</script>",
+    "/frame": "<iframe src='/302'></iframe><iframe src='OTHER/frame'></iframe>",
+    "/nested": "<iframe src='/frame'></iframe><iframe srcdoc=\"<img src='/302'>\"></iframe>",
+    "/parts": "<img src='/302'><script src='/307'></script><link rel='stylesheet' href='/301'>"
+    "<object data='/302'></object><embed src='/302'><video src='/302'></video>",
+    "/early": "<link rel='preconnect' href='OTHER'><link rel='prefetch' href='/302'>"
+    "<link rel='preload' as='script' href='/302'><link rel='dns-prefetch' href='OTHER'>"
+    "<script type='speculationrules'>{\"prerender\": [{\"urls\": [\"/302\"]}]}</script>",
+    "/fetch": "<p id='out'></p><script>fetch('/302').then(r => r.text()).then(text => "
+    "{ document.querySelector('#out').innerText = text }).catch(() => 0)</script>",
+    "/beacon": "<script>navigator.sendBeacon('/307', 'x'); new EventSource('/302');"
+    "const x = new XMLHttpRequest(); x.open('POST', '/308'); x.send('x')</script>",
+    "/sockets": "<script>new WebSocket('ws://HOST/socket'); new WebSocket('/302')</script>",
+    "/worker": "<script>new Worker('/worker.js'); new SharedWorker('/worker.js')</script>",
+    "/turn": "<script>const c = new RTCPeerConnection({iceServers: [{username: 'a', "
+    "credential: 'b', urls: 'turn:HOST?transport=tcp'}]}); c.createDataChannel('a');"
+    "c.createOffer().then(offer => c.setLocalDescription(offer))</script>",
+    "/blank": "<script>window.open('/302')</script>",
+    "/link": "<a href='/302'>Go</a>",
+    "/ping": "<a href='/refresh' ping='/307 OTHER/ping'>Go</a>",
+    "/popup": "<a href='/302' target='_blank'>Go</a>",
+    "/opened": "<button onclick=\"window.open('/302')\">Go</button>",
+    "/written": "<button onclick=\"window.open().location = 'OTHER/written'\">Go</button>",
+    "/form": "<form action='OTHER/form' method='post'><button>Go</button></form>",
+    "/form302": "<form action='/302' method='post'><button>Go</button></form>",
+    "/form307": "<form action='/307' method='post'><button>Go</button></form>",
+    "/form308": "<form action='/308'><button>Go</button></form>",
+}
+
+
+@contextmanager
+def leading_site(folder, other):
+    """Serve WAYS, redirects to `other` (host:port) and a worker -> the address of the site."""
+
+    class Leading(SilentHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = self.path.partition("?")[0]
+            code, headers, page = 200, {"Content-Type": "text/html"}, ""
+            if path.strip("/").isdecimal():
+                code = int(path.strip("/"))
+                headers["Location"] = f"http://{other}{path}"
+            elif path == "/chain":
+                code, headers["Location"] = 302, "/chain2"
+            elif path == "/chain2":
+                code, headers["Location"] = 307, "/308"
+            elif path == "/header":
+                headers["Refresh"] = f"0; url=http://{other}/header"
+            elif path == "/worker.js":
+                headers["Content-Type"], page = "text/javascript", WORKER
+            elif path in WAYS:
+                page = f"<title>{path}</title><p>here</p>{WAYS[path]}"
+            else:
+                page = "<title>home</title>"
+            self.send_response(code)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            page = page.replace("OTHER", f"http://{other}").replace("HOST", other)
+            self.wfile.write(page.encode())
+
+        do_POST = do_GET
+
+    (folder / "tasks.json").write_text(json.dumps([official("look around")]))
+    with http_server(Leading) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@browser
+def test_nothing_leads_from_a_site_to_another_server(tmp_path, monkeypatch):
+    paths = [*(f"/{code}" for code in CODES), "/chain", "/header", *WAYS]
+    with bystander() as (port, seen), leading_site(tmp_path, f"127.0.0.1:{port}") as site:
+        monkeypatch.setenv("SHOPPING", site)
+        env = make_env("webarena", tasks=f"{tmp_path}/tasks.json")
+        env.reset(0)
+        for path in paths:
+            text = env.step(f"```goto [http://onestopmarket.com{path}]```").observation
+            assert SECRET not in text, path
+            number = tree.find(text, "link", "Go") or tree.find(text, "button", "Go")
+            assert (">Go</" in WAYS.get(path, "")) == (number is not None), path
+            if number is not None:
+                assert SECRET not in env.step(f"```click [{number}]```").observation, path
+            time.sleep(0.2)  # a request that was let through would arrive by now
+            assert seen == [], path
+        assert SECRET not in env._observe()
+        env.close()
+
+
+@browser
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(
+        tmp_path, monkeypatch, host):
+    with bystander() as (port, seen), leading_site(tmp_path, f"{host}:{port}") as site:
+        monkeypatch.setenv("SHOPPING", site)
+        env = make_env("webarena", tasks=f"{tmp_path}/tasks.json")
+        env.reset(0)
+        step = env.step("```goto [http://onestopmarket.com/302]```")
+        assert not step.valid and "not part of these sites" in step.observation
+        step = env.step("```goto [http://onestopmarket.com/link]```")
+        assert step.valid
+        number = tree.find(step.observation, "link", "Go")
+        step = env.step(f"```click [{number}]```")
+        assert step.valid and SECRET not in step.observation
+        assert "here" in env.step("```go_back```").observation
+
+        # Where a task begins with such a redirect, the addresses are wrong, not the agent.
+        env.own_tasks[0]["start_url"] = "__SHOPPING__/302"
+        message = f"leads to http://{host}:{port}/302, which is none of the sites"
+        with pytest.raises(EnvError, match=message):
+            env.reset(0)
+        assert seen == []
+        env.close()

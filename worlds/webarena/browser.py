@@ -4,7 +4,8 @@ Playwright's objects belong to the thread that made them. A `Browser` is therefo
 queue of jobs, a Chromium of its own and up to `MAX_WINDOWS` windows. The caller waits and watches:
 if a job takes longer than `JOB_TIMEOUT` seconds (a crashed page can hang for a minute), the caller
 kills Chromium by its process id. The episodes that were open in it get an `EnvError`, and the next
-window starts a new Chromium. Only the addresses that a window allows are ever requested.
+window starts a new Chromium. Only the addresses that a window allows are ever requested: Chromium
+finds no other server (`resolver_rules`), whatever leads there.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
+from urllib.parse import urlsplit
 
 from envs import EnvError
 from worlds.webarena import tree
@@ -111,15 +113,32 @@ def _one_line(error):
 # ---- browsers ----
 
 
+def resolver_rules(roots: Sequence[str]) -> str:
+    """Chromium's --host-resolver-rules with which it finds the servers of `roots` and no other.
+
+    Chromium looks up the host and port of every connection, numeric addresses too. The rules thus
+    hold for redirects, workers, sockets, preconnections and WebRTC, which playwright's handlers do
+    not see. The first rule that matches counts; no host can have the name "^NOTFOUND".
+
+    >>> resolver_rules(["http://a.localhost:80", "https://b.org"])
+    'MAP a.localhost:80 a.localhost:80, MAP b.org:443 b.org:443, MAP * ^NOTFOUND'
+    """
+    rules = []
+    for root in roots:
+        parts = urlsplit(root)
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        rules.append(f"MAP {host}:{port} {host}:{port}")
+    return ", ".join([*rules, "MAP * ^NOTFOUND"])
+
+
 class Browser:
     """A thread with a Chromium, which starts with the first window and again when it is gone."""
 
-    def __init__(self, executable: str, hosts: Sequence[str]) -> None:
-        """hosts: patterns of the host names that may be looked up ("*.localhost")."""
+    def __init__(self, executable: str, roots: Sequence[str]) -> None:
+        """roots: the servers that may be connected to ("http://shop.localhost:8000")."""
         self.executable = executable
-        # No name is found except those of `hosts`.
-        exceptions = "".join(f", EXCLUDE {host}" for host in hosts)
-        self.resolver_rules = "MAP * ~NOTFOUND" + exceptions
+        self.resolver_rules = resolver_rules(roots)
         self.num_windows = 0
         # Jobs: (future, function, arguments). None ends the thread.
         self.inbox = queue.SimpleQueue()
@@ -226,17 +245,17 @@ class Browser:
 
 
 _LOCK = threading.Lock()
-_BROWSERS = {}  # (executable, hosts) -> list of browsers
+_BROWSERS = {}  # (executable, roots) -> list of browsers
 
 
-def take(executable: str, hosts: tuple) -> Browser:
+def take(executable: str, roots: tuple) -> Browser:
     """A browser with room for a window. Give it back with `leave`."""
     with _LOCK:
-        browsers = [b for b in _BROWSERS.get((executable, hosts), []) if not b.broken]
-        _BROWSERS[executable, hosts] = browsers
+        browsers = [b for b in _BROWSERS.get((executable, roots), []) if not b.broken]
+        _BROWSERS[executable, roots] = browsers
         browser = next((b for b in browsers if b.num_windows < MAX_WINDOWS), None)
         if browser is None:
-            browser = Browser(executable, hosts)
+            browser = Browser(executable, roots)
             browsers.append(browser)
         browser.num_windows += 1
         return browser
@@ -289,7 +308,8 @@ class Window:
         self.storage = None  # a storage-state file, for the next `begin`
 
         self.allowed = re.compile(allowed)
-        # Playwright wants patterns of what to stop.
+        # Playwright wants patterns of what to stop. It asks about first requests, not about the
+        # redirects that follow: those to other servers fail by `resolver_rules`.
         self.refused = re.compile(f"^(?!{allowed}|about:blank|data:|blob:)")
         sockets = allowed.replace("https:", "wss:").replace("http:", "ws:")
         self.refused_sockets = re.compile(f"^(?!{sockets})")
@@ -300,6 +320,7 @@ class Window:
         self.sessions = {}  # page -> its session of the debugging protocol
         self.crashed = False
         self.requested = 0  # navigations that were requested
+        self.destination = ""  # the address of the last one, after redirects
         self.loaded = 0  # the value of `requested` when the last page was loaded
 
     # -- the context and its tabs --
@@ -320,10 +341,28 @@ class Window:
         self.context.set_extra_http_headers(headers)
         for address in addresses:  # in new tabs, because the old ones have a history
             self.page = self.context.new_page()
-            self.page.goto(address, wait_until="load")
+            self._open(address)
         for page in old_pages:
             page.close()
         self.page = self.context.pages[0]
+
+    def _open(self, address):
+        """Open an address in the current tab. A redirect to another server is an EnvError."""
+        from playwright.sync_api import Error
+
+        self.destination = address
+        try:
+            self.page.goto(address, wait_until="load")
+        except Error as error:
+            if not self._left_the_sites():
+                raise
+            raise EnvError(
+                f"browser: {address} leads to {self.destination}, which is none of the sites"
+            ) from error
+
+    def _left_the_sites(self):
+        """Whether the last navigation was to another server, where nothing is requested."""
+        return not self.allowed.match(self.destination)
 
     def _new_context(self):
         try:
@@ -363,6 +402,7 @@ class Window:
     def _on_request(self, request):
         if self._is_navigation(request):
             self.requested += 1
+            self.destination = request.url
 
     def _on_request_failed(self, request):
         if self._is_navigation(request):
@@ -611,9 +651,12 @@ class Window:
         if not self.allowed.match(address):
             return "That address is not part of these sites."
         self._before_action()
+        self.destination = address
         try:
             self.page.goto(address, wait_until="load")
         except Error as error:
+            if self._left_the_sites():
+                return "That address leads to a page that is not part of these sites."
             self._raise_if_lost(error)
             return "That address could not be opened."
         return ""

@@ -375,16 +375,10 @@ class WebArena(Env):
 
     def _take_browser(self):
         real_addresses = [real for real, _ in self._address_pairs()]
-        if self.own_tasks is None:
-            hosts = ("*.localhost", "localhost")
-            grace = 0.0
-        else:
-            hosts = {re.sub(r"^https?://|[:/].*", "", real) for real in self.places.values()}
-            hosts = tuple(sorted(hosts))
-            grace = browser.GRACE
+        grace = 0.0 if self.own_tasks is None else browser.GRACE
         roots = sorted({re.match(r"https?://[^/]*", real)[0] for real in real_addresses})
         allowed = "(?:" + "|".join(re.escape(root) for root in roots) + ")(?:[/?#]|$)"
-        self.browser = browser.take(self.chromium, hosts)
+        self.browser = browser.take(self.chromium, tuple(roots))
         self.window = browser.Window(
             self.browser, allowed, *self.size, append=self.append, grace=grace
         )
