@@ -7,9 +7,9 @@ cores); `quick` plays the short ones, a name (see the table) that one.
 
 `chaos` trains for 20 steps and evaluates on a server behind a proxy that answers 10 % of the
 requests with status 500, lets 5 % hang, tears 5 % of the replies, gives 2 % another shape and 2 %
-of the creates a number that is in use, while the server is killed and started again three times.
-Then every trajectory that was kept is played again in this process: each observation must be the
-same.
+of the creates a number that is in use, while the server is killed and started again three times,
+and another client has taken the first 1,000 numbers. Then every trajectory that was kept is played
+again in this process: each observation must be the same.
 """
 
 import http.client
@@ -25,13 +25,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
+import requests
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import agent  # noqa: E402
 from envs import make_env, split_item  # noqa: E402
 
 
-ACTION_FORMAT = "react"  # of the built-in model in TextCraft
+ACTION_FORMAT = "react"  # of the built-in model in BabyAI
 
 
 class Case(NamedTuple):
@@ -94,7 +96,8 @@ CASES = {
 class FaultyProxy(ThreadingHTTPServer):
     """Passes requests on to `port`, a server on loopback, and does something wrong with many.
 
-    A client's connection ends with the connection to the server, as it would without the proxy.
+    A client's connection ends with the connection to the server, as it would without the proxy:
+    see `cut_off`.
     """
 
     daemon_threads = True
@@ -105,7 +108,16 @@ class FaultyProxy(ThreadingHTTPServer):
         self.rng = random.Random(seed)
         self.counts = dict.fromkeys(("requests", "500", "hang", "torn", "shape", "used"), 0)
         self.numbers = [0]  # all that /create has given
+        self.connections = set()
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
+
+    def cut_off(self):
+        """End all connections: the server has died."""
+        for connection in list(self.connections):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the client was faster
 
     @property
     def url(self):
@@ -117,7 +129,13 @@ class FaultyHandler(BaseHTTPRequestHandler):
 
     def setup(self):
         super().setup()
+        self.server.connections.add(self.connection)
         self.backend = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+
+    def finish(self):
+        self.server.connections.discard(self.connection)
+        self.backend.close()
+        super().finish()
 
     def do_POST(self):
         """Pass a request on, or not."""
@@ -173,12 +191,37 @@ class FaultyHandler(BaseHTTPRequestHandler):
         pass
 
 
-def start_server(env, port):
-    """Our server, in a process of its own -> the process, when it answers."""
-    command = [sys.executable, "envs.py", "serve", "--env", env, "--port", str(port)]
+def start_server(env):
+    """Our server, in a process of its own -> (process, port), when it answers."""
+    command = [sys.executable, "envs.py", "serve", "--env", env, "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    return process
+    return process, int(process.stdout.readline().split(":")[-1])
+
+
+def restart_server(proxy, process, successor):
+    """Let another server, (process, port), take the place of the one behind the proxy, which is
+    killed -> its process."""
+    new, proxy.port = successor
+    process.kill()
+    process.wait()
+    proxy.cut_off()
+    return new
+
+
+def wait_for_requests(proxy, count, process):
+    """Return after so many more requests, or at the end of the process."""
+    until = proxy.counts["requests"] + count
+    while proxy.counts["requests"] < until and process.poll() is None:
+        time.sleep(0.01)
+
+
+def take_numbers(port, count):
+    """Begin episodes on the server, as another client of it."""
+    for number in range(count):
+        url = f"http://127.0.0.1:{port}"
+        created = requests.post(f"{url}/create", json={}, timeout=10).json()
+        body = {"id": created["id"], "data_idx": number}
+        requests.post(f"{url}/reset", json=body, timeout=10)
 
 
 def replay(path, env):
@@ -196,12 +239,10 @@ def replay(path, env):
     return len(kept), different, len(rows)
 
 
-def chaos(env_name="textcraft", steps=20, seed=0):
+def chaos(env_name="babyai", steps=20, seed=0):
     """Train and evaluate on a server behind the faulty proxy -> the exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        process = start_server(env_name, port)
+        process, port = start_server(env_name)
         proxy = FaultyProxy(port, seed)
         out = Path(folder) / "run"
         flags = ["--env", env_name, "--env_url", proxy.url, "--deadline", "4",
@@ -209,23 +250,29 @@ def chaos(env_name="textcraft", steps=20, seed=0):
         train = subprocess.Popen([sys.executable, "train.py", *flags, "--steps", str(steps),
                                   "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL)
         restarts = 0
+        successor = None  # ready beforehand, so that the server is away for an instant only
         while train.poll() is None:
-            time.sleep(0.2)
+            time.sleep(0.05)
+            if not successor and restarts < 3:
+                successor = start_server(env_name)
+                take_numbers(successor[1], 1000)
             rows = out / "metrics.jsonl"
             done = rows.read_text().count("\n") if rows.exists() else 0
             if restarts < 3 and done >= (restarts + 1) * steps // 4:
-                process.kill()
-                process.wait()
-                process = start_server(env_name, port)
+                wait_for_requests(proxy, 200, train)  # to be in the middle of a rollout
+                process = restart_server(proxy, process, successor)
+                successor = None
                 restarts += 1
         played = Path(folder) / "eval.jsonl"
         evaluation = subprocess.run([sys.executable, "eval.py", *flags, "--items", "60", "--model",
                                      str(out / "final"), "--trajectories", str(played)],
-                                    cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                                    cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         process.kill()
         env = make_env(env_name)
         totals = [0, 0, 0]
-        for path in [*sorted(out.glob("trajectories/*.jsonl")), played]:
+        if evaluation.returncode:
+            print(evaluation.stderr.decode()[-500:])
+        for path in [*out.glob("trajectories/*.jsonl"), *played.parent.glob(played.name)]:
             totals = [a + b for a, b in zip(totals, replay(path, env))]
     kept, different, all_played = totals
     print(f"training rc {train.returncode}, evaluation rc {evaluation.returncode}, {restarts} "
