@@ -1229,11 +1229,15 @@ def test_nothing_leads_from_a_site_to_another_server(tmp_path, monkeypatch):
         env = make_env("webarena", tasks=f"{tmp_path}/tasks.json")
         env.reset(0)
         for path in paths:
-            text = env.step(f"```goto [http://onestopmarket.com{path}]```").observation
-            assert SECRET not in text, path
-            number = tree.find(text, "link", "Go") or tree.find(text, "button", "Go")
-            assert (">Go</" in WAYS.get(path, "")) == (number is not None), path
-            if number is not None:
+            has_button = ">Go</" in WAYS.get(path, "")
+            for _ in range(10):
+                text = env.step(f"```goto [http://onestopmarket.com{path}]```").observation
+                assert SECRET not in text, path
+                number = tree.find(text, "link", "Go") or tree.find(text, "button", "Go")
+                if number is not None or not has_button:
+                    break  # else a window of the page before has opened just now, in front
+            assert (number is not None) == has_button, path
+            if has_button:
                 assert SECRET not in env.step(f"```click [{number}]```").observation, path
             time.sleep(0.2)  # a request that was let through would arrive by now
             assert seen == [], path
