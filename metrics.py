@@ -139,6 +139,37 @@ def reporter(cfg: "Config") -> Callable[[dict], object]:
 # ---- files ----
 
 
+def read_objects(path: Path) -> tuple[list[dict], int]:
+    """The JSON objects of a .jsonl file, one a line -> (objects, number of lines that hold none).
+
+    A process that was killed may have left half a line. Empty lines are not counted.
+    """
+    found = []
+    damaged = 0
+    # Not splitlines(), for which some characters inside of a JSON string end a line, too.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            damaged += 1
+    return found, damaged
+
+
+def is_number(x: object) -> bool:
+    """Whether x is a finite number.
+
+    >>> is_number(0.5), is_number(float("nan")), is_number(None), is_number("1")
+    (True, False, False, False)
+    """
+    return isinstance(x, (int, float)) and abs(x) < 1e300  # false for NaN
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Whenever the process is killed, the file has its old content or all of the new."""
     partial = path.with_name(path.name + ".tmp")
@@ -155,19 +186,29 @@ SFT_PLOTS = (["loss"], ["held_out_loss"], ["grad_norm"], ["eval/success"], ["eva
 
 def stages(rows: list[dict]) -> list[int]:
     """The rows of metrics whose horizon differs from that of the row before (in a mixture: of any
-    world)."""
-    horizons = [[v for k, v in row.items() if k.split("/")[0] == "horizon"] for row in rows]
-    return [i for i in range(1, len(rows)) if horizons[i] != horizons[i - 1]]
+    world). A missing horizon counts as unchanged."""
+    changed = []
+    last = {}  # name of a horizon -> its last value
+    for i, row in enumerate(rows):
+        horizons = {key: value for key, value in row.items()
+                    if key.split("/")[0] == "horizon" and is_number(value)}
+        if any(last.get(key, value) != value for key, value in horizons.items()):
+            changed.append(i)
+        last |= horizons
+    return changed
 
 
 def draw_curves(run: str | Path) -> None:
     """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
-    each; measures on held-out items are drawn as dots."""
+    each; measures on held-out items are drawn as dots. Rows without a step are left out."""
     run = Path(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first = rows[0] if rows else {}
-    is_sft = "success" not in first
-    plots = [names for names in (SFT_PLOTS if is_sft else PLOTS) if columns_of(names[0], first)]
+    rows = [row for row in read_objects(run / "metrics.jsonl")[0] if is_number(row.get("step"))]
+    names_of_columns = all_columns(rows)
+    is_sft = "success" not in names_of_columns
+    plots = [names for names in (SFT_PLOTS if is_sft else PLOTS)
+             if columns_of(names[0], names_of_columns)]
+    if not plots:
+        raise ValueError(f"{run}/metrics.jsonl holds no row to draw")
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     shape = (1 if len(plots) <= 3 else 2, min(3, len(plots)))
     axes = list(figure.subplots(*shape, sharex=True, squeeze=False).flat)
@@ -184,7 +225,7 @@ def draw_curves(run: str | Path) -> None:
         ax.set_title(title)
         ax.set_xlabel("training step")
     caption = "dark: mean of 5 steps; light: each step"
-    if any(key.startswith("eval/") for key in first):
+    if any(key.startswith("eval/") for key in names_of_columns):
         caption += "; dots: held-out items"
     if not is_sft:
         caption = f"training trajectories; {caption}; vertical lines: the horizon changes"
@@ -193,16 +234,21 @@ def draw_curves(run: str | Path) -> None:
     os.replace(run / "curves.png.tmp", run / "curves.png")
 
 
-def columns_of(name: str, row: dict) -> list[str]:
-    """The columns of a measure in a row of metrics: "success" for one world, "success/babyai" and
-    so on for several."""
-    of_worlds = [key for key in row if key.startswith(f"{name}/")]
-    return of_worlds or [key for key in [name] if key in row]
+def all_columns(rows: list[dict]) -> list[str]:
+    """The names of the columns that any row of metrics has, in the order of their appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def columns_of(name: str, columns: Sequence[str]) -> list[str]:
+    """Those columns that belong to a measure: "success" for one world, "success/babyai" and so on
+    for several."""
+    of_worlds = [key for key in columns if key.startswith(f"{name}/")]
+    return of_worlds or [key for key in [name] if key in columns]
 
 
 def draw_column(ax: Axes, rows: list[dict], name: str) -> None:
     """One measure, with a curve for each world."""
-    for i, key in enumerate(columns_of(name, rows[0])):
+    for i, key in enumerate(columns_of(name, all_columns(rows))):
         world = key.removeprefix(name).strip("/")
         draw_curve(ax, rows, key, f"C{i}", label=world or None)
 
@@ -212,7 +258,7 @@ def draw_curve(ax: Axes, rows: list[dict], key: str, colour: str, label: str | N
     one. A column that only some rows have is drawn as dots."""
     rows = [row for row in rows if key in row]
     steps = [row["step"] for row in rows]
-    values = np.array([row[key] for row in rows], float)
+    values = np.array([row[key] if is_number(row[key]) else math.nan for row in rows])
     if key.startswith(("eval/", "held_out")):
         ax.plot(steps, values, "o-", color=colour, ms=4, lw=0.8)
         return

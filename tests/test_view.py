@@ -197,6 +197,93 @@ def test_a_number_of_trajectories_that_is_none_is_one_line(folder):
     assert len(done.stderr.splitlines()) == 1
 
 
+# ---- damaged files ----
+
+# The fields of a trajectory that the page cannot do without.
+NEEDED = ("step", "env", "item", "group", "status", "reward", "success", "turns", "tokens", "mask",
+          "logprobs", "rewards", "advantage")
+
+
+def damaged(folder, tmp_path):
+    """A copy of the run with what a crash, a full disk or another program may leave.
+
+    -> (the copy, the lines about it that the page must have)
+    """
+    out = tmp_path / "damaged"
+    shutil.copytree(folder, out)
+    path = out / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] |= {"kl": float("nan"), "success": None, "entropy": "x"}
+    for row in rows:
+        row["grad_norm"] = float("inf")  # no value is left
+    for name in ("trajectories", "horizon", "turns", "step"):
+        del rows[1][name]
+    lines = [json.dumps(row) for row in rows]
+    path.write_text("\n".join([lines[0], "[]", "", lines[1], lines[2][:80]]))
+
+    files = sorted((out / "trajectories").glob("*"))
+    trajectories = [json.loads(line) for line in files[0].read_text().splitlines()]
+    for t, name in zip(trajectories, NEEDED):
+        del t[name]
+    other = trajectories[len(NEEDED)]
+    for name in ("sample", "score", "error", "messages"):  # the page can do without these
+        del other[name]
+    # An id beyond the vocabulary and two that no tokenizer's integer holds.
+    other["tokens"][:3] = [10**6, -5, 10**30]
+    other["reward"] = other["rewards"][0] = other["logprobs"][0] = float("nan")
+    trajectories[len(NEEDED) + 1]["logprobs"].pop()
+    trajectories[len(NEEDED) + 2]["tokens"][0] = None
+    files[0].write_text("".join(json.dumps(t) + "\n" for t in trajectories))
+    files[1].write_bytes(b"")
+    files[2].write_bytes(files[2].read_bytes()[:-100] + b"\xff")  # inside of the last line
+
+    expected = [f"1 trajectories with no field '{name}'" for name in NEEDED]
+    expected += [
+        "2 lines of metrics.jsonl that are no JSON object",
+        "1 values of success that are missing or not finite",
+        "1 values of turns that are missing or not finite",
+        "1 values of entropy that are missing or not finite",
+        "1 values of kl that are missing or not finite",
+        "2 values of grad_norm that are missing or not finite",
+        "3 texts of token ids that the tokenizer does not have",
+        "3 numbers of trajectories that are not finite",
+        "1 trajectories with lists of different lengths",
+        "1 trajectories with a 'tokens' of another kind",
+        "1 trajectory files that are empty",
+        "1 lines of trajectories that are no JSON object",
+    ]
+    return out, expected
+
+
+def test_damaged_files_are_left_out_and_the_page_says_what(folder, tmp_path):
+    out, expected = damaged(folder, tmp_path)
+    done = command(out)
+    assert done.returncode == 0, done.stderr
+    data = data_of((out / "view.html").read_text())
+    assert sorted(data["left_out"]) == sorted(expected)
+    said = [line for line in done.stderr.splitlines() if line.startswith("view.py: left out: ")]
+    assert len(said) == 1 and "Traceback" not in done.stderr
+    assert len(data["table"]) == len(trajectories_of(data)) == 48 - 16 - len(NEEDED) - 2 - 1
+    assert data["metrics"]["kl"][0] is None and len(data["metrics"]["kl"]) == 2
+    assert "grad_norm" not in data["curves"] and data["stages"] == []
+    assert (out / "curves.png").stat().st_size > 10_000
+
+
+def test_an_undamaged_run_leaves_nothing_out(folder):
+    assert data_of((folder / "view.html").read_text())["left_out"] == []
+
+
+@pytest.mark.parametrize("name, text", [
+    ("config.json", "{"), ("config.json", "[]"), ("config.json", "{}"), ("metrics.jsonl", "{"),
+])
+def test_a_run_without_a_config_or_a_row_is_one_line_that_names_the_file(
+        folder, tmp_path, name, text):
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        view.write_page(tmp_path / "run")
+
+
 # ---- in a browser ----
 
 
@@ -279,6 +366,23 @@ def test_in_a_browser_the_table_is_filtered(folder, browser):
                          ("1", lambda r: r == 1)):
         page.fill("input[aria-label=reward]", text)
         assert rows.count() == sum(passes(row["reward"]) for row in table)
+    assert not wrong
+
+
+def test_in_a_browser_a_damaged_run_opens(folder, browser, tmp_path):
+    out, expected = damaged(folder, tmp_path)
+    page, wrong = opened(browser, view.write_page(out))
+    assert expected[0] in page.locator("#left_out").inner_text()
+    rows = page.locator("#rows tr")
+    table = data_of((out / "view.html").read_text())["table"]
+    assert rows.count() == len(table)
+    rows.nth(column(page, "reward").index("not finite")).click()
+    page.wait_for_selector("article .turn")
+    text = page.locator("article").inner_text()
+    assert "[unknown token 1000000]" in text and "[unknown token -5]" in text
+    page.select_option("#colour", "logprob")
+    page.fill("input[aria-label=reward]", ">=0")
+    assert rows.count() == len(table) - 1
     assert not wrong
 
 
