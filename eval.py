@@ -224,7 +224,9 @@ def check_model_flags(cfg: EvalConfig) -> None:
 
 
 def check_served(base_url: str) -> None:
-    """A server answers at --base_url, whatever it says. Raises ValueError after 10 s at most."""
+    """A server answers at --base_url, whatever it says. Raises ValueError, after 10 s at most, if
+    there is none, and for a key that cannot be sent."""
+    ServedModel("", base_url)
     try:
         requests.get(base_url, timeout=(5, 5), stream=True).close()
     except (requests.RequestException, ValueError) as e:

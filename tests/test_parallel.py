@@ -137,8 +137,11 @@ def interrupt(how, tries, between, args, folder, rng):
     printed = ""
     while True:
         resume = ["--resume"] if (folder / "config.json").exists() else []
+        # nohup and shells that run jobs in the background let them ignore SIGHUP and SIGINT.
         child = subprocess.Popen([sys.executable, "train.py", *args, *resume], cwd=ROOT, env=ENV,
-                                 stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                                 stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                 preexec_fn=lambda: how != signal.SIGKILL
+                                 and signal.signal(how, signal.SIG_DFL))
         if ended < tries:
             while not (folder / "metrics.jsonl").exists() and child.poll() is None:
                 time.sleep(0.01)

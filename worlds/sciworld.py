@@ -165,7 +165,7 @@ class FairLock:
                 self.waiting[0].release()
 
 
-def singleton(package, name: str) -> JavaObject:
+def _singleton(package, name):
     """The one instance of a Scala object."""
     return getattr(getattr(package, f"{name}$"), "MODULE$")
 
@@ -196,9 +196,9 @@ class JVM:
             self.gateway = JavaGateway(gateway_parameters=parameters)
             # The simulator's state that all worlds of the JVM share (see `SciWorld._call`).
             jvm = self.gateway.jvm
-            self.random = singleton(jvm.scala.util, "Random")
-            self.object_ids = singleton(jvm.util, "UniqueIdentifier")
-            self.simplifier = singleton(jvm.main.scala.scienceworld.runtime, "SimplifierProcessor")
+            self.random = _singleton(jvm.scala.util, "Random")
+            self.object_ids = _singleton(jvm.util, "UniqueIdentifier")
+            self.simplifier = _singleton(jvm.main.scala.scienceworld.runtime, "SimplifierProcessor")
             self.simplifications = None  # those in force; None: those of the last world loaded
         except (OSError, Py4JError, ValueError) as e:
             if self.process is not None:

@@ -113,6 +113,10 @@ def _one_line(error):
 # ---- browsers ----
 
 
+# Playwright's words if the error page of the goto before arrives late and stops this one.
+LATE_ERROR_PAGE = 'interrupted by another navigation to "chrome-error:'
+
+
 def resolver_rules(roots: Sequence[str]) -> str:
     """Chromium's --host-resolver-rules with which it finds the servers of `roots` and no other.
 
@@ -653,13 +657,27 @@ class Window:
         self._before_action()
         self.destination = address
         try:
-            self.page.goto(address, wait_until="load")
+            self._goto(address)
         except Error as error:
             if self._left_the_sites():
                 return "That address leads to a page that is not part of these sites."
             self._raise_if_lost(error)
             return "That address could not be opened."
         return ""
+
+    def _goto(self, address):
+        """Open an address. The error page of the navigation before may arrive late and stop this
+        one, which is then tried again."""
+        from playwright.sync_api import Error
+
+        for pause in (0.1, 0.3, 1.0, None):
+            try:
+                self.page.goto(address, wait_until="load")
+                return
+            except Error as error:
+                if pause is None or LATE_ERROR_PAGE not in str(error):
+                    raise
+            self.page.wait_for_timeout(1000 * pause)
 
     def go_back(self) -> str:
         """Go to the page before this one in the tab's history."""
