@@ -84,7 +84,7 @@ class Env:
         """
         return None
 
-    def slips(self) -> list[str]:
+    def refused_actions(self) -> list[str]:
         """Actions that look right but are refused now. `sft.py --noise` takes some of them, so that
         the expert shows the way on from a refusal."""
         return []

@@ -288,10 +288,14 @@ class PartFile:
                              "flags: remove it, or give another --out")
         if not lines[-1].endswith("\n"):  # the process ended while it wrote this line
             self.path.write_text("".join(lines[:-1]))
-        for line in lines[1:]:
-            if line.endswith("\n"):
+        for number, line in enumerate(lines[1:], 2):
+            if not line.endswith("\n"):
+                break
+            try:
                 row = json.loads(line)
                 self.played[row["horizon"]].append(Trajectory(**row["trajectory"]))
+            except (ValueError, KeyError, TypeError) as e:
+                raise ValueError(f"line {number} of {self.path} is damaged: delete it") from e
         count = sum(map(len, self.played.values()))
         print(f"eval.py: goes on from {count} trajectories in {self.path}", file=sys.stderr)
 

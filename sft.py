@@ -126,7 +126,7 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
 def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
                 rng: random.Random) -> Trajectory:
     """One episode of the world's expert, at most as many turns as the horizon. A random action,
-    valid or a slip, takes the place of the expert's with probability `noise`, in worlds that list
+    valid or refused, takes the place of the expert's with probability `noise`, in worlds that list
     them; its tokens are masked out."""
     world, number = split_item(item)
     horizon = cfg.worlds[world].rounds[-1]
@@ -142,7 +142,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
             break
         is_random = rng.random() < noise and hasattr(env, "valid_actions")
         if is_random:
-            action = rng.choice(env.valid_actions() + env.slips())
+            action = rng.choice(env.valid_actions() + env.refused_actions())
         text = action
         if not env.whole_reply:
             text = agent.reply_with(action, cfg.action_format, thing_named(action))
@@ -242,7 +242,7 @@ def sft(cfg: SFTConfig) -> None:
         signals = StopSignals()
         run = None
         try:
-            with train.lack_in_one_line(cfg, "sft.py"):
+            with train.report_lack_of_resources(cfg, "sft.py"):
                 run = train.load(cfg)
                 demos, held_out = of_rank_0(partial(gather_trajectories, run))
                 steps = cfg.epochs * -(-len(demos) // cfg.batch)

@@ -82,7 +82,7 @@ def train(cfg: Config) -> None:
         signals = StopSignals()
         run = None
         try:
-            with lack_in_one_line(cfg, "train.py"):
+            with report_lack_of_resources(cfg, "train.py"):
                 run = start(cfg)
                 if run is not None:
                     training_loop(run, pool, signals)
@@ -162,8 +162,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
 
 def start(cfg: Config) -> Run | None:
     """Load the models, or the newest checkpoint, and prepare the run folder -> the run; None if it
-    is finished. All inputs that may be broken are
-    read before anything is written."""
+    is finished. All inputs that may be broken are read before anything is written."""
     try:
         run = load(cfg)
     except ValueError as e:
@@ -247,7 +246,7 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     source = cfg.model if cfg.lora_rank else newest or cfg.model
     # The chat template is tried before the weights, whose loading may take minutes.
     tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
-    fix_chat(tokenizer, newest)
+    freeze_chat_template(tokenizer, newest)
     policy = rl.load_model(str(source), "cpu", dtype)
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
@@ -267,9 +266,9 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     return policy, tokenizer, trained, reference
 
 
-def fix_chat(tokenizer: PreTrainedTokenizerBase, newest: Path | None) -> None:
-    """Fix what the tokenizer's chat template gives: the text of the run's start, which its
-    checkpoints keep. Raises ValueError for a template that cannot be used."""
+def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None) -> None:
+    """Render the chat template once for the whole run: a resumed run takes the text that its
+    checkpoint holds. Raises ValueError for a template that cannot be used."""
     saved = rl.read_state(newest)[0] if newest else {}
     tokenizer.rendered_marks = (saved.get("rendered_marks")
                                 or of_rank_0(lambda: agent.render_marks(tokenizer)))
@@ -516,28 +515,27 @@ def finish(run: Run) -> None:
               f"next: python eval.py --env {world} --model {run.folder}/final")
 
 
+# What PyTorch and Python say if there is no memory or thread to be had.
+LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread")
+
+
 @contextmanager
-def lack_in_one_line(cfg: RunConfig, script: str) -> Iterator[None]:
-    """A lack of disk space, memory or threads inside ends the process with one line and exit code
-    2."""
+def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
+    """A lack of disk space, memory or threads in the block ends the process with one line and exit
+    code 2."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, SafetensorError, CheckpointException) as e:
         reason = str(e)
         if isinstance(e, CheckpointException):
             reason = str(next(iter(e.failures.values()))[0])
-        is_lack = not isinstance(e, RuntimeError)
-        if not is_lack and not any(words in reason for words in LACKS):
+        if isinstance(e, RuntimeError) and not any(words in reason for words in LACKS):
             raise
         line = f"{reason.splitlines()[0] if reason else 'out of memory'}; "
         if "memory" in line:
             line += "a smaller --microbatch_tokens or --slots takes less; "
         usage_error(ValueError(f"{line}{cfg.out} is kept, --resume goes on from its newest "
                                "checkpoint"), script)
-
-
-# What PyTorch and Python say if there is no memory or thread to be had.
-LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread")
 
 
 def usage_error(e: Exception, script: str = "train.py") -> NoReturn:

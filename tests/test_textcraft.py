@@ -481,12 +481,12 @@ def test_the_expert_leaves_the_episode_as_it_is():
     assert TextCraft().expert() is None  # before an episode
 
 
-def test_slips_are_refused_and_change_nothing():
+def test_refused_actions_are_refused_and_change_nothing():
     env = TextCraft()
     for item in range(0, 500, 23):
         env.reset(item)
         before = env.valid_actions()
-        slips = env.slips()
-        assert slips and not set(slips) & set(before)
-        assert all(env.step(action).observation.startswith("Could not") for action in slips)
-        assert env.valid_actions() == before and env.slips() == slips
+        refused = env.refused_actions()
+        assert refused and not set(refused) & set(before)
+        assert all(env.step(action).observation.startswith("Could not") for action in refused)
+        assert env.valid_actions() == before and env.refused_actions() == refused

@@ -442,8 +442,8 @@ class RemoteEnv(Env):
             number = self.episode_id
             self.server.doubt()
             self._forget_episode()
-            raise LostEpisode(f"{self.url}: episode {number} may be another one by now, as the "
-                              "connection was lost; was the server restarted?")
+            raise LostEpisode(f"{self.url}: episode {number} may be another one by now: the server "
+                              "does not give its last observation; was the server restarted?")
         self.doubts = doubts
 
     def _is_connected(self):

@@ -527,7 +527,7 @@ class TextCraft(Env):
                     actions.add(_command(recipe, given))
         return sorted(actions)
 
-    def slips(self) -> list[str]:
+    def refused_actions(self) -> list[str]:
         """The listed commands that the inventory does not pay for, and `get` of each ingredient
         that must be crafted; sorted."""
         if self.last is None or self.last.done:
