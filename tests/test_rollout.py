@@ -306,10 +306,10 @@ def test_an_environment_that_hung_is_not_used_again(tiny):
 def test_the_making_of_an_environment_has_a_deadline_of_its_own(tiny):
     class Slow(Env):
         prompt = "Do something."
-        reset_seconds = 0.0
+        reset_seconds = 1.0
 
         def __init__(self):
-            time.sleep(0.6)
+            time.sleep(2.0)
 
         def reset(self, item):
             time.sleep(self.reset_seconds)
@@ -323,7 +323,7 @@ def test_the_making_of_an_environment_has_a_deadline_of_its_own(tiny):
         return rollout(*tiny, pool, ["slow_1"], 2, max_tokens=4, action_format="plain", retries=0,
                        **limits)[0]
 
-    assert play(deadline=0.3, create_deadline=20).status == "done"
+    assert play(deadline=2.5, create_deadline=20).status == "done"  # 2.5 s after the making
     assert play(deadline=20, create_deadline=0.3).error == "timeout: not made within 0.3 s"
     Slow.reset_seconds = 20.0
     start = time.monotonic()

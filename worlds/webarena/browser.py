@@ -113,8 +113,8 @@ def _one_line(error):
 # ---- browsers ----
 
 
-# Playwright's words if the error page of the goto before arrives late and stops this one.
-LATE_ERROR_PAGE = 'interrupted by another navigation to "chrome-error:'
+# Playwright's words if another navigation of the tab interrupts the one that was asked for.
+INTERRUPTED = "is interrupted by another navigation"
 
 
 def resolver_rules(roots: Sequence[str]) -> str:
@@ -660,14 +660,17 @@ class Window:
             self._goto(address)
         except Error as error:
             if self._left_the_sites():
-                return "That address leads to a page that is not part of these sites."
-            self._raise_if_lost(error)
-            return "That address could not be opened."
+                problem = "That address leads to a page that is not part of these sites."
+            else:
+                self._raise_if_lost(error)
+                problem = "That address could not be opened."
+            self._await_error_page()
+            return problem
         return ""
 
     def _goto(self, address):
-        """Open an address. The error page of the navigation before may arrive late and stop this
-        one, which is then tried again."""
+        """Open an address. The error page of the navigation before may arrive late and interrupt
+        this one, which is then tried again."""
         from playwright.sync_api import Error
 
         for pause in (0.1, 0.3, 1.0, None):
@@ -675,9 +678,18 @@ class Window:
                 self.page.goto(address, wait_until="load")
                 return
             except Error as error:
-                if pause is None or LATE_ERROR_PAGE not in str(error):
+                if pause is None or INTERRUPTED not in str(error):
                     raise
             self.page.wait_for_timeout(1000 * pause)
+
+    def _await_error_page(self):
+        """After a navigation has failed Chromium shows an error page, a moment later."""
+        from playwright.sync_api import Error
+
+        try:
+            self.page.wait_for_url("chrome-error:**", timeout=2000)
+        except Error:
+            pass  # some failures, as a download, leave the page as it was
 
     def go_back(self) -> str:
         """Go to the page before this one in the tab's history."""
