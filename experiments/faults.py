@@ -2,8 +2,8 @@
 
 Plays every case of CASES against the real thing: our servers and servers like AgentGym's that are
 killed, restarted and lie; a browser; a JVM; a full disk; signals. Prints a table of case, time and
-verdict, and exits with 1 if one fails. Without arguments all cases are played (about an hour on two
-cores); `quick` plays the short ones, a name (see the table) that one.
+verdict, and exits with 1 if one fails. Without arguments all cases are played (about 90 minutes on
+two cores); `quick` plays the short ones, a name (see the table) that one.
 
 `chaos` trains for 20 steps and evaluates on a server behind a proxy that answers 10 % of the
 requests with status 500, lets 5 % hang, tears 5 % of the replies, gives 2 % another shape and 2 %
@@ -75,7 +75,7 @@ CASES = {
                   tests("train", "not_started_anew work_in_one_folder")),
     "signals": Case("SIGTERM, Ctrl-C, SIGHUP; torchrun with two processes",
                     tests("parallel", "ended_at_random"), is_quick=False),
-    "kills": Case("30 kills, half of them while saving", script("kill", "30"), is_quick=False),
+    "kills": Case("30 kills, half of them while saving", script("kill"), is_quick=False),
     "damage": Case("bits flipped, files cut or missing in a checkpoint",
                    tests("rl", "checkpoint")),
     "templates": Case("chat templates that loop, fail, fill the memory or tell the time",
@@ -86,6 +86,14 @@ CASES = {
     "input": Case("items, configurations, metrics and flags that cannot be",
                   tests("train", "nonsense do_not_exist damaged_row without_a_chat_template")),
     "served": Case("a model's server that does not answer", tests("eval", "models_server")),
+    "bad-clients": Case("1,000 bad requests and 600 slow connections",
+                        script("memory", "server"), is_quick=False),
+    "steps": Case("memory over 1,000 steps of training", script("memory", "train"),
+                  is_quick=False),
+    **{f"memory-{world}": Case(f"memory over {episodes} episodes of {world}",
+                               script("memory", world), is_quick=False)
+       for world, episodes in (("babyai", "2,000"), ("textcraft", "2,000"), ("searchqa", "2,000"),
+                               ("sciworld", "300"), ("webarena", "300"))},
     "page": Case("a page of damaged files", tests("view", "damaged cut missing nan unknown")),
 }
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs import Step, items, make_env, split_item  # noqa: E402
-from experiments.load import resident  # noqa: E402
+from experiments.load import process_tree, resident  # noqa: E402
 
 PIECES = [
     "go to", "get", "craft", "using", "open", "focus on", "red ball 1", "oak planks", "-1", "0",
@@ -62,8 +62,8 @@ def fuzz(name, resets=2000, steps=20_000, seed=0, progress=False):
             assert 0 <= step.score <= 1
             assert len(step.observation) < 100_000
         if k == resets // 5:
-            early = resident()
-    late = resident()
+            early = resident(process_tree())
+    late = resident(process_tree())
     env.close()
     return early, late
 

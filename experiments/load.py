@@ -34,8 +34,8 @@ ACTIONS = {
 }
 
 
-def process_tree():
-    """The ids of this process and of all processes below it."""
+def process_tree(root=None):
+    """The ids of a process, this one if root is None, and of all processes below it."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -44,17 +44,17 @@ def process_tree():
         except OSError:  # the process has ended
             pass
     found = set()
-    new = {os.getpid()}
+    new = {root or os.getpid()}
     while new:
         found |= new
         new = {pid for pid, parent in parents.items() if parent in new} - found
     return found
 
 
-def resident():
-    """MiB of this process and everything below it."""
+def resident(pids):
+    """MiB that are resident, the sum over processes."""
     kib = 0
-    for pid in process_tree():
+    for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except OSError:  # the process has ended
@@ -90,7 +90,7 @@ def measure(name, episodes, steps_per_episode, url):
         sys.exit(f"{len(failed)} episodes failed; the first: {failed[0]}")
 
     # Start all episodes.
-    memory_before = resident()
+    memory_before = resident(process_tree())
     begin = time.perf_counter()
     threads = [threading.Thread(target=play, args=(k,)) for k in range(episodes)]
     for thread in threads:
@@ -100,7 +100,7 @@ def measure(name, episodes, steps_per_episode, url):
     except threading.BrokenBarrierError:
         give_up()
     started = time.perf_counter() - begin
-    memory_started = resident()
+    memory_started = resident(process_tree())
 
     # Play all steps.
     begin = time.perf_counter()
@@ -116,7 +116,7 @@ def measure(name, episodes, steps_per_episode, url):
     print(
         f"{name}, {episodes} episodes{where}: started in {started:.1f} s, "
         f"{len(steps) / took:.0f} steps/s, step p50 {p50:.1f} p99 {p99:.1f} ms, "
-        f"memory {memory_before:.0f} -> {memory_started:.0f} -> {resident():.0f} MiB"
+        f"memory {memory_before:.0f} -> {memory_started:.0f} -> {resident(process_tree()):.0f} MiB"
     )
 
 
