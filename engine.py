@@ -11,8 +11,9 @@ Only the attention must know the slots. `Ragged.attend` writes the new keys and 
 each prefilling slot takes a call of its own. A free slot can be given to another trajectory at any
 step.
 
-`Ragged` is this engine, for Qwen2, Qwen3 and Llama. `Padded` uses the model's own attention and
-cache, with padded rows that advance together. It is the reference, and it plays all other models.
+`Ragged` is this engine, for all models whose layers keep nothing but keys and values and whose
+attention can be any function. `Padded` uses the model's own attention and cache, with padded rows
+that advance together. It is the reference, and it plays all other models.
 """
 
 import math
@@ -28,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from parallel import device_of
-from rl import common_prefix_length, length_dependence, packs, use_attention
+from rl import common_prefix_length, masked_attention, seen_keys, use_attention
 
 # ---- sampling ----
 
@@ -109,7 +110,8 @@ class DecodeView(NamedTuple):
     row: slice  # the group's queries in the flat row
     region: tuple[slice, slice, slice]  # the rectangle in keys [slots, H_kv, capacity, D]
     places: Tensor | None  # the group's slots within the rectangle; None: there are no others
-    mask: Tensor | None  # [slots, 1, 1, keys] True: the key is seen; None: every key is seen
+    last_keys: Tensor  # [slots] long: the last key that each slot's query sees
+    masks: dict[int | None, Tensor | None]  # window -> mask [slots, 1, 1, keys], made when needed
 
 
 class PrefillChunk(NamedTuple):
@@ -117,16 +119,29 @@ class PrefillChunk(NamedTuple):
 
     row: slice  # the new ids in the flat row
     slot: int
-    length: int  # number of keys of the slot, the new ones included
-    mask: Tensor | None  # [query heads per KV head * new ids, length]; None: causal, no key before
+    past: int  # number of keys of the slot before the new ones
+    length: int  # number of its keys, the new ones included
+    masks: dict[int | None, Tensor]  # window -> mask [H / H_kv * new ids, length], made when needed
+
+
+class Variant(NamedTuple):
+    """What a layer of some families adds to its attention: see `rl.masked_attention`."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
 
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
            attention_mask: Tensor | None, scaling: float | None = None,
-           ragged: "Ragged | None" = None, **_: object) -> tuple[Tensor, None]:
+           ragged: "Ragged | None" = None, sliding_window: int | None = None,
+           softcap: float | None = None, s_aux: Tensor | None = None,
+           **_: object) -> tuple[Tensor, None]:
     """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # float32 under autocast
-    return ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+    variant = Variant(scaling, sliding_window, softcap, s_aux)
+    return ragged.attend(module.layer_idx, query[0], key[0], value[0], variant)[None], None
 
 
 AttentionInterface.register("ragged", attend)
@@ -144,12 +159,10 @@ class Ragged:
         self.policy = policy
         self.slots = slots
         self.device = device_of(policy)
-        config = policy.config
-        self.query_heads_per_kv_head = config.num_attention_heads // config.num_key_value_heads
         # The cost of one more attention call, in masked keys that could be read in the same time.
         # A GPU takes all decoding slots in one call.
         self.attention_call_cost = 512 if self.device.type == "cpu" else 10**6
-        self.kv_cache = {}  # layer -> keys and values [2, slots, H_kv, capacity, D]
+        self.kv_cache = {}  # layer -> keys, values [slots, H_kv, capacity, D]
         # CUDA graphs of decode steps. A graph reads its inputs at fixed addresses, so these two
         # tensors are never replaced.
         self.use_graphs = self.device.type == "cuda"
@@ -169,13 +182,6 @@ class Ragged:
         self.graph_steps = {}  # number of keys read -> function that runs a decode step
         if self.device.type != "cpu":
             self.kv_cache = {}
-
-    @staticmethod
-    def lacks(policy: PreTrainedModel) -> str:
-        """Why this engine cannot play the model; "" if it can."""
-        if packs(policy.config):
-            return ""
-        return length_dependence(policy.config) or f"model type {policy.config.model_type}"
 
     def attention(self) -> AbstractContextManager[None]:
         """Inside this context the policy's layers call `attend`."""
@@ -198,8 +204,9 @@ class Ragged:
         """Give `slot` to a trajectory that begins with `ids`. The keys and values of the first
         `prefix_length` ids are copied from `source_slot`. -> the other ids: forward them next."""
         if prefix_length and source_slot != slot:
-            for kv in self.kv_cache.values():
-                kv[:, slot, :, :prefix_length] = kv[:, source_slot, :, :prefix_length]
+            for keys_and_values in self.kv_cache.values():
+                for held in keys_and_values:
+                    held[slot, :, :prefix_length] = held[source_slot, :, :prefix_length]
         self.ids[slot] = ids[:prefix_length]
         return ids[prefix_length:]
 
@@ -233,8 +240,7 @@ class Ragged:
             length = past + len(new_ids)
             if len(new_ids) > 1:
                 row = slice(len(ids), len(ids) + len(new_ids))
-                mask = self._chunk_mask(past, length) if past else None
-                self.prefill_chunks.append(PrefillChunk(row, slot, length, mask))
+                self.prefill_chunks.append(PrefillChunk(row, slot, past, length, {}))
             ids += new_ids
             slots += [slot] * len(new_ids)
             positions += range(past, length)
@@ -249,11 +255,6 @@ class Ragged:
         self.needed_capacity = max(len(self.ids[slot]) for slot in feed)
         self.decode_views = self._make_decode_views(decoding)
         return ids_on_device, [last_place[slot] for slot in feed]
-
-    def _chunk_mask(self, past, length):
-        """The mask of a PrefillChunk, repeated for the query heads that share a KV head."""
-        mask = torch.ones(length - past, length, dtype=torch.bool, device=self.device)
-        return mask.tril(past).repeat(self.query_heads_per_kv_head, 1)
 
     def _make_decode_views(self, decoding):
         """Cut decoding slots, in order, into groups that share one attention call -> [DecodeView].
@@ -280,21 +281,15 @@ class Ragged:
             start = row.stop
             num_slots = slots[-1] + 1 - slots[0]  # those in between included
             last_keys = self.token_positions[row]  # the last key that each query sees
-            places, mask = None, None
+            places = None
             if num_slots > len(slots):
                 places = self.token_slots[row] - slots[0]
                 # A slot in between sees its first key: a softmax over no key would be NaN.
                 last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
-            if total < num_slots * longest:
-                mask = self._decode_mask(last_keys, longest)
+            masks = {None: None} if total == num_slots * longest else {}
             region = (slice(slots[0], slots[-1] + 1), slice(None), slice(longest))
-            views.append(DecodeView(row, region, places, mask))
+            views.append(DecodeView(row, region, places, last_keys, masks))
         return views
-
-    def _decode_mask(self, last_keys, width):
-        """last_keys [slots], the last key that each slot's query sees -> [slots, 1, 1, width]"""
-        key_positions = torch.arange(width, device=self.device)
-        return (key_positions <= last_keys[:, None])[:, None, None]
 
     def _decode_with_graph(self, feed):
         """A step in which all slots of `feed` decode, as one CUDA graph -> logits [len(feed), V].
@@ -313,10 +308,10 @@ class Ragged:
         # trajectory can become.
         width = 1 << max(8, (self.needed_capacity - 1).bit_length())
         width = min(width, max(self.needed_capacity, self.max_length + 1))
-        if not self.kv_cache or any(kv.shape[3] < width for kv in self.kv_cache.values()):
+        if not self.kv_cache or any(keys.shape[2] < width for keys, _ in self.kv_cache.values()):
             self.needed_capacity = width
-            for layer, kv in self.kv_cache.items():
-                self._layer_cache(layer, kv[0, 0])
+            for layer, (keys, values) in self.kv_cache.items():
+                self._layer_cache(layer, keys[0], values[0])
 
         # Building a graph runs the step, which writes keys and values: set the inputs first.
         self.graph_inputs.copy_(inputs, non_blocking=True)
@@ -333,8 +328,8 @@ class Ragged:
             self.prefill_chunks = []
             self.decode_count = self.slots
             region = (slice(None), slice(None), slice(width))
-            mask = self._decode_mask(self.token_positions, width)
-            self.decode_views = [DecodeView(slice(self.slots), region, None, mask)]
+            row = slice(self.slots)
+            self.decode_views = [DecodeView(row, region, None, self.token_positions, {})]
             return self._logits(ids)
 
         if self.device.type != "cuda":
@@ -357,64 +352,99 @@ class Ragged:
         return replay
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
-               scaling: float | None) -> Tensor:
+               variant: Variant) -> Tensor:
         """Attention of one layer over the flat row: store the new keys and values, then read.
-        query [H, N, D], key and value [H_kv, N, D] -> [N, H, D]."""
+        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v] -> [N, H, D_v]."""
         H, N, D = query.shape
-        H_kv = len(key)
-        keys, values = self._layer_cache(layer, key)  # each [slots, H_kv, capacity, D]
+        H_kv, D_v = len(key), value.shape[-1]
+        scale, window, softcap, sinks = variant
+        keys, values = self._layer_cache(layer, key, value)  # each [slots, H_kv, capacity, D]
         keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
         values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
-        out = query.new_empty(N, H, D)
+        out = query.new_empty(N, H, D_v)
+        if sinks is not None:
+            sinks = sinks.view(1, H_kv, H // H_kv, 1)
 
         # Decoding slots have one query each. The query heads that share a KV head stand where the
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
         queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
-        for row, region, places, mask in self.decode_views:
-            q, k, v = queries[row], keys[region], values[region]
-            if places is not None:
-                q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, places, q)
-            o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
-            if places is not None:
-                o = o[places]
-            out[row] = o.reshape(-1, H, D)
+        for view in self.decode_views:
+            q, k, v = queries[view.row], keys[view.region], values[view.region]
+            if view.places is not None:
+                q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
+            o = masked_attention(q, k, v, decode_mask(view, window), scale, softcap, sinks)
+            if view.places is not None:
+                o = o[view.places]
+            out[view.row] = o.reshape(-1, H, D_v)
 
         # A prefilling slot has several queries.
-        for row, slot, length, mask in self.prefill_chunks:
-            q = query[:, row]
-            k, v = keys[None, slot, :, :length], values[None, slot, :, :length]
-            if mask is None:
-                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
+        for chunk in self.prefill_chunks:
+            q = query[:, chunk.row]
+            k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
+            sees_all = window is None or window >= chunk.length
+            if not chunk.past and sees_all and softcap is None and sinks is None:
+                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scale,
                                                  enable_gqa=H != H_kv)
             else:
+                mask = prefill_mask(chunk, window, H // H_kv, self.device)
                 q = q.reshape(1, H_kv, -1, D)
-                o = scaled_dot_product_attention(q, k, v, mask, scale=scaling)
-            out[row] = o.reshape(H, -1, D).transpose(0, 1)
+                sink = None if sinks is None else sinks.repeat_interleave(len(mask) * H_kv // H, 2)
+                o = masked_attention(q, k, v, mask, scale, softcap, sink)
+            out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out
 
-    def _layer_cache(self, layer, like):
-        """The layer's cache [2, slots, H_kv, capacity, D], grown if this step needs more room.
-        like: a tensor [H_kv, any, D] of the keys' dtype and device."""
+    def _layer_cache(self, layer, key, value):
+        """The layer's keys and values, [slots, H_kv, capacity, D] each, grown if this step needs
+        more room. key and value [H_kv, any, D]: their dtype and device are the cache's."""
         old = self.kv_cache.get(layer)
         needed = self.needed_capacity
-        if old is not None and old.shape[3] >= needed and old.dtype == like.dtype:
+        if old is not None and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
-        H_kv, _, D = like.shape
         capacity = max(needed, min(2 * needed, self.max_length))
-        shape = (2, self.slots, H_kv, capacity, D)
-        # Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN.
-        if like.device.type == "cpu":
-            # numpy's zeros take memory only where they are written; torch's are all written at
-            # once. As bytes, because numpy has no bfloat16.
-            num_bytes = math.prod(shape) * like.itemsize
-            new = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
-        else:
-            new = like.new_zeros(shape)
+        new = tuple(self._zeros((self.slots, len(like), capacity, like.shape[-1]), like)
+                    for like in (key, value))
         if old is not None:
-            new[..., : old.shape[3], :] = old
+            for larger, smaller in zip(new, old):
+                larger[:, :, : smaller.shape[2]] = smaller
         self.kv_cache[layer] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
+
+    @staticmethod
+    def _zeros(shape, like):
+        """Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN."""
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        # numpy's zeros take memory only where they are written; torch's are all written at once. As
+        # bytes, because numpy has no bfloat16.
+        num_bytes = math.prod(shape) * like.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
+
+
+def decode_mask(view: DecodeView, window: int | None) -> Tensor | None:
+    """The mask [slots, 1, 1, keys] of a group of decoding slots, True where a key is seen; None if
+    every key is."""
+    width = view.region[2].stop
+    if window is not None and window >= width:
+        window = None
+    if window not in view.masks:
+        last = view.last_keys[:, None]
+        positions = torch.arange(width, device=last.device)
+        seen = positions <= last
+        if window is not None:
+            seen &= positions > last - window
+        view.masks[window] = seen[:, None, None]
+    return view.masks[window]
+
+
+def prefill_mask(chunk: PrefillChunk, window: int | None, repeats: int,
+                 device: torch.device) -> Tensor:
+    """The mask [repeats * new ids, length] of a prefilling slot. repeats: the number of query heads
+    that share a KV head."""
+    if window not in chunk.masks:
+        seen = seen_keys(chunk.past, chunk.length - chunk.past, window, device)
+        chunk.masks[window] = seen.repeat(repeats, 1)
+    return chunk.masks[window]
 
 
 # ---- the reference ----
@@ -430,7 +460,7 @@ class Padded:
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy
         self.device = device_of(policy)
-        self.kv_cache = DynamicCache()
+        self.kv_cache = DynamicCache(config=policy.config.get_text_config())
         self.attention_mask = None  # [B, columns] bool, True: a real token
         self.lengths = None  # [B] long, real tokens of each row
         self.forwarded = 0  # token positions computed, padding included
@@ -466,6 +496,8 @@ class Padded:
 
     def keep(self, rows: list[int]) -> None:
         """Replace the rows by these of them: a row may be left out, or repeated."""
+        if rows == list(range(len(self.lengths))):
+            return  # not every cache can select rows
         rows = torch.tensor(rows, device=self.device)
         self.kv_cache.batch_select_indices(rows)
         self.attention_mask = self.attention_mask[rows]

@@ -14,6 +14,7 @@ absent, holds safetensors only, and can be read by any number of processes:
 import hashlib
 import importlib.util
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
 LOADING_ERRORS = (OSError, ImportError, ValueError, RuntimeError, SafetensorError)
+PACKING_FAMILIES = ("qwen2", "qwen3", "llama")
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
@@ -237,10 +239,15 @@ class Critic(nn.Module):
         super().__init__()
         self.body = load_causal_lm(model_path(name), dtype).base_model
         self.config = self.body.config
-        self.head = nn.Linear(self.body.config.hidden_size, 1)
+        self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.to(device)
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """As a causal LM's: the model without its head."""
+        return self.body
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the
@@ -280,7 +287,7 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
             return logp, algos.entropy(logits)
 
     hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
-    chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.vocab_size)
+    chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.get_text_config().vocab_size)
     parts = list(zip(hidden.split(chunk), ids[mask].split(chunk)))
     if len(parts) > 1:  # the logits of each part are computed again in the backward pass
         parts = [checkpoint(head, *part, use_reentrant=False) for part in parts]
@@ -296,7 +303,7 @@ def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The head applied to hidden states [S, D] -> logits [S, V] float32, scaled as the model's own
     forward pass scales them."""
     logits = model.get_output_embeddings()(hidden).float()
-    config = model.config
+    config = model.config.get_text_config()
     # (name in the config, whether logits are multiplied or divided): Cohere, Falcon-H1, Granite
     for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
         factor = getattr(config, name, None) or 1
@@ -315,7 +322,7 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     Where the model packs, the rows stand in one row, without padding and without what follows the
     last sampled token. A beginning that rows have in common is computed once.
     """
-    if not packs(body.config):
+    if not packs(body):
         return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
     place = torch.arange(ids.shape[1], device=ids.device)
     lengths = (place * mask).amax(1).clamp(min=1).tolist()  # the last sampled token is not fed
@@ -335,6 +342,7 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 def length_dependence(config: PreTrainedConfig) -> str:
     """What in this model depends on the number of columns of a batch, so that padding would change
     its result; "" if nothing does."""
+    config = config.get_text_config()
     all_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if not all_full or window:
@@ -351,6 +359,7 @@ def steady_length(config: PreTrainedConfig) -> float:
     length. In longer sequences cached keys differ from those of a fresh forward pass."""
     if not length_dependence(config).startswith("rotary"):
         return float("inf")
+    config = config.get_text_config()
     rope = config.rope_parameters
     name = "original_max_position_embeddings"
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
@@ -358,10 +367,33 @@ def steady_length(config: PreTrainedConfig) -> float:
     return min(known, default=config.max_position_embeddings)
 
 
-def packs(config: PreTrainedConfig) -> bool:
-    """Whether the model's sequences can stand in one row: its attention can be any function, and
-    attends to all earlier positions."""
-    return config.model_type in ("qwen2", "qwen3", "llama") and not length_dependence(config)
+class Paths(NamedTuple):
+    """The fastest exact ways of computing a model. `models/check.py` tries them and explains
+    them."""
+
+    rollout: str  # "ragged", "padded" or "alone"; "": none is exact
+    update: str  # "packed" or "padded"; "": none is exact
+    gaps: dict[str, float]  # of each way tried: the largest difference of a log-prob
+
+
+def set_paths(model: PreTrainedModel, paths: Paths) -> None:
+    """Let a model be computed in these ways."""
+    model.base_model.paths = paths
+
+
+def paths_of(model: "PreTrainedModel | Critic") -> Paths | None:
+    """The ways in which a model is computed, None if they were not looked for."""
+    return getattr(model.base_model, "paths", None)
+
+
+def packs(model: "PreTrainedModel | Critic") -> bool:
+    """Whether the model's sequences are computed in one row. A model that was not checked packs
+    where all models of its family do."""
+    paths = paths_of(model)
+    if paths is None:
+        config = model.config
+        return config.model_type in PACKING_FAMILIES and not length_dependence(config)
+    return paths.update == "packed"
 
 
 def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
@@ -427,41 +459,83 @@ def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+              scale: float | None, softcap: float | None = None,
+              sinks: Tensor | None = None) -> Tensor:
+    """softmax(query key^T scale) value, with what some families add. Each key is seen by the query
+    heads that share it.
+
+    query [B, H, N, D], key [B, H_kv, M, D], value [B, H_kv, M, D_v] -> [B, H, N, D_v]. mask: True
+    where a key is seen, broadcast to [B, H, N, M]; None: every key is seen. softcap c: scores s
+    become c tanh(s / c) (Gemma 2). sinks, broadcast to [B, H, N, 1]: the score of one more key,
+    whose value is 0 (GPT-OSS).
+    """
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale,
+                                            enable_gqa=query.shape[1] != key.shape[1])
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    scores = scores.float()
+    if sinks is not None:
+        sinks = sinks.float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+def seen_keys(first: int, count: int, window: int | None, device: torch.device) -> Tensor:
+    """The mask [count, first + count] of queries at the positions first, first + 1 ...: True for
+    keys at the same or an earlier position, with a sliding window for the last `window` of them."""
+    seen = torch.ones(count, first + count, dtype=torch.bool, device=device).tril(first)
+    return seen if window is None else seen.triu(first + 1 - window)
+
+
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                   attention_mask: Tensor | None, scaling: float | None = None,
-                  parts: Sequence[Part] = (), **_: object) -> tuple[Tensor, None]:
+                  sliding_window: int | None = None, softcap: float | None = None,
+                  s_aux: Tensor | None = None, parts: Sequence[Part] = (),
+                  **_: object) -> tuple[Tensor, None]:
     """transformers' attention function for packed rows: each sequence sees itself alone.
 
     query [1, H, N, D], key and value [1, H_kv, N, D], parts: from `pack` -> [1, N, H, D]. On a GPU
-    it is one call of flash attention for sequences of different lengths, elsewhere one SDPA call a
-    sequence.
+    it is one call of flash attention for sequences of different lengths where the model allows it,
+    elsewhere one call of `masked_attention` a sequence. sliding_window, softcap, s_aux (sinks):
+    what layers of some families say about their attention.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]  # several query heads share a key
     half_precision = value.dtype in (torch.bfloat16, torch.float16)
-    if value.is_cuda and half_precision and value.shape[-1] % 8 == 0:
+    is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
+    if value.is_cuda and half_precision and value.shape[-1] % 8 == 0 and is_plain:
         # The last query of a sequence sees its last key, and each one before it a key less.
         places = torch.cat([part.keys for part in parts])
         query_ends = running_sum([part.count for part in parts], value.device)
         key_ends = running_sum([len(part.keys) for part in parts], value.device)
         q = query[0].transpose(0, 1).contiguous()  # [N, H, D]
         k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
+        left = -1 if sliding_window is None else sliding_window - 1
         out = varlen_attn(q, k, v, query_ends, key_ends, max(part.count for part in parts),
                           max(len(part.keys) for part in parts), scale=scaling,
-                          window_size=(-1, 0), enable_gqa=grouped)
+                          window_size=(left, 0), enable_gqa=grouped)
         return out[None], None
+    sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
     out = []
     for start, count, places in parts:
         q = query[:, :, start : start + count]
         own = slice(start, start + count)
-        if count == len(places):  # nothing is shared with the sequences before
+        shares = count < len(places)  # a beginning with the sequence before
+        if is_plain and not shares and (sliding_window or count) >= count:
             o = scaled_dot_product_attention(q, key[:, :, own], value[:, :, own], is_causal=True,
                                              scale=scaling, enable_gqa=grouped)
         else:
-            seen = torch.ones(count, len(places), dtype=torch.bool, device=q.device)
-            seen = seen.tril(len(places) - count)
-            o = scaled_dot_product_attention(q, key[:, :, places], value[:, :, places], seen,
-                                             scale=scaling, enable_gqa=grouped)
+            seen = seen_keys(len(places) - count, count, sliding_window, q.device)
+            o = masked_attention(q, key[:, :, places], value[:, :, places], seen, scaling, softcap,
+                                 sinks)
         out.append(o)
     return torch.cat(out, 2).transpose(1, 2), None
 

@@ -31,8 +31,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import agent
 from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, split_item
+from models.check import find_paths
 from parallel import device_of, gathered
-from rl import common_prefix_length, length_dependence
+from rl import common_prefix_length, length_dependence, paths_of
 
 # ---- trajectories and settings ----
 
@@ -376,14 +377,15 @@ class TrajectoryQueue:
 
 
 def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
-    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model that it does not
-    support."""
-    lacks = Ragged.lacks(policy)
-    if lacks:
-        print(f"rollout: {lacks}: played on the model's own attention, "
-              "all trajectories in lockstep", file=sys.stderr)
-        return "hf"
-    return Ragged(policy, slots)
+    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model with which it is not exact.
+    Raises ValueError for a model that cannot be played at all."""
+    paths = paths_of(policy) or find_paths(policy)
+    if paths.rollout == "ragged":
+        return Ragged(policy, slots)
+    how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
+    print(f"rollout: model type {policy.config.model_type}: trajectories are played on the model's "
+          f"own attention, {how}", file=sys.stderr)
+    return "hf"
 
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
@@ -567,8 +569,10 @@ class Decoder:
 def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
-    # Padding would change the results of a model that depends on the length of its rows.
-    slots = 1 if length_dependence(policy.config) else queue.slots
+    # Padding would change the results of some models.
+    paths = paths_of(policy)
+    is_alone = paths and paths.rollout == "alone" or length_dependence(policy.config)
+    slots = 1 if is_alone else queue.slots
     forwarded = 0
     while queue.todo:
         cache = Padded(policy)

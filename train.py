@@ -40,6 +40,7 @@ from engine import Ragged
 from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
+from models.check import find_paths
 from parallel import StopSignals, Terminated, gather, gathered, init_distributed, of_rank_0
 from parallel import on_any_rank, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
@@ -248,6 +249,8 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
     freeze_chat_template(tokenizer, newest)
     policy = rl.load_model(str(source), "cpu", dtype)
+    paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
+    rl.set_paths(policy, paths)
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
         raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
@@ -256,13 +259,17 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
     if cfg.algo == "ppo":
-        trained["critic"] = trainable(rl.Critic(cfg.model), cfg.critic_lr, cfg, device)
+        critic = rl.Critic(cfg.model)
+        rl.set_paths(critic, paths)
+        trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
     reference = None
     kl_coef = getattr(cfg, "kl_coef", 0.0)
     if kl_coef and cfg.lora_rank:
         reference = policy  # without its adapters
     elif kl_coef:
-        reference = placed(rl.load_policy(cfg.model, "cpu", compute_dtype)[0].eval(), cfg, device)
+        reference = rl.load_model(cfg.model, "cpu", compute_dtype).eval()
+        rl.set_paths(reference, paths)
+        reference = placed(reference, cfg, device)
     return policy, tokenizer, trained, reference
 
 

@@ -353,7 +353,7 @@ def own_micro_batches(model: nn.Module, rows: list[list[int]],
     trajectory again, which does not count.
     """
     rank, num_ranks = ranks()
-    cuts = micro_batches(rows, max_tokens, num_ranks, rl.packs(model.config))
+    cuts = micro_batches(rows, max_tokens, num_ranks, rl.packs(model))
     for cut in cuts[rank::num_ranks]:
         if cut:
             yield cut, True
@@ -417,7 +417,7 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
         if counts:
             own = [ids[i] for i in cut]
             stats = stats | {"loss": loss.detach(), "fed": sum(map(len, own)),
-                             "computed": num_positions(own, rl.packs(model.config))}
+                             "computed": num_positions(own, rl.packs(model))}
             total = {name: total.get(name, 0.0) + value for name, value in stats.items()}
 
     # Sum gradients and stats over ranks. A rank without a micro-batch has no stats.

@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time, on two cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
+CACHE = tempfile.TemporaryDirectory()  # what is known of models from other times is not used
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -241,7 +241,7 @@ def test_a_cache_that_grows_keeps_what_it_holds(tiny):
         for start, end in ((0, 10), (10, 11), (11, 50), (50, 90)):
             logits = engine.forward({1: ids[start:end]})[0]
             assert torch.allclose(logits, reference(model, ids[:end]), atol=1e-4)
-            capacities.append(engine.kv_cache[0].shape[3])
+            capacities.append(engine.kv_cache[0][0].shape[2])
     assert capacities[0] == capacities[1] < capacities[2]  # it has grown, with ids in it
 
 
@@ -254,12 +254,20 @@ def test_padded_rows_say_the_same(tiny):
     assert torch.allclose(logits[2], reference(model, [8, 9, 11, 12]), atol=1e-4)
 
 
-def test_other_models_are_played_on_their_own_attention(tiny, pool, capsys):
+@pytest.mark.parametrize("engine", ["ragged", "hf"])
+def test_sliding_windows_are_seen_in_both_engines(tiny, pool, engine):
     sliding = other("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    for t in rollout(sliding, tiny[1], pool, ITEMS, 2, max_tokens=6):
+    for t in rollout(sliding, tiny[1], pool, ITEMS, 2, max_tokens=6, engine=engine):
         again = trainer_logprobs(sliding, t)
         assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
-    assert "sliding windows" in capsys.readouterr().err
+
+
+def test_other_models_are_played_on_their_own_attention(tiny, pool, capsys):
+    model = other("stablelm")
+    for t in rollout(model, tiny[1], pool, ITEMS, 2, max_tokens=6):
+        again = trainer_logprobs(model, t)
+        assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
+    assert "stablelm: trajectories are played on the model's own" in capsys.readouterr().err
 
 
 # ---- slow environments ----

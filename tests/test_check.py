@@ -1,0 +1,114 @@
+"""The ways in which a model is computed: the fastest exact one, or a refusal."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import random_model, run_script
+
+import rl
+from experiments.families import tiny_model
+from models import check
+from rollout import rollout
+
+# One of each kind: plain, windows, soft caps, sinks and experts, nested configuration, keys and
+# values of different sizes; not through attention functions; recurrent layers.
+EXPECTED = {
+    "llama": ("ragged", "packed"),
+    "mistral, window": ("ragged", "packed"),
+    "gemma2, strong caps": ("ragged", "packed"),
+    "gpt_oss": ("ragged", "packed"),
+    "gemma3, nested": ("ragged", "packed"),
+    "deepseek_v3": ("ragged", "packed"),
+    "stablelm": ("padded", "padded"),
+    "mpt": ("alone", "padded"),
+    "lfm2": ("alone", "padded"),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_family_is_computed_in_the_fastest_exact_way(name, pool):
+    model, tokenizer = tiny_model(name)
+    paths = check.find_paths(model)
+    assert (paths.rollout, paths.update) == EXPECTED[name]
+    # The oracle is the model's plain forward pass over the trajectories of a rollout.
+    for t in rollout(model, tokenizer, pool, ["babyai_8", "babyai_50"], 3, max_tokens=7):
+        ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
+        assert mask.any()
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            again, _ = rl.token_logprobs(model, ids, mask)
+        expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        expected = torch.cat([torch.zeros(1, 1), expected], 1) * mask
+        torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
+    model, _ = tiny_model("gemma3_text")
+    small = check.first_layers(model, torch.device("cpu"))
+    assert small.config.sliding_window == check.SMALL_WINDOW
+    assert check.try_ways(small)[:2] == ("ragged", "packed")
+    without_window = rl.seen_keys
+    monkeypatch.setattr(rl, "seen_keys", lambda first, count, window, device:
+                        without_window(first, count, None, device))
+    paths = check.try_ways(small)
+    assert paths[:2] == ("ragged", "padded")
+    assert paths.gaps["update packed"] > 0.01
+
+
+def test_in_bfloat16_the_mean_gap_counts_too(monkeypatch):
+    model, _ = tiny_model("llama")
+    paths = check.find_paths(model, "bfloat16")
+    assert paths[:2] == ("ragged", "packed")
+    assert 0 < paths.gaps["rollout ragged bfloat16"] <= check.LARGEST_MEAN_GAP
+    monkeypatch.setattr(check, "LARGEST_MEAN_GAP", 0.0)
+    paths = check.try_ways(check.first_layers(model, torch.device("cpu")), "bfloat16")
+    assert paths.rollout != "ragged"
+
+
+def test_the_copy_has_the_models_first_layers_and_one_of_each_kind():
+    model = random_model("olmo3", num_hidden_layers=9)
+    small = check.first_layers(model, torch.device("cpu"))
+    assert small.config.num_hidden_layers == 4  # the first with full attention
+    assert small.config.layer_types == model.config.layer_types[:4]
+    own = model.state_dict()
+    assert all(torch.equal(weight, own[name]) for name, weight in small.state_dict().items())
+
+
+def test_the_result_is_kept_for_models_of_the_same_configuration(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = check.find_paths(random_model("qwen3"))
+    (kept,) = tmp_path.glob("multiturn_rl/*.json")
+    monkeypatch.setattr(check, "try_ways", None)
+    again = random_model("qwen3")
+    assert check.find_paths(again) == found == rl.paths_of(again)
+    kept.write_text("{")  # cut: the ways are tried again
+    with pytest.raises(TypeError):
+        check.find_paths(again)
+
+
+@pytest.mark.parametrize("name", ["mamba", "llama4_text"])
+def test_a_model_that_no_way_computes_exactly_is_refused(name, tmp_path):
+    model, tokenizer = tiny_model(name)
+    with pytest.raises(ValueError, match="cannot be used: no .* log-probs of the model's own"):
+        check.find_paths(model)
+    if name == "llama4_text":
+        return
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for command in (["train.py", "--out", tmp_path / "run"], ["eval.py", "--items", "4"]):
+        done = run_script(*command, "--env", "babyai", "--model", tmp_path / "model")
+        assert done.returncode == 2
+        assert "models of the type mamba cannot be used" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_prints_the_gaps(tmp_path):
+    done = run_script("bench.py", "check", "--model", "tiny", "--out", tmp_path / "check.json")
+    assert done.returncode == 0, done.stderr
+    assert "ragged" in done.stdout
+    figures = json.loads((tmp_path / "check.json").read_text())
+    assert figures["rollout"] == "ragged"
+    assert math.isfinite(figures["gaps"]["rollout ragged"])
