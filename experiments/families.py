@@ -1,6 +1,6 @@
 """Model families: the way in which each is computed, how exact it is, and whether it trains.
 
-    python experiments/families.py [FAMILY ...]
+    python experiments/families.py [--speed] [FAMILY ...]
 
 Each family is a tiny model with random weights and the built-in tokenizer. `models/check.py` tries
 the ways of its rollout and its update; then train.py takes two steps of GRPO with it in BabyAI,
@@ -8,6 +8,10 @@ whose observations are of uneven length. Prints a table: the ways that were chos
 largest difference of a log-prob to the model's plain forward pass), the `logprob_gap` of the two
 steps (the mean difference between rollout and update), or the line with which the family is
 refused. Exit status 1 if a family is neither trained exactly nor refused.
+
+--speed: instead, the tokens a second of the engine over those of the model's own attention in
+lockstep, both in the same run, for each family that the engine plays: bench.py's workload `long`,
+48 trajectories of three turns, 16 slots. Exit status 1 if a ratio is below 3.
 """
 
 import contextlib
@@ -26,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import config  # noqa: E402
 import rl  # noqa: E402
 import train  # noqa: E402
+from benches.rollout import play_ours  # noqa: E402
 from models import check  # noqa: E402
 
 WINDOW = 64
+SPEED_RATIO = 3
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
@@ -161,17 +167,40 @@ def measure(name: str) -> tuple[str, bool]:
             f"{trains} | {time.perf_counter() - start:.0f} |"), is_well
 
 
-def main(names):
+def speed(name: str) -> tuple[str, bool]:
+    """-> the family's row of the table of speeds, and whether the ratio is reached."""
+    model, tokenizer = tiny_model(name)
+    try:
+        paths = check.find_paths(model)
+    except ValueError:
+        return f"| {name} | refused | | |", True
+    if paths.rollout != "ragged":
+        return f"| {name} | {paths.rollout} | | |", True
+    speeds = []
+    for engine in (None, "hf"):
+        seconds, played, _ = play_ours(model, tokenizer, "long", 48, 16, 3, engine)
+        speeds.append(sum(len(t.tokens) for t in played) / seconds)
+    ratio = speeds[0] / speeds[1]
+    return f"| {name} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.1f} |", ratio >= SPEED_RATIO
+
+
+def main(args):
+    names = [arg for arg in args if arg != "--speed"]
     unknown = set(names) - set(FAMILIES)
     if unknown:
         sys.exit(f"families.py: no family '{min(unknown)}'; there are {', '.join(FAMILIES)}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    print("| family | rollout, gap | update, gap | logprob_gap in training | seconds |\n"
-          "|---|---|---|---|---|")
+    row_of = measure
+    heads = ["family", "rollout, gap", "update, gap", "logprob_gap in training", "seconds"]
+    if "--speed" in args:
+        row_of = speed
+        heads = ["family", "engine, tokens/s", "lockstep, tokens/s", "ratio"]
+        torch.set_num_threads(1)
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     failed = 0
     for name in names or FAMILIES:
-        row, is_well = measure(name)
+        row, is_well = row_of(name)
         print(row, flush=True)
         failed += not is_well
     return int(failed > 0)
