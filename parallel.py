@@ -52,13 +52,14 @@ def ranks() -> tuple[int, int]:
 
 def gather(part: list) -> list:
     """Every rank's list, interleaved (entry 0 of rank 0, entry 0 of rank 1, entry 1 of rank 0,
-    ...): the inverse of `whole[rank::num_ranks]`."""
+    ...): the inverse of `whole[rank::num_ranks]`. The lists may have any lengths."""
     _, num_ranks = ranks()
     if num_ranks == 1:
         return part
     parts = [None] * num_ranks
     dist.all_gather_object(parts, part)
-    return [parts[i % num_ranks][i // num_ranks] for i in range(sum(map(len, parts)))]
+    longest = max(map(len, parts))
+    return [own[i] for i in range(longest) for own in parts if i < len(own)]
 
 
 def on_any_rank(flag: bool) -> bool:
@@ -90,6 +91,63 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
     dist.all_reduce(flat)
     for t, total in zip(tensors, flat.split([t.numel() for t in tensors])):
         t.copy_(total.view_as(t))
+
+
+# ---- work that is dealt to ranks ----
+
+
+def share_out(count: int, rooms: list[int]) -> list[int]:
+    """How many of `count` trajectories each rank gets, which has room for rooms[rank]: each goes to
+    the rank that then has the most room.
+
+    >>> share_out(4, [2, 5, 3]), share_out(9, [2, 0, 3])
+    ([0, 3, 1], [2, 0, 3])
+    """
+    left = list(rooms)
+    for _ in range(min(count, sum(max(0, room) for room in rooms))):
+        left[left.index(max(left))] -= 1
+    return [room - rest for room, rest in zip(rooms, left)]
+
+
+class Dealer:
+    """Deals `count` trajectories to the ranks while they play, so that none waits long for another
+    one that got the longer ones.
+
+    All ranks call `deal` together, at fixed decode steps and when they have nothing left to play.
+    What each gets depends on what all have room for then, and not on the clock.
+    """
+
+    def __init__(self, count: int, signals: "StopSignals"):
+        self.count = count
+        self.dealt = 0
+        self.signals = signals
+        self.stopped = False  # one of the ranks has got a stop signal, and all know it
+
+    def deal(self, room: int) -> range:
+        """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
+        Raises Terminated if a rank has got a stop signal."""
+        # A rank that left in the middle of this would be waited for.
+        with self.signals.postponed():
+            rooms = self._exchange(-1 if self.signals.received else room)
+            self.stopped = min(rooms) < 0
+            shares = share_out(self.count - self.dealt, [max(0, room) for room in rooms])
+            start = self.dealt + sum(shares[: ranks()[0]])
+            self.dealt += sum(shares)
+        if self.stopped:
+            raise Terminated
+        return range(start, start + shares[ranks()[0]])
+
+    def leave(self) -> None:
+        """Let the other ranks know that this one has got a stop signal."""
+        if self.dealt < self.count and not self.stopped:
+            self._exchange(-1)
+
+    def _exchange(self, number):
+        """Every rank's number."""
+        own = torch.tensor(number)
+        numbers = [torch.empty_like(own) for _ in range(ranks()[1])]
+        dist.all_gather(numbers, own)
+        return [int(number) for number in numbers]
 
 
 # ---- a sharded model ----
@@ -198,6 +256,15 @@ class StopSignals:
         is_first = not self.received
         self.received = self.received or signal.Signals(number).name
         if is_first and self.in_rollout:
+            raise Terminated
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Inside, a signal is noted; it raises Terminated when the block ends."""
+        before, self.in_rollout = self.in_rollout, False
+        yield
+        self.in_rollout = before
+        if before and self.received:
             raise Terminated
 
     def __enter__(self):

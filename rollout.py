@@ -32,7 +32,7 @@ import agent
 from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, split_item
 from models.check import find_paths
-from parallel import device_of, gathered
+from parallel import Dealer, device_of, gathered
 from rl import common_prefix_length, length_dependence, paths_of
 
 # ---- trajectories and settings ----
@@ -323,7 +323,8 @@ class TrajectoryQueue:
 
     def __init__(self, items: list[str], step: int, slots: int,
                  make_episode: Callable[[Trajectory], Episode], config: RolloutConfig,
-                 stats: dict[str, int], progress: Callable[[Trajectory], object] | None):
+                 stats: dict[str, int], progress: Callable[[Trajectory], object] | None,
+                 dealer: Dealer | None):
         self.items = items
         self.step = step
         self.slots = slots
@@ -332,14 +333,32 @@ class TrajectoryQueue:
         self.stats = stats
         self.progress = progress
         self.keys = [(group, k) for group in range(len(items)) for k in range(config.samples)]
-        self.todo = deque(self._fresh(*key) for key in self.keys)
+        self.todo: deque[Trajectory] = deque()
         self.tries = dict.fromkeys(self.keys, 0)
         self.finished: dict[tuple[int, int], Trajectory] = {}
         self.alive: set[Episode] = set()
+        # With a dealer, the trajectories are shared out among ranks while they play.
+        self.dealer = dealer
+        if dealer is None:
+            self.take(range(len(self.keys)))
 
     def _fresh(self, group: int, k: int) -> Trajectory:
         item = self.items[group]
         return Trajectory(item, split_item(item)[0], self.step, group, k)
+
+    def take(self, numbers: range) -> None:
+        """Add trajectories, by their places in `keys`, to those that are to be played."""
+        self.todo += [self._fresh(*self.keys[number]) for number in numbers]
+
+    def is_dealt(self) -> bool:
+        """Whether every trajectory has been given to a rank."""
+        return self.dealer is None or self.dealer.dealt == len(self.keys)
+
+    def deal(self, room: int) -> None:
+        """Get more trajectories from the dealer, together with all other ranks. room: how many this
+        rank can take."""
+        if not self.is_dealt():
+            self.take(self.dealer.deal(room))
 
     def begin(self) -> Episode:
         """Start the next trajectory: its environment is being reset from now on."""
@@ -370,7 +389,10 @@ class TrajectoryQueue:
         tokens, logprobs = tokens.tolist(), logprobs.tolist()
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
-        usable_slots = min(self.slots, len(self.keys) - len(self.finished))
+        unfinished = len(self.todo) + len(self.alive)
+        if not self.is_dealt():
+            unfinished = self.slots
+        usable_slots = min(self.slots, unfinished)
         for name, count in (("steps", 1), ("busy", len(tokens)), ("room", usable_slots)):
             self.stats[name] = self.stats.get(name, 0) + count
         return list(zip(tokens, logprobs))
@@ -393,7 +415,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             config: RolloutConfig | None = None, *, step: int = 0,
             engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
             progress: Callable[[Trajectory], object] | None = None,
-            **changes: object) -> list[Trajectory]:
+            dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
     A turn ends with the chat template's end-of-turn token, with one of the world's stop strings, or
@@ -411,8 +433,11 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     that has ended. stats: receives "forwarded" (token positions computed, padding included),
     "steps" (forward passes that were sampled from), "busy" (slots that were fed, summed over the
     steps) and "room" (slots that could be fed: no more than trajectories that have not ended).
+    dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
+    the same items.
 
-    -> the trajectories in the order of items, the samples of an item side by side. Raises
+    -> the trajectories in the order of items, the samples of an item side by side; with a dealer
+    those that this rank has played. Raises
     ValueError for a bad item, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or RolloutConfig(), **changes)
@@ -427,7 +452,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     if engine == "ragged":
         engine = make_engine(policy, min(config.slots, len(items) * config.samples))
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress)
+    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, dealer)
     try:
         with gathered(policy):
             if engine == "hf":
@@ -441,13 +466,15 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
         for episode in queue.alive:  # left over only if the rollout was interrupted
             episode.leave()
     stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-    return [queue.finished[key] for key in queue.keys]
+    return [queue.finished[key] for key in queue.keys if key in queue.finished]
 
 
 # ---- the decode loop ----
 
 # No more trajectories start in a decode step once the new ones bring this many ids.
 MAX_NEW_IDS = 8192
+# Ranks exchange what they have room for after so many decode steps.
+DEAL_EVERY = 16
 # A trajectory waits one decode step for another one if it can then copy this many more ids.
 SHARED_PREFIX = 16
 
@@ -481,9 +508,12 @@ class Decoder:
             for now in itertools.count():
                 for slot in self.answered_slots(now):
                     self.collect(slot)
+                idle = not (self.playing or self.starting or self.queue.todo)
+                if idle or now % DEAL_EVERY == 0:
+                    self.queue.deal(self.room())
                 while self.queue.todo and len(self.starting) < self.num_resets_ahead():
                     self.starting.append(self.queue.begin())
-                if not self.playing and not self.starting:
+                if not self.playing and not self.starting and self.queue.is_dealt():
                     return self.engine.forwarded
                 self.fill_free_slots()
                 self.decode_step(now)
@@ -520,6 +550,13 @@ class Decoder:
         if not self.playing[slot].take_answer():
             self.queue.end(self.playing.pop(slot))
             self.free.append(slot)
+
+    def room(self) -> int:
+        """How many more trajectories this rank can take: some in advance, for slots that become
+        free before the next exchange."""
+        reserve = self.engine.slots // 4
+        taken = len(self.starting) + len(self.queue.todo)
+        return max(0, len(self.free) + reserve - taken)
 
     def num_resets_ahead(self) -> int:
         """How many resets may be under way: resets take time, so a few more than there are free
@@ -574,7 +611,10 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     is_alone = paths and paths.rollout == "alone" or length_dependence(policy.config)
     slots = 1 if is_alone else queue.slots
     forwarded = 0
-    while queue.todo:
+    while True:
+        queue.deal(max(0, slots - len(queue.todo)))
+        if not queue.todo and queue.is_dealt():
+            return forwarded
         cache = Padded(policy)
         rows = []  # the episodes, one in each row of the cache
         for episode in [queue.begin() for _ in range(min(slots, len(queue.todo)))]:
@@ -586,7 +626,6 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
             write_replies(cache, rows, queue)
             rows = collect_answers(cache, rows, queue)
         forwarded += cache.forwarded
-    return forwarded
 
 
 def write_replies(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> None:

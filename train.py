@@ -41,7 +41,7 @@ from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
 from models.check import find_paths
-from parallel import StopSignals, Terminated, gather, gathered, init_distributed, of_rank_0
+from parallel import Dealer, StopSignals, Terminated, gather, gathered, init_distributed, of_rank_0
 from parallel import on_any_rank, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, shape_rewards, update
@@ -119,9 +119,9 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             items = items_of_step(run, step)
             set_learning_rates(run, step, cfg.steps)
 
-            # Rollout: each rank plays its share of the items.
-            trajectories, decode_stats = play_items(run, pool, signals, items, horizons,
-                                                    cfg.rollouts_per_item, step)
+            # Rollout: the ranks share the trajectories out while they play.
+            trajectories, decoded = play_items(run, pool, signals, items, horizons,
+                                               cfg.rollouts_per_item, step)
             if trajectories is None:  # a stop signal came
                 stop(run, signals)
                 break
@@ -140,9 +140,9 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             # Log.
             by_world = world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
-                   **rollout_metrics(trajectories), **changes, **decode_stats,
+                   **rollout_metrics(trajectories), **changes, **decoded,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
-                   "tokens_per_second": decode_stats["tokens"] / seconds,
+                   "tokens_per_second": decoded["tokens"] / seconds,
                    "memory_gb": memory_gb(run.device), **mixture_columns(by_world), **held_out}
             log_step(run, row, trajectories)
             bar.set_postfix_str(summary(row))
@@ -399,30 +399,40 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
 def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
                horizons: dict[str, int], samples: int,
                step: int) -> tuple[list[Trajectory] | None, dict[str, float]]:
-    """Play this rank's share of the items -> the trajectories of all ranks, in the order of items,
-    and how many positions were computed for them. None in place of the trajectories if a stop
-    signal came on any rank."""
+    """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and how
+    many positions were computed for them. None in place of the trajectories if a stop signal came
+    on any rank."""
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
+    dealer = Dealer(len(items) * samples, signals) if run.num_ranks > 1 else None
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
         with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device):
-            own_items = items[run.rank::run.num_ranks]
-            own = rollout(run.policy, run.tokenizer, pool, own_items, horizons, run.rollouts,
-                          samples=samples, step=step, engine=run.engine, stats=stats)
+            own = rollout(run.policy, run.tokenizer, pool, items, horizons, run.rollouts,
+                          samples=samples, step=step, engine=run.engine, stats=stats,
+                          dealer=dealer)
     except Terminated:
-        pass
+        if dealer:
+            dealer.leave()
     if on_any_rank(bool(signals.received)):
         return None, {}
-    groups = gather([own[i:i + samples] for i in range(0, len(own), samples)])
-    for number, group in enumerate(groups):  # each rank has counted its own groups from 0
-        for t in group:
-            t.group = number
-    trajectories = [t for group in groups for t in group]
-    total = {name: sum(gather([stats.get(name, 0)])) for name in ("forwarded", "busy", "room")}
+    trajectories = sorted(gather(own), key=lambda t: (t.group, t.sample))
+    return trajectories, decode_stats(trajectories, gather([stats]), run.rollouts.slots)
+
+
+def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
+                 slots: int) -> dict[str, float]:
+    """What a row of metrics says about decoding. stats: of each rank."""
     tokens = sum(len(t.tokens) for t in trajectories)
-    return trajectories, {"forwarded_per_kept": total["forwarded"] / tokens if tokens else 0.0,
-                          "occupancy": total["busy"] / max(1, total["room"]), "tokens": tokens}
+    forwarded = sum(own.get("forwarded", 0) for own in stats)
+    # A rank that has nothing left to play waits for the one that takes the most steps.
+    room = slots * max(own.get("steps", 0) for own in stats)
+    busy = [own.get("busy", 0) for own in stats]
+    row = {"forwarded_per_kept": forwarded / max(1, tokens),
+           "occupancy": sum(busy) / max(1, room * len(stats)), "tokens": tokens}
+    if len(stats) > 1:
+        row |= {f"occupancy/rank{rank}": own / max(1, room) for rank, own in enumerate(busy)}
+    return row
 
 
 def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str, float]:

@@ -4,6 +4,7 @@ The gradient of a batch is the same however the batch is cut and however many pr
 A run that is stopped goes on as if it had not been, also with another number of processes.
 """
 
+import doctest
 import json
 import random
 import shutil
@@ -17,8 +18,9 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
-from test_train import ENV, SMALL, metrics, run
+from test_train import ENV, SMALL, metrics, read_jsonl, run
 
+import parallel
 import rl
 from rollout import rollout
 
@@ -91,6 +93,67 @@ def test_gradients_are_the_same_however_they_are_computed(
         assert stats["computed"] > stats["fed"]
 
 
+# ---- trajectories are dealt to ranks ----
+
+
+def test_the_doctest_of_the_shares():
+    assert doctest.testmod(parallel).failed == 0
+
+
+# Of 24 trajectories with two slots a rank, most are dealt while others are played.
+DEALT = ["--items_per_step", "6", "--rollouts_per_item", "4", "--slots", "2", "--horizon", "3",
+         "--horizon_schedule", "fixed", "--steps", "2", "--max_tokens", "8", "--save_every", "1"]
+
+
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory):
+    """The folders of the same run on one and on two processes."""
+    folder = tmp_path_factory.mktemp("dealt")
+    for name, launcher in (("one", ONE_PROCESS), ("two", TWO_PROCESSES)):
+        done = run(*DEALT, "--out", str(folder / name), launcher=(*launcher, "train.py"))
+        assert done.returncode == 0, done.stderr
+    return folder / "one", folder / "two"
+
+
+def first_step(folder):
+    """The trajectories of a run's first step, without what the last digits change."""
+    rows = read_jsonl(folder / "trajectories/step_000000.jsonl")
+    return [{key: row[key] for key in ("item", "group", "sample", "tokens", "mask", "rewards")}
+            for row in rows]
+
+
+def test_a_dealt_run_repeats_and_is_that_of_one_process(dealt, tmp_path):
+    one, two = dealt
+    done = run(*DEALT, "--out", str(tmp_path / "r"), launcher=(*TWO_PROCESSES, "train.py"))
+    assert done.returncode == 0, done.stderr
+    again = metrics(tmp_path / "r")
+    assert again == metrics(two)
+    assert first_step(two) == first_step(one)
+    assert abs(metrics(two)[0]["loss"] - metrics(one)[0]["loss"]) < 1e-5
+    for row in again:
+        both = [row["occupancy/rank0"], row["occupancy/rank1"]]
+        assert 0.3 < min(both) <= max(both) <= 1
+        assert abs(sum(both) / 2 - row["occupancy"]) < 1e-9
+
+
+@pytest.mark.slow
+def test_four_processes_play_what_one_plays(dealt, tmp_path):
+    four = [word.replace("=2", "=4") for word in TWO_PROCESSES]
+    done = run(*DEALT, "--out", str(tmp_path / "r"), launcher=(*four, "train.py"))
+    assert done.returncode == 0, done.stderr
+    assert first_step(tmp_path / "r") == first_step(dealt[0])
+    assert abs(metrics(tmp_path / "r")[0]["loss"] - metrics(dealt[0])[0]["loss"]) < 1e-5
+
+
+def test_a_signal_while_trajectories_are_dealt_loses_nothing(dealt, tmp_path):
+    """torchrun passes a signal on to its processes, which get it at different moments."""
+    out = tmp_path / "r"
+    ended, _ = interrupt(signal.SIGTERM, 1, (0, 0.5), [*DEALT, "--out", str(out)], out,
+                         random.Random(2), TWO_PROCESSES)
+    assert ended
+    assert metrics(out) == metrics(dealt[1])
+
+
 # ---- runs that are stopped and go on ----
 
 
@@ -127,7 +190,7 @@ def test_a_run_goes_on_with_another_number_of_processes(reference, first, second
             assert abs(row[key] - expected_row[key]) < 1e-5, (row["step"], key)
 
 
-def interrupt(how, tries, between, args, folder, rng):
+def interrupt(how, tries, between, args, folder, rng, launcher=ONE_PROCESS):
     """Run train.py and end it `tries` times at random moments, resuming it each time.
 
     how: the signal. between: (least, most) seconds from the first file of metrics to the signal.
@@ -138,7 +201,7 @@ def interrupt(how, tries, between, args, folder, rng):
     while True:
         resume = ["--resume"] if (folder / "config.json").exists() else []
         # nohup and shells that run jobs in the background let them ignore SIGHUP and SIGINT.
-        child = subprocess.Popen([sys.executable, "train.py", *args, *resume], cwd=ROOT, env=ENV,
+        child = subprocess.Popen([*launcher, "train.py", *args, *resume], cwd=ROOT, env=ENV,
                                  stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                  preexec_fn=lambda: how != signal.SIGKILL
                                  and signal.signal(how, signal.SIG_DFL))
@@ -151,6 +214,8 @@ def interrupt(how, tries, between, args, folder, rng):
         printed += out
         # Before the run has begun, SIGTERM ends the process as SIGKILL does.
         expected_codes = (0, -how) if ended < tries else (0,)
+        if launcher != ONE_PROCESS and ended < tries:
+            expected_codes = (0, 1, -how)  # 1: torchrun's own
         assert child.returncode in expected_codes, errors
         if ended >= tries or (folder / "final").exists():
             return ended, printed
