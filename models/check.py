@@ -42,7 +42,8 @@ LARGEST_GAP = 1e-4  # of a log-prob, in float32
 LARGEST_GAP_RECURRENT = 5e-4
 LARGEST_MEAN_GAP = 0.02  # in the run's own dtype
 SMALL_WINDOW = 16  # the copy's sliding windows and chunks, so that a short sequence passes them
-RECURRENT = ("linear", "mamba", "ssm", "conv", "recurrent", "hybrid", "lstm", "rwkv")
+# Words in the names of model types and layer types.
+RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "lstm", "falcon_h1")
 
 
 class Play(NamedTuple):
@@ -183,6 +184,8 @@ def differences(way: Way, model: PreTrainedModel, plays: list[Play],
     """Of the log-probs of a way to the oracle's; [inf] if the way fails."""
     try:
         found = way(model, plays)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing of the way
     except Exception:  # whatever a model's code raises when it is used in a way not made for it
         return [math.inf]
     both = zip(itertools.chain(*found), itertools.chain(*oracle), strict=True)
@@ -247,7 +250,8 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Whether some layers keep a state, and not keys and values."""
-    return any(word in repr(config).lower() for word in RECURRENT)
+    kinds = [config.model_type, *(getattr(config.get_text_config(), "layer_types", None) or [])]
+    return any(word in kind for word in RECURRENT for kind in kinds)
 
 
 def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
