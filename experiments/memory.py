@@ -70,8 +70,8 @@ def train(steps):
         out = Path(folder) / "run"
         run = subprocess.Popen(
             [sys.executable, "train.py", "--items_per_step", "2", "--rollouts_per_item", "2",
-             "--steps", str(steps), "--save_every", "100", "--keep", "1", "--out", str(out)],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+             "--lr", "1e-5", "--steps", str(steps), "--save_every", "100", "--keep", "1", "--out", str(out)],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         rows = out / "metrics.jsonl"
         samples = Samples(run.pid)
         with tqdm(total=steps, desc="steps") as bar:
@@ -81,7 +81,9 @@ def train(steps):
                 if done > bar.n:
                     bar.update(done - bar.n)
                     samples.add()
-        assert run.returncode == 0, run.returncode
+        said = run.stderr.read()
+        if run.returncode:
+            sys.exit(said[-500:])
     return samples.verdict()
 
 
