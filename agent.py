@@ -4,11 +4,12 @@ Tokens are canonical. A conversation is rendered to token ids once, from left to
 gives the ids of the instructions and of the first observation, `Chat.turn` gives the ids that
 follow a reply. Nothing is decoded and encoded again. So the prompt of each turn extends the
 previous one exactly, even where the chat template would change earlier turns when it renders a
-whole conversation (Qwen3's template removes their <think> blocks).
+whole conversation (Qwen3's template removes their <think> blocks, GPT-OSS's their analysis).
 """
 
 import ast
 import copy
+import inspect
 import json
 import multiprocessing
 import re
@@ -20,6 +21,8 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment
 
 from envs import Env, Step
 
@@ -328,18 +331,62 @@ TEMPLATE_MEMORY = 2**29  # bytes
 TEMPLATE_LENGTH = 2**20  # bytes of text
 
 
-def render_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
+def template_arguments(chat_args: str) -> dict[str, object]:
+    """--chat_args, a JSON object or NAME=VALUE pairs, as a dict. Raises ValueError for what cannot
+    be read.
+
+    >>> template_arguments("enable_thinking=false reasoning_effort=low")
+    {'enable_thinking': False, 'reasoning_effort': 'low'}
+    >>> template_arguments('{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    if chat_args.lstrip().startswith("{"):
+        try:
+            return json.loads(chat_args)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"--chat_args is no JSON object: {e}") from e
+    arguments = {}
+    for part in chat_args.split():
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"cannot read --chat_args '{part}'; write enable_thinking=false, "
+                             "or a JSON object")
+        try:
+            arguments[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except (ValueError, RecursionError):
+            arguments[name] = value
+    return arguments
+
+
+def render_marks(tokenizer: "PreTrainedTokenizerBase", system: str = "",
+                 chat_args: str = "") -> str:
     """The conversation of MARKS as the tokenizer's chat template writes it.
 
-    The template is a program that comes with a model, so it runs in a child process with limits.
-    Raises ValueError if there is no template, or for one that fails or exceeds them.
+    system: the text of a system message before it; "": no such message. chat_args: see
+    `template_arguments`. The template is a program that comes with a model, so it runs in a child
+    process with limits. Raises ValueError if there is no template, for one that fails or exceeds
+    them, and for one that does not use `system` or a name in `chat_args`.
     """
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: take its Instruct version, or give a "
                          "file with --chat_template")
+    arguments = template_arguments(chat_args)
+    messages = [{"role": role, "content": mark} for mark, role in MARKS.items()]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    text = _render_in_child(tokenizer, messages, arguments)
+    if system.strip() not in text:
+        raise ValueError("this tokenizer's chat template does not show the text of --system")
+    return text
+
+
+def _render_in_child(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]],
+                     arguments: dict[str, object]) -> str:
+    """The messages as the chat template writes them, in a child process with limits."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send_marks, args=(tokenizer, sender), daemon=True)
+    child = fork.Process(target=_send_text, args=(tokenizer, messages, arguments, sender),
+                         daemon=True)
     child.start()
     sender.close()
     text, problem = "", f"gives no text within {TEMPLATE_SECONDS} s"
@@ -356,21 +403,33 @@ def render_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
     return text
 
 
-def _send_marks(tokenizer: "PreTrainedTokenizerBase", sender: Connection) -> None:
-    """In the child process: send the text of `render_marks` and "", or "" and what is wrong."""
+def _send_text(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]],
+               arguments: dict[str, object], sender: Connection) -> None:
+    """In the child process: send the messages' text and "", or "" and what is wrong."""
     # The timer's signal ends the process, also within one long operation on a number or a string.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
     try:
         _limit_memory()
-        messages = [{"role": role, "content": mark} for mark, role in MARKS.items()]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for name in arguments:
+            if name not in _switches(tokenizer):
+                raise ValueError(f"--chat_args: it has no switch '{name}'")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                             **arguments)
         answer = text, ""
         if len(text.encode()) > TEMPLATE_LENGTH:
             answer = "", f"writes more than {TEMPLATE_LENGTH} bytes around three words"
     except Exception as e:  # whatever the template's program raises
         answer = "", f"fails: {type(e).__name__} {str(e)[:300]}"
     sender.send(answer)
+
+
+def _switches(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """The names in the chat template's code, without those that it is always given."""
+    pieces = Environment().lex(tokenizer.get_chat_template())
+    names = {text for _, kind, text in pieces if kind == "name"}
+    given = inspect.signature(tokenizer.apply_chat_template).parameters
+    return names - {"messages", *given}
 
 
 def _limit_memory() -> None:
@@ -391,8 +450,16 @@ class Chat:
     a template that shows the date would give another one after midnight.
 
     `end_id` is the end-of-turn token, which the policy samples to finish a reply.
-    Raises ValueError for a template that fails, or that does not show every message exactly once
-    and in order.
+
+    A template may have channels, as GPT-OSS's has: the policy writes a message to the channel
+    "analysis", then one to the channel "final". `final_header` is what the second one begins with
+    ([] without channels); only what follows it is the answer that the environment gets. The
+    end-of-turn token does not end a reply before it. An end-of-sequence token always does
+    (GPT-OSS's <|return|>), and it stays in the trajectory, as the analysis does: the template
+    itself would write <|end|> for it in earlier turns, and leave the analysis out.
+
+    Raises ValueError for a template that fails, that does not show every message exactly once
+    and in order, or that ends a reply with an ordinary token: replies would end anywhere.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
@@ -425,6 +492,30 @@ class Chat:
                              "so a reply would have no end")
         self.end_id = self.to_user[0]
         self.ok = self._encode_piece("OK")
+
+        # Which tokens end a reply.
+        self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
+        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
+        added = tokenizer.added_tokens_decoder
+        special_ids.update(number for number, token in added.items() if token.special)
+        if self.end_id not in special_ids:
+            raise ValueError(
+                "this tokenizer's chat template ends a reply with "
+                f"{tokenizer.decode([self.end_id])!r}, which is neither a special token nor an "
+                "end-of-sequence token: give another template with --chat_template")
+        self.final_header = self._find_final_header(special_ids)
+        self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
+
+    def _find_final_header(self, special_ids: set[int]) -> list[int]:
+        """What a reply in the history has after the generation prompt, if it is a channel's header:
+        from one special token to another, in a template whose end-of-turn token is not an
+        end-of-sequence token."""
+        if self.end_id in self.eos_ids or self.tokenizer.eos_token_id is None:
+            return []
+        count = len(self.to_policy)
+        header = self.to_reply[count:]
+        is_longer = self.to_reply[:count] == self.to_policy and len(header) > 0
+        return header if is_longer and {header[0], header[-1]} <= special_ids else []
 
     def _encode_piece(self, text: str) -> list[int]:
         """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
@@ -462,14 +553,32 @@ class Chat:
         return ids + self.to_policy
 
     def reply(self, text: str) -> list[int]:
-        """Ids of a reply that the policy did not sample, with its end-of-turn token."""
-        return self._encode(text) + [self.end_id]
+        """Ids of a reply that the policy did not sample, with the token that ends it."""
+        return self.final_header + self._encode(text) + [self.reply_end_id]
+
+    def answer(self, reply: list[int]) -> list[int]:
+        """The part of a reply that the environment gets: all of it or, with channels, what follows
+        the final channel's header; [] if there is none."""
+        size = len(self.final_header)
+        if not size:
+            return reply
+        for start in range(len(reply) - size, -1, -1):
+            if reply[start : start + size] == self.final_header:
+                return reply[start + size :]
+        return []
+
+    def is_ended(self, reply: list[int]) -> bool:
+        """Whether the policy has ended its reply with the last one of these tokens."""
+        if not self.final_header:
+            return reply[-1] == self.end_id
+        is_answered = reply[-1] == self.end_id and len(self.answer(reply)) > 0
+        return is_answered or reply[-1] in self.eos_ids
 
     def turn(self, observation: str, closed: bool, most: int | None = None) -> list[int]:
         """Ids between a reply and the next one: the observation (see `observation`) and the
         generation prompt.
 
-        closed: whether the policy sampled the end-of-turn token itself. For a reply that was cut
+        closed: whether the policy ended the reply itself (`is_ended`). For a reply that was cut
         the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
         loss.
         """

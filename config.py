@@ -100,7 +100,8 @@ def machine(cpuinfo: str | Path = "/proc/cpuinfo") -> set[str]:
 
 def presets(model: str, world: str) -> dict:
     """-> flag name -> its default for this model (made of 'tiny', or any other), this world and
-    this machine. A model that a run has trained keeps the action format of that run.
+    this machine. A model that a run has trained keeps the action format, the system message and the
+    arguments of the chat template of that run.
 
     Besides flags it holds "rounds" (tuple of int), "horizon_steps" and "eval_horizon".
     """
@@ -120,6 +121,7 @@ def presets(model: str, world: str) -> dict:
     return values | {
         "rounds": horizon.rounds, "horizon_steps": horizon.every,
         "eval_horizon": horizon.eval_horizon,
+        "system": run.get("system", ""), "chat_args": run.get("chat_args", ""),
     }
 
 
@@ -218,6 +220,11 @@ def one_of(*choices: str) -> Callable[[str, str], None]:
     return rule
 
 
+def chat_arguments(name: str, value: str) -> None:
+    """Readable as the arguments of a chat template."""
+    agent.template_arguments(value)
+
+
 def check_ranges(cfg: object) -> None:
     """Apply the rule in each field's annotation. Raises ValueError for the first value that breaks
     one."""
@@ -267,6 +274,11 @@ class RunConfig:
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
                              "a folder, a GGUF file, or a hub id")
     chat_template: str = arg("", "file with a chat template (Jinja), for a model that has none")
+    system: str | None = arg(None, "text of a system message before the instructions; default: "
+                                   "that of the run which wrote --model, else none")
+    chat_args: Annotated[str | None, chat_arguments] = arg(
+        None, "switches of the chat template: enable_thinking=false, several with spaces between "
+              "them, or a JSON object; default: those of the run which wrote --model")
     data: str = arg(
         "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
     out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import arg, below_one, check_ranges, fraction, merge_env_args, mixture, not_negative
-from config import one_of, positive, presets, read_flags, run_of, servers
+from config import arg, below_one, chat_arguments, check_ranges, fraction, merge_env_args, mixture
+from config import not_negative, one_of, positive, presets, read_flags, run_of, servers
 import numpy as np
 import requests
 import torch
@@ -58,6 +58,11 @@ class EvalConfig:
                              "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
                              "openai:NAME on the server --base_url")
     chat_template: str = arg("", "file with a chat template (Jinja), for a model that has none")
+    system: str | None = arg(None, "text of a system message before the instructions; default: the "
+                                   "run's, else none")
+    chat_args: Annotated[str | None, chat_arguments] = arg(
+        None, "switches of the chat template: enable_thinking=false, several with spaces between "
+              "them, or a JSON object; default: the run's")
     base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from "
                             "the environment's OPENAI_API_KEY")
     samples: Annotated[int, positive] = arg(
@@ -106,7 +111,7 @@ class EvalConfig:
 
 # Flags whose default is the run's value, or else the preset's.
 TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "plan", "reflect",
-                  "env_args", "dtype")
+                  "env_args", "dtype", "system", "chat_args")
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
@@ -219,8 +224,9 @@ def check_model_flags(cfg: EvalConfig) -> None:
     if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:
         raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
                          "password: a key is taken from OPENAI_API_KEY")
-    if cfg.top_k or cfg.min_p or cfg.engine != "ragged":
-        raise ValueError("--top_k, --min_p and --engine are for models that run here")
+    if cfg.top_k or cfg.min_p or cfg.engine != "ragged" or cfg.system or cfg.chat_args:
+        raise ValueError("--top_k, --min_p, --engine, --system and --chat_args are for models that "
+                         "run here")
 
 
 def check_served(base_url: str) -> None:
@@ -359,6 +365,7 @@ def load_model(
         return ServedModel(name, cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = rl.load_tokenizer(cfg.model, cfg.chat_template)
+    tokenizer.rendered_marks = agent.render_marks(tokenizer, cfg.system, cfg.chat_args)
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
     return rl.load_model(cfg.model, device, getattr(torch, cfg.dtype)), tokenizer
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import algos
@@ -128,7 +128,18 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
             tokenizer.chat_template = Path(chat_template).read_text()
         except (OSError, ValueError) as e:
             raise ValueError(f"cannot read --chat_template {chat_template}") from e
+    tokenizer.generation_eos_ids = generation_eos_ids(path)
     return tokenizer
+
+
+def generation_eos_ids(path: str) -> list[int]:
+    """The end-of-sequence tokens in the generation_config.json of a path from `model_path`; [] if
+    there is none."""
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return []
+    return [found] if isinstance(found, int) else found or []
 
 
 def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
@@ -168,13 +168,14 @@ class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
-    waited for until the moment `until`. The constructor starts the
-    environment's reset, in the environment's thread.
+    waited for until the moment `until`. occurrence: how often the item is named before in the
+    training step. The constructor starts the environment's reset, in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
-                 chat: agent.Chat, pool: EnvPool, on_cpu: bool):
+                 chat: agent.Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
         self.trajectory = trajectory
+        self.occurrence = occurrence
         self.horizon = horizon
         self.config = config
         self.chat = chat
@@ -197,7 +198,9 @@ class Episode:
         """The trajectory's random numbers: no rank, slot or batch enters the key."""
         t = self.trajectory
         item_key = zlib.crc32(t.item.encode())
-        generator = np.random.default_rng([self.config.seed, t.step, item_key, t.sample])
+        # The samples of an item that is named again are further samples of it.
+        sample = self.occurrence * self.config.samples + t.sample
+        generator = np.random.default_rng([self.config.seed, t.step, item_key, sample])
         while True:
             yield from generator.random(64).tolist()
 
@@ -219,7 +222,8 @@ class Episode:
 
     def _step(self, env: Env, ids: list[int], closed: bool) -> tuple[str, Step, list[int]]:
         written = ids[:-1] if closed else ids
-        text = self.chat.tokenizer.decode(written, skip_special_tokens=True)
+        answer = self.chat.answer(written)
+        text = self.chat.tokenizer.decode(answer, skip_special_tokens=True)
         step = self.dialogue.reply(env, text)
         return text, step, self.chat.turn(step.observation, closed, self.max_length)
 
@@ -238,9 +242,9 @@ class Episode:
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
         self.pending = [token]
-        if not self.reply_is_complete(token):
+        if not self.reply_is_complete():
             return False
-        closed = token == self.chat.end_id
+        closed = self.chat.is_ended(self.reply)
         cut = not closed and len(self.reply) >= self.max_tokens
         self.trajectory.append(self.reply, self.reply_logprobs)
         self.trajectory.cut_replies += cut
@@ -252,16 +256,16 @@ class Episode:
         self.reply_logprobs = []
         return True
 
-    def reply_is_complete(self, token: int) -> bool:
-        """Whether the reply ends with this token."""
-        if token == self.chat.end_id or len(self.reply) >= self.max_tokens:
+    def reply_is_complete(self) -> bool:
+        """Whether the reply ends with its last token."""
+        if self.chat.is_ended(self.reply) or len(self.reply) >= self.max_tokens:
             return True
         if len(self.trajectory.tokens) + len(self.reply) >= self.max_length:
             return True
         stop_strings = self.worker.env.stop
         if not stop_strings:
             return False
-        text = self.chat.tokenizer.decode(self.reply)
+        text = self.chat.tokenizer.decode(self.chat.answer(self.reply))
         return any(s in text for s in stop_strings)
 
     def take_answer(self) -> bool:
@@ -410,6 +414,21 @@ def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
     return "hf"
 
 
+def count_earlier(items: list[str]) -> list[int]:
+    """For each item how often it is named before. The samples of an item that is named twice must
+    differ, whichever rank plays them.
+
+    >>> count_earlier(["babyai_3", "babyai_8", "babyai_3"])
+    [0, 0, 1]
+    """
+    seen = Counter()
+    counts = []
+    for item in items:
+        counts.append(seen[item])
+        seen[item] += 1
+    return counts
+
+
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int],
             config: RolloutConfig | None = None, *, step: int = 0,
@@ -437,17 +456,19 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     the same items.
 
     -> the trajectories in the order of items, the samples of an item side by side; with a dealer
-    those that this rank has played. Raises
-    ValueError for a bad item, FloatingPointError if the policy's logits are not finite.
+    those that this rank has played. Raises ValueError for a bad item, FloatingPointError if the
+    policy's logits are not finite.
     """
     config = replace(config or RolloutConfig(), **changes)
     stats = {} if stats is None else stats
+    occurrences = count_earlier(items)
     chat = agent.Chat(tokenizer)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
 
     def make_episode(t: Trajectory) -> Episode:
-        return Episode(t, limit_for(horizon, t.env), config, chat, envs, on_cpu)
+        return Episode(t, limit_for(horizon, t.env), config, chat, envs, on_cpu,
+                       occurrences[t.group])
 
     if engine == "ragged":
         engine = make_engine(policy, min(config.slots, len(items) * config.samples))

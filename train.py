@@ -247,7 +247,7 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     source = cfg.model if cfg.lora_rank else newest or cfg.model
     # The chat template is tried before the weights, whose loading may take minutes.
     tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
-    freeze_chat_template(tokenizer, newest)
+    freeze_chat_template(tokenizer, newest, cfg)
     policy = rl.load_model(str(source), "cpu", dtype)
     paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
     rl.set_paths(policy, paths)
@@ -273,12 +273,13 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     return policy, tokenizer, trained, reference
 
 
-def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None) -> None:
+def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None,
+                         cfg: RunConfig) -> None:
     """Render the chat template once for the whole run: a resumed run takes the text that its
     checkpoint holds. Raises ValueError for a template that cannot be used."""
     saved = rl.read_state(newest)[0] if newest else {}
-    tokenizer.rendered_marks = (saved.get("rendered_marks")
-                                or of_rank_0(lambda: agent.render_marks(tokenizer)))
+    tokenizer.rendered_marks = saved.get("rendered_marks") or of_rank_0(
+        lambda: agent.render_marks(tokenizer, cfg.system, cfg.chat_args))
     agent.Chat(tokenizer)
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
+MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
+
 # ---- rewards and advantages of a step ----
 
 
@@ -151,6 +153,8 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
             loss_of = partial(policy_objective, policy, cfg, denominator)
             stats = optimizer_step(policy, optimizer, batch, computed, loss_of,
                                    cfg.microbatch_tokens, cfg.max_grad_norm)
+            took_step = math.isfinite(stats["grad_norm"])
+            stats["weight_change"] = adam_step_norm(policy, optimizer) if took_step else 0.0
             if critic is not None:
                 loss_of = partial(value_objective, critic, cfg, denominator)
                 value_stats = optimizer_step(critic, critic_optimizer, batch, rows, loss_of,
@@ -236,6 +240,7 @@ def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, 
     return {
         "loss": sums.get("loss", 0.0) / steps,
         "grad_norm": sums["grad_norm"] / steps,
+        "weight_change": sums["weight_change"] / steps,
         "logprob_gap": gap,
         # To the reference; without one, to the weights that sampled.
         "kl": sums.get("kl", sums.get("approx_kl", 0.0)) / tokens,
@@ -438,3 +443,33 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return result | {"grad_norm": norm}
+
+
+def adam_step_norm(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """The norm of the last change that AdamW, without weight decay, made to all trained weights.
+
+    It is computed from the moments, so it needs no copy of the weights, and does not have their
+    rounding. 0 for another optimizer, or before the first step. Called by all ranks.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return 0.0
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            steps = float(state.get("step", 0.0))
+            if not steps:
+                continue
+            moments = []
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = state[name].to_local() if sharded(model) else state[name]
+                moments.append(moment.flatten().split(MOMENTS_AT_ONCE))
+            for mean, square in zip(*moments):
+                denominator = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+                step = mean / denominator
+                squares = step.square_().sum(dtype=torch.float64)
+                total += float(squares) * (group["lr"] / (1 - beta1**steps)) ** 2
+    if sharded(model):
+        total = sum(gather([total]))
+    return math.sqrt(total)

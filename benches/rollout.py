@@ -157,7 +157,7 @@ def play_ours(
             item = int(self.trajectory.item.split("_")[1])
             self.lengths, _ = script(workload, item)
 
-        def reply_is_complete(self, token):
+        def reply_is_complete(self):
             return len(self.reply) >= self.lengths[self.trajectory.turns % TURNS]
 
     if engine is None:

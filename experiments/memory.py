@@ -2,7 +2,8 @@
 
     python experiments/memory.py train | WORLD | server [COUNT]
 
-train: COUNT (1,000) steps of training on the built-in model, each of four trajectories.
+train: COUNT (1,000) steps of training on the built-in model, each of four trajectories, at a
+learning rate so low that the policy does not collapse.
 WORLD (babyai, textcraft, searchqa, sciworld, webarena): COUNT episodes (2,000; of the last two 300)
 of held-out items in one environment, with random actions where the world lists its valid ones,
 else the expert's, 20 turns at most.
@@ -70,7 +71,8 @@ def train(steps):
         out = Path(folder) / "run"
         run = subprocess.Popen(
             [sys.executable, "train.py", "--items_per_step", "2", "--rollouts_per_item", "2",
-             "--lr", "1e-5", "--steps", str(steps), "--save_every", "100", "--keep", "1", "--out", str(out)],
+             "--lr", "1e-5", "--steps", str(steps), "--save_every", "100", "--keep", "1", "--out",
+             str(out)],
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         rows = out / "metrics.jsonl"
         samples = Samples(run.pid)

@@ -62,6 +62,30 @@ def pool():
     return EnvPool()
 
 
+# A template with channels, like GPT-OSS's and shorter.
+CHANNELS = (
+    "<|start|>system<|message|>Channels: analysis, final.<|end|>"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+
+
+@pytest.fixture(scope="session")
+def channels():
+    """The built-in model with a template with channels, its tokenizer. The new tokens' weights are
+    random."""
+    import rl
+    model, tokenizer = rl.load_policy("tiny")
+    names = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+    tokenizer.add_special_tokens({"eos_token": "<|return|>", "additional_special_tokens": names})
+    tokenizer.chat_template = CHANNELS
+    tokenizer.generation_eos_ids = []
+    model.resize_token_embeddings(len(tokenizer))
+    return model, tokenizer
+
+
 def random_model(family, **config):
     """A small causal LM of another family, with random weights and the tiny model's vocabulary.
 

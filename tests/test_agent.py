@@ -125,6 +125,125 @@ def test_a_template_that_shows_the_time_shows_one_time(tiny):
     assert Chat(with_template(tokenizer, template)).head != first.head  # a run of its own
 
 
+@pytest.mark.parametrize("after_reply, token", [
+    ("\n\n", "'\\n"),
+    (" <|im_end|>", "' '"),  # the space comes before the end
+    ("###", "'#"),
+])
+def test_a_template_whose_end_of_turn_is_ordinary_text_is_refused(tiny, after_reply, token):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}"
+    tokenizer = with_template(tiny[1], template.replace("END", after_reply))
+    with pytest.raises(ValueError) as refused:
+        Chat(tokenizer)
+    assert f"ends a reply with {token}" in str(refused.value)
+    assert "--chat_template" in str(refused.value) and "\n" not in str(refused.value)
+    # A model may be made to end with it.
+    end_id = tokenizer.encode(after_reply + "user: ")[0]
+    tokenizer.generation_eos_ids = [end_id]
+    assert Chat(tokenizer).end_id == end_id
+
+
+SWITCHED = ("{% if not thinking | default(true) %}no thoughts\n{% endif %}"
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+            "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
+    tokenizer = with_template(tiny[1], SWITCHED)
+    plain = agent.render_marks(tokenizer)
+    messages = [{"role": role, "content": mark} for mark, role in agent.MARKS.items()]
+    assert plain == tokenizer.apply_chat_template(messages, tokenize=False,
+                                                  add_generation_prompt=True)
+    said = agent.render_marks(tokenizer, system=" Be brief.\n")
+    assert said == "<|im_start|>system\nBe brief.<|im_end|>\n" + plain
+    for switch in ("thinking=false", "thinking=False", ' {"thinking": false}'):
+        assert agent.render_marks(tokenizer, chat_args=switch) == "no thoughts\n" + plain
+    tokenizer.rendered_marks = said
+    start = Chat(tokenizer).start("Play.", "A wall.")
+    beginning = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nPlay."
+    assert tokenizer.decode(start).startswith(beginning)
+
+
+@pytest.mark.parametrize("chat_args, says", [
+    ("thoughts=false", "chat template fails: ValueError --chat_args: it has no switch 'thoughts'"),
+    ("think=false", "no switch 'think'"),
+    ("add_generation_prompt=false", "no switch 'add_generation_prompt'"),
+    ("messages=1", "no switch 'messages'"),
+    ("thinking", "cannot read --chat_args 'thinking'; write enable_thinking=false"),
+    ("a-b=1", "cannot read --chat_args 'a-b=1'"),
+    ('{"thinking": }', "--chat_args is no JSON object: "),
+    ('{"a":' * 100_000, "--chat_args is no JSON object: "),
+])
+def test_arguments_that_a_template_does_not_take_are_refused(tiny, chat_args, says):
+    with pytest.raises(ValueError) as refused:
+        agent.render_marks(with_template(tiny[1], SWITCHED), chat_args=chat_args)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_system_message_that_a_template_leaves_out_is_refused(tiny):
+    template = SWITCHED.replace("in messages", "in messages if m.role != 'system'")
+    with pytest.raises(ValueError, match="does not show the text of --system"):
+        agent.render_marks(with_template(tiny[1], template), system="Be brief.")
+
+
+# ---- templates with channels ----
+
+
+def test_turn_by_turn_is_the_template_with_channels_at_once(channels):
+    """A reply that ends a conversation ends with <|return|>. Earlier ones end with <|end|> in the
+    template, and keep the <|return|> that was sampled in a trajectory."""
+    tokenizer = channels[1]
+    chat = Chat(tokenizer)
+    texts = ["Play.", "OK", "You see nothing.", "turn left", "A wall.", "go to red ball 1"]
+    ids = chat.start(texts[0], texts[2]) + chat.reply(texts[3])
+    ids += chat.turn(texts[4], closed=True) + chat.reply(texts[5])
+    messages = [{"role": role, "content": text}
+                for role, text in zip(["user", "assistant"] * 3, texts)]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered.endswith("<|channel|>final<|message|>go to red ball 1<|return|>")
+    assert tokenizer.decode(ids).replace("turn left<|return|>", "turn left<|end|>") == rendered
+
+
+def test_only_the_end_of_the_final_channel_ends_a_reply(channels):
+    tokenizer = channels[1]
+    chat = Chat(tokenizer)
+    analysis = "<|channel|>analysis<|message|>A final wall.<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>turn left"
+    for text, is_ended, answer in [
+        (analysis, False, ""),
+        (analysis + analysis, False, ""),
+        (analysis + final, False, "turn left"),
+        (analysis + final + "<|end|>", True, "turn left<|end|>"),
+        (analysis + final + "<|return|>", True, "turn left<|return|>"),
+        ("<|channel|>final<|message|><|end|>", True, "<|end|>"),
+        (analysis + "<|return|>", True, ""),
+    ]:
+        ids = tokenizer.encode(text)
+        assert (chat.is_ended(ids), tokenizer.decode(chat.answer(ids))) == (is_ended, answer)
+    # <|call|> ends a reply only if the model's generation_config.json says so.
+    call = tokenizer.encode(analysis + "<|call|>")
+    assert not chat.is_ended(call)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.generation_eos_ids = tokenizer.encode("<|return|><|call|>")
+    assert Chat(tokenizer).is_ended(call)
+
+
+def test_thoughts_in_the_history_are_no_channel(tiny):
+    """A template may write empty thoughts before replies in the history, and not in the generation
+    prompt."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{% if m.role == 'assistant' %}<think></think>{% endif %}"
+                "{{ m.content }}<|im_end|>\n"
+                "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tokenizer = with_template(tiny[1], template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    for eos in ("<|im_end|>", "<|endoftext|>"):
+        tokenizer.eos_token = eos
+        chat = Chat(tokenizer)
+        reply = tokenizer.encode("turn left<|im_end|>")
+        assert chat.is_ended(reply) and chat.answer(reply) == reply
+
+
 # ---- action formats ----
 
 

@@ -191,7 +191,8 @@ def test_a_runs_settings_win_over_presets_and_flags_win_over_both(tmp_path):
     for name in ("AgentEval", "AgentItemId"):
         shutil.copytree(ROOT / "data" / name, items / name)
     run = dict(env="textcraft", action_format="tags", max_tokens=9, max_length=999,
-               data=str(items), horizon="2,7", dtype="bfloat16", slots=5)
+               data=str(items), horizon="2,7", dtype="bfloat16", slots=5, system="Be brief.",
+               chat_args="enable_thinking=false")
     final = make_run(tmp_path / "run", **run)
     got = settings("--model", final)
     assert {name: got[name] for name in run} == run | {"horizon": "7"}
@@ -200,7 +201,7 @@ def test_a_runs_settings_win_over_presets_and_flags_win_over_both(tmp_path):
     (checkpoint / "config.json").touch()
     assert settings("--model", str(checkpoint)) == got | {"model": str(checkpoint)}
     flags = dict(env="babyai", action_format="plain", max_tokens=8, max_length=888, data="",
-                 horizon="3", dtype="float32", slots=6)
+                 horizon="3", dtype="float32", slots=6, system="", chat_args="")
     got = settings("--model", final, *as_argv(flags))
     assert {name: got[name] for name in flags} == flags
 
@@ -477,6 +478,9 @@ BAD = {  # flags -> what the line on stderr says
     "--max_length 0": "--max_length must be positive",
     "--dtype float16": "unknown --dtype",
     "--engine vllm": "unknown --engine",
+    "--chat_args thinking": "cannot read --chat_args 'thinking'",
+    "--chat_args thinking=1": "no switch 'thinking'",
+    "--model openai:x --base_url http://127.0.0.1:9/v1 --system Hi": "--system and --chat_args",
     "--action_format xml": "unknown --action_format",
     "--data {tmp}": "no items for 'babyai'",
     "--env_url http://127.0.0.1:9": "no environment server answers",

@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_another_number_of_processes(reference, first, second
     assert len(actual) == len(expected) == 3
     for row, expected_row in zip(actual, expected):
         for key in ("loss", "grad_norm", "reward", "success", "turns", "entropy", "value_loss",
-                    "explained_variance"):
+                    "explained_variance", "weight_change"):
             assert abs(row[key] - expected_row[key]) < 1e-5, (row["step"], key)
 
 

@@ -463,6 +463,48 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
     assert statuses == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
 
 
+# ---- an item that is named twice in a step ----
+
+
+def test_an_item_that_is_named_again_gets_further_samples(tiny, pool):
+    items = ["babyai_8", "babyai_50", "babyai_8", "babyai_8"]
+    played = [t.tokens for t in rollout(*tiny, pool, items, 3, **SETTINGS)]
+    many = rollout(*tiny, pool, ["babyai_8", "babyai_50"], 3, **SETTINGS | {"samples": 6})
+    many = [t.tokens for t in many]
+    assert played == [*many[:2], *many[6:8], *many[2:6]]
+    assert len({tuple(tokens) for tokens in many[:6]}) > 3
+
+
+# ---- channels ----
+
+ANALYSIS = "<|channel|>analysis<|message|>1 or</door> <|start|>2?<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("replies, says", [
+    ([ANALYSIS + FINAL + "look<|return|>", FINAL[18:] + "1<|end|>"], ["look", "1"]),
+    ([ANALYSIS + ANALYSIS + FINAL + "look</door>", ANALYSIS + "<|return|>"], ["look</door>", ""]),
+])
+def test_the_analysis_is_sampled_and_kept_and_is_no_action(channels, monkeypatch, replies, says):
+    model, tokenizer = channels
+    chat = agent.Chat(tokenizer)
+    written = [tokenizer.encode(reply) for reply in replies]
+    rest = iter([token for ids in written for token in ids])
+    scripted(monkeypatch, rest)
+    monkeypatch.setattr(Doors, "stop", ("</door>",), raising=False)
+    with EnvPool(make=lambda name: Doors()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["doors_1"], 2, max_tokens=60, engine="hf",
+                       action_format="plain")
+    assert next(rest, None) is None
+    assert [message["content"] for message in t.messages[3::2]] == says
+    assert [t.tokens[start:end] for start, end in reply_spans(t)] == written
+    (_, first_end), (second_start, _) = reply_spans(t)
+    closed = written[0][-1] == tokenizer.eos_token_id
+    assert t.tokens[first_end:second_start] == chat.turn(t.messages[4]["content"], closed)
+    assert tokenizer.decode(t.tokens[first_end:]).startswith("<|start|>user" if closed else
+                                                             "<|end|><|start|>user")
+
+
 # ---- plans, reflections, and replies without an action ----
 
 

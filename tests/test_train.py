@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ import train
 from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
+from parallel import StopSignals
+from rollout import RolloutConfig
 from schedule import adaptive_horizon, adaptive_start
 from worlds.textcraft import TextCraft
 
@@ -222,6 +225,73 @@ def test_a_template_that_fails_is_one_line_and_nothing_written(script, tmp_path)
     assert done.stderr == (f"{script}: this tokenizer's chat template fails: "
                            "TemplateError two lines\n")
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "sft.py", "eval.py"])
+def test_a_template_without_an_end_token_and_switches_that_it_lacks_are_one_line(script, tmp_path):
+    template = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    model = tiny_with_template(tmp_path / "m", template)[:2]
+    flags = ["--out", tmp_path / "r"]
+    if script == "sft.py":
+        flags += ["--demos", "1"]
+    for more, says in [
+        ([*model], "this tokenizer's chat template ends a reply with '\\n"),
+        (["--chat_args", "thinking=false"], "it has no switch 'thinking'"),
+        (["--chat_args", '{"thinking"'], "--chat_args is no JSON object"),
+    ]:
+        done = run_script(script, *flags, *more)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith(f"{script}: ") and says in done.stderr
+        assert not (tmp_path / "r").exists()
+
+
+def test_a_system_message_and_switches_reach_every_command_and_last(tmp_path):
+    template = "{{ 'LOUD' if loud }}" + (rl.TINY_MODEL / "chat_template.jinja").read_text()
+    model = tiny_with_template(tmp_path / "m", template)
+    given = ["--system", "Be brief.", "--chat_args", "loud=true"]
+    beginning = "LOUD<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    warm, out = tmp_path / "warm", tmp_path / "r"
+    done = run_script("sft.py", *model[:2], *given, "--demos", "2", "--batch", "2", "--epochs", "1",
+                      "--dtype", "float32", "--max_length", "4096", "--out", warm)
+    assert done.returncode == 0, done.stderr
+    assert [len(read_jsonl(warm / "demos.jsonl")), len(metrics(warm))] == [2, 1]
+
+    # train.py takes them from the run of sft.py, and keeps them when it goes on.
+    args = ["--out", str(out), *SMALL, "--model", str(warm / "final"), *model[2:]]
+    for flags in (["--steps", "1"], ["--steps", "2", "--resume"]):
+        done = run(*args, *flags)
+        assert done.returncode == 0, done.stderr
+    refused = run(*args, "--resume", "--system", "Be loud.")
+    assert refused.returncode == 2 and "was started with --system Be brief." in refused.stderr
+
+    # eval.py takes them from the run of train.py.
+    done = run_script("eval.py", "--model", out / "final", "--items", "2", "--horizon", "1",
+                      "--max_tokens", "4", "--trajectories", tmp_path / "t.jsonl")
+    assert done.returncode == 0, done.stderr
+    tokenizer = rl.load_tokenizer("tiny")
+    for path in (warm / "demos.jsonl", out / "trajectories/step_000000.jsonl",
+                 out / "trajectories/step_000001.jsonl", tmp_path / "t.jsonl"):
+        for t in read_jsonl(path):
+            assert tokenizer.decode(t["tokens"]).startswith(beginning)
+
+
+def test_ranks_play_an_item_that_is_named_twice_as_one_process_does(tiny, pool):
+    items = ["babyai_8", "babyai_50", "babyai_19", "babyai_8"]
+    run = SimpleNamespace(
+        policy=tiny[0], tokenizer=tiny[1], device=torch.device("cpu"), engine="ragged",
+        cfg=SimpleNamespace(dtype="float32"), rollouts=RolloutConfig(max_tokens=6))
+    played = {}
+    signals = StopSignals()
+    for num_ranks in (1, 2):
+        for rank in range(num_ranks):
+            run.rank, run.num_ranks = rank, num_ranks
+            own, _ = train.play_items(run, pool, signals, items, {"babyai": 2}, 2, step=5)
+            played[num_ranks, rank] = [t.tokens for t in own]
+    signals.end()
+    one = played[1, 0]
+    assert played[2, 0] == one[:2] + one[4:6]
+    assert played[2, 1] == one[2:4] + one[6:]
+    assert one[:2] != one[6:]
 
 
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):

@@ -231,8 +231,31 @@ def test_a_step_without_any_gradient_changes_no_weight_and_measures_the_gap(tiny
     result = update.update(played, batch, cfg, 0, model, optimizer)
     assert result["loss"] == 0.0
     assert result["grad_norm"] == 0.0
+    assert result["weight_change"] == 0.0
     assert 0 < result["logprob_gap"] < 1e-4
     assert all(torch.equal(v, tiny[0].state_dict()[k]) for k, v in model.state_dict().items())
+
+
+def test_the_metrics_say_how_far_adam_moved_the_weights_also_without_a_gradient(
+        tiny, trajectories, monkeypatch):
+    """After a step with a gradient Adam's momentum moves the weights in a step whose groups are all
+    equal."""
+    monkeypatch.setattr(update, "MOMENTS_AT_ONCE", 5000)
+    cfg = parse_config([*NO_RUN, "--minibatches", "1"])
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    for step, spread in enumerate((1.0, 0.3, 0.0)):
+        played = copy.deepcopy(trajectories)
+        for t in played:
+            t.reward = t.rewards[-1] = spread * t.sample
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        batch = update.advantages_of(played, cfg, "cpu")
+        row = update.update(played, batch, cfg, step, model, optimizer)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert (row["grad_norm"] > 0) == (spread > 0)
+        assert row["weight_change"] == pytest.approx(
+            float((after.double() - before.double()).norm()), rel=1e-4)
+        assert row["weight_change"] > 0.1
 
 
 @pytest.mark.parametrize("flags", [
