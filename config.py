@@ -296,6 +296,8 @@ class RunConfig:
                                      "'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
     slots: Annotated[int | None, positive] = arg(
         None, "trajectories played at a time on each process")
+    graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
+                             "eagerly, more slowly")
 
     # Optimization.
     lr: Annotated[float | None, positive] = arg(None, "AdamW's learning rate")
@@ -424,7 +426,7 @@ class Config(RunConfig):
 MAY_CHANGE = {
     "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
     "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
-    "report_to", "min_entropy", "max_kl",
+    "report_to", "min_entropy", "max_kl", "graphs",
 }
 
 

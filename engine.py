@@ -16,9 +16,12 @@ attention can be any function. `Padded` uses the model's own attention and cache
 that advance together. It is the reference, and it plays all other models.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -152,10 +155,11 @@ class Ragged:
 
     `ids[slot]` are the ids whose keys and values the cache holds. They stay after a trajectory
     has ended, so that a later one that begins with the same ids can copy them.
-    `forwarded` counts the token positions that were computed.
+    `forwarded` counts the token positions that were computed. graphs: on a GPU, record decode steps
+    as CUDA graphs.
     """
 
-    def __init__(self, policy: PreTrainedModel, slots: int):
+    def __init__(self, policy: PreTrainedModel, slots: int, graphs: bool = True):
         self.policy = policy
         self.slots = slots
         self.device = device_of(policy)
@@ -165,7 +169,7 @@ class Ragged:
         self.kv_cache = {}  # layer -> keys, values [slots, H_kv, capacity, D]
         # CUDA graphs of decode steps. A graph reads its inputs at fixed addresses, so these two
         # tensors are never replaced.
-        self.use_graphs = self.device.type == "cuda"
+        self.use_graphs = graphs and self.device.type == "cuda"
         self.graph_inputs = torch.zeros(2, slots, dtype=torch.long, device=self.device)
         self.all_slots = torch.arange(slots, device=self.device)
         self.clear()
@@ -218,6 +222,9 @@ class Ragged:
         if self.use_graphs and 2 * len(feed) >= self.slots:
             if all(len(new_ids) == 1 for new_ids in feed.values()):
                 return self._decode_with_graph(feed)
+        return self._forward_eagerly(feed)
+
+    def _forward_eagerly(self, feed):
         ids, logit_places = self._lay_out(feed)
         return self._logits(ids, logits_to_keep=torch.tensor(logit_places, device=self.device))
 
@@ -296,13 +303,12 @@ class Ragged:
 
         The shapes of a graph are fixed, so all slots take part. A slot that is not fed writes a key
         and a value at its next position, where its next id overwrites them before they are read.
+        If the step cannot be recorded, this step and all later ones run eagerly.
         """
         new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
         inputs = torch.tensor([new_ids, [len(ids) for ids in self.ids]])  # ids and positions
-        for slot, ids in feed.items():
-            self.ids[slot] += ids
-        self.forwarded += self.slots
-        self.needed_capacity = 1 + max(map(len, self.ids))
+        self.needed_capacity = 1 + max(len(ids) + (slot in feed)
+                                       for slot, ids in enumerate(self.ids))
 
         # The number of keys that are read is a power of two, for few graphs, but no larger than a
         # trajectory can become.
@@ -316,8 +322,26 @@ class Ragged:
         # Building a graph runs the step, which writes keys and values: set the inputs first.
         self.graph_inputs.copy_(inputs, non_blocking=True)
         if width not in self.graph_steps:
-            self.graph_steps[width] = self._make_graph_step(width)
+            self._add_graph_step(width)
+        if not self.use_graphs:  # what a warm-up has written is overwritten by the same
+            return self._forward_eagerly(feed)
+        for slot, ids in feed.items():
+            self.ids[slot] += ids
+        self.forwarded += self.slots
         return self.graph_steps[width]()[list(feed)]
+
+    def _add_graph_step(self, width):
+        """Make the graph step of this width, or turn graphs off if that fails."""
+        try:
+            self.graph_steps[width] = self._make_graph_step(width)
+        except RuntimeError as e:  # CUDA's errors are RuntimeErrors, out of memory among them
+            self.use_graphs = False
+            self.graph_steps = {}
+            # The end of a recording that failed raises another error.
+            cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
+            reason = str(cause).strip().partition("\n")[0]
+            print_once("rollout: a decode step cannot be recorded as a CUDA graph, so all run "
+                       f"eagerly, as with --graphs false: {reason}")
 
     def _make_graph_step(self, width: int) -> Callable[[], Tensor]:
         """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V], and
@@ -336,14 +360,20 @@ class Ragged:
             decode()  # a warm-up, as on a GPU, so that tests on a CPU cover its side effects
             return decode
         # Warm up outside the recording: the first calls allocate and initialize.
+        stream = torch.cuda.current_stream()
         side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
-            for _ in range(2):
+        side_stream.wait_stream(stream)
+        try:
+            with torch.cuda.stream(side_stream):
                 decode()
-        torch.cuda.current_stream().wait_stream(side_stream)
+                with synchronizing_refused():
+                    decode()
+        finally:
+            stream.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # After an error torch.cuda.graph does not restore the current stream; the outer context
+        # does.
+        with torch.cuda.stream(stream), torch.cuda.graph(graph):
             logits = decode()
 
         def replay():
@@ -419,6 +449,25 @@ class Ragged:
         # bytes, because numpy has no bfloat16.
         num_bytes = math.prod(shape) * like.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
+
+
+@contextmanager
+def synchronizing_refused() -> Iterator[None]:
+    """Inside, code that waits for the GPU raises RuntimeError. A graph cannot record such code, and
+    an attempt to would leave CUDA's random generator in a state in which it cannot be used."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    """Print a line on stderr, unless this process has printed it before."""
+    print(line, file=sys.stderr)
 
 
 def decode_mask(view: DecodeView, window: int | None) -> Tensor | None:

@@ -100,6 +100,8 @@ class EvalConfig:
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
         "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
+    graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
+                             "eagerly, more slowly")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
                                            "not bit-for-bit repeatable; default: with --env_url")
     env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in "
@@ -224,9 +226,10 @@ def check_model_flags(cfg: EvalConfig) -> None:
     if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:
         raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
                          "password: a key is taken from OPENAI_API_KEY")
-    if cfg.top_k or cfg.min_p or cfg.engine != "ragged" or cfg.system or cfg.chat_args:
-        raise ValueError("--top_k, --min_p, --engine, --system and --chat_args are for models that "
-                         "run here")
+    flags = ("top_k", "min_p", "system", "chat_args")
+    if any(getattr(cfg, flag) for flag in flags) or cfg.engine != "ragged" or not cfg.graphs:
+        raise ValueError("--top_k, --min_p, --engine, --graphs, --system and --chat_args are for "
+                         "models that run here")
 
 
 def check_served(base_url: str) -> None:

@@ -9,6 +9,7 @@ holds its part of the float32 weights, of their gradients and of the optimizer's
 import os
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -206,24 +207,28 @@ def through(model: nn.Module, function: Callable[..., Any], *args: object) -> An
 def gathered(model: nn.Module) -> Iterator[None]:
     """Inside, a sharded model's parameters are whole, in the dtype it computes in, so that forward
     passes need no other rank and each rank can make as many as it likes. The device must hold a
-    copy of the weights."""
+    copy of the weights.
+
+    Inside, the modules have no hooks: FSDP's would find nothing to gather, but they make other
+    streams wait for the current one, which a CUDA graph must not record.
+    """
     parts = [m for m in model.modules() if sharded(m)]
     if not parts or getattr(model, "whole", False):  # nothing to gather, or gathered already
         yield
         return
     for m in parts:
-        m.set_reshard_after_forward(False, recurse=False)
         m.unshard()
+    hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in parts]
+    for m in parts:
+        m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
     model.whole = True
     try:
         yield
     finally:
         model.whole = False
-        for m in parts:
+        for m, (pre_hooks, post_hooks) in zip(parts, hooks):
+            m._forward_pre_hooks, m._forward_hooks = pre_hooks, post_hooks
             m.reshard()
-            # The backward pass needs the root's parameters first, so the root keeps them after a
-            # forward pass.
-            m.set_reshard_after_forward(m is not model, recurse=False)
 
 
 # ---- signals ----

@@ -19,6 +19,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -522,7 +523,8 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     grouped = query.shape[1] != key.shape[1]  # several query heads share a key
     half_precision = value.dtype in (torch.bfloat16, torch.float16)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    if value.is_cuda and half_precision and value.shape[-1] % 8 == 0 and is_plain:
+    fits = value.shape[-1] % 8 == 0 and value.shape[-1] <= 256
+    if half_precision and is_plain and fits and has_flash_attention(value.device):
         # The last query of a sequence sees its last key, and each one before it a key less.
         places = torch.cat([part.keys for part in parts])
         query_ends = running_sum([part.count for part in parts], value.device)
@@ -549,6 +551,12 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                                  sinks)
         out.append(o)
     return torch.cat(out, 2).transpose(1, 2), None
+
+
+@cache
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether flash attention runs there: on GPUs of compute capability 8.0 (A100) and above."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def running_sum(counts: list[int], device: torch.device) -> Tensor:

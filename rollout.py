@@ -137,6 +137,7 @@ class RolloutConfig:
     create_deadline: float = 300.0  # seconds that the making of an environment may take
     retries: int = 2  # how often an episode is played again after its environment failed
     arrival_order: bool = False  # take answers as they come; else at fixed decode steps
+    graphs: bool = True  # on a GPU, record decode steps as CUDA graphs
 
     @classmethod
     def from_flags(cls, flags: object, **changes: object) -> "RolloutConfig":
@@ -402,12 +403,12 @@ class TrajectoryQueue:
         return list(zip(tokens, logprobs))
 
 
-def make_engine(policy: PreTrainedModel, slots: int) -> Ragged | str:
+def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:
     """-> a `Ragged` engine, or "hf", with a line on stderr, for a model with which it is not exact.
-    Raises ValueError for a model that cannot be played at all."""
+    graphs: see `Ragged`. Raises ValueError for a model that cannot be played at all."""
     paths = paths_of(policy) or find_paths(policy)
     if paths.rollout == "ragged":
-        return Ragged(policy, slots)
+        return Ragged(policy, slots, graphs)
     how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
     print(f"rollout: model type {policy.config.model_type}: trajectories are played on the model's "
           f"own attention, {how}", file=sys.stderr)
@@ -471,7 +472,8 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                        occurrences[t.group])
 
     if engine == "ragged":
-        engine = make_engine(policy, min(config.slots, len(items) * config.samples))
+        slots = min(config.slots, len(items) * config.samples)
+        engine = make_engine(policy, slots, config.graphs)
     slots = config.slots if engine == "hf" else engine.slots
     queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, dealer)
     try:

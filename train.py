@@ -227,7 +227,9 @@ def prepare(run: Run) -> None:
 
 def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
     """Fill in what `rollout` is given besides items and horizons."""
-    run.engine = make_engine(run.policy, slots) if engine == "ragged" else engine
+    run.engine = engine
+    if engine == "ragged":
+        run.engine = make_engine(run.policy, slots, run.cfg.graphs)
     limits = {name: {world: getattr(settings, name) for world, settings in run.cfg.worlds.items()}
               for name in ("max_tokens", "max_length", "invalid_penalty")}
     run.rollouts = RolloutConfig.from_flags(run.cfg, **limits)

@@ -1,28 +1,38 @@
-"""What one GPU reaches, with random weights of a real model's shape.
+"""The first hour on a GPU: is what was computed on CPUs exact there, and how fast is it?
 
-    python experiments/gpu.py decode|update [--model NAME] [--out FILE.json]
+    python experiments/gpu.py [--model NAME] [--out FILE.json]
 
-decode: tokens/s of the rollout engine with 1, 32 and 256 slots, each holding --context tokens.
-    Compared with the limit that memory sets (the bytes of weights, keys and values that a step
-    reads, over the bandwidth measured here by copying), and with Hugging Face's `generate` (which
-    keeps the cache and decodes all sequences in step).
-update: tokens/s, MFU and peak memory of forward, backward and AdamW step with gradient
-    checkpointing, in rows of 8k and 32k tokens. MFU counts 6 operations per parameter and token and
-    those of attention, over what a large matrix product reaches here and over the data sheet's
-    --peak TFLOP/s. The memory is compared with the estimate of `bench.py memory`. --lora_rank R for
-    LoRA.
+Prints one line for each check: what, measured, expected, verdict. Exit status 1 if a check fails, 2
+without a GPU. The model has random weights and the shape of NAME (see `bench.py memory`).
 
---device cpu --model tiny tries the script.
+check    models/check.py: the engine and the packed update have the log-probs of the model's plain
+         forward pass, in float32 and in bfloat16.
+decode   tokens/s of the engine with 1, 32 and 256 slots of 1,024 tokens, as a share of the limit
+         that the memory sets: the bytes of weights, keys and values that a step reads, over the
+         bandwidth of a copy. Whether the steps were CUDA graphs.
+update   MFU of forward, backward and AdamW step with gradient checkpointing: 6 operations per
+         parameter and token and those of attention, over the speed of a large matrix product.
+memory   the update's peak over the estimate of `bench.py memory`.
+ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
+
+The expected shares are goals: none of them has been measured yet.
+--device cpu --model tiny tries the script itself; shares are not judged then.
 """
 
 import argparse
+import gc
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -30,7 +40,45 @@ from transformers.utils import logging  # noqa: E402
 import rl  # noqa: E402
 from benches.memory import config_of, estimate  # noqa: E402
 from engine import Ragged  # noqa: E402
+from models import check  # noqa: E402
 from parallel import blocks, shard  # noqa: E402
+
+DECODE_SHARE = 0.4  # of the tokens/s that the memory's bandwidth allows, at least
+UPDATE_SHARE = 0.4  # of the operations/s of a large matrix product, at least
+MEMORY_SHARE = 1.1  # of the estimated bytes, at most
+RANKS_GAP = 1e-3  # of the loss and, relatively, of the gradient's norm, in float32
+TRAIN = ("train.py", "--env", "babyai", "--algo", "grpo", "--model", "tiny", "--steps", "1",
+         "--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2", "--shard", "true",
+         "--horizon_schedule", "fixed", "--max_tokens", "8", "--max_length", "512",
+         "--dtype", "float32")
+
+
+class Line(NamedTuple):
+    """One check. passed: None if it was skipped, or if its figure means nothing on this device."""
+
+    what: str
+    measured: str
+    expected: str
+    passed: bool | None
+
+
+class Setting(NamedTuple):
+    """What the checks run on: the sizes of a GPU, or those of a try on a CPU."""
+
+    name: str  # of the model whose shape is taken
+    device: torch.device
+    dtype: torch.dtype
+    slots: tuple[int, ...]
+    context: int  # tokens that each slot holds
+    steps: int
+    tokens: int  # of an update, in rows of at most 4,096
+
+    @property
+    def config(self):
+        return config_of(self.name)
+
+    def judge(self, passed: bool) -> bool | None:
+        return passed if self.device.type == "cuda" else None
 
 
 def seconds_per_call(device, function, times):
@@ -51,7 +99,7 @@ def seconds_per_call(device, function, times):
 
 def bandwidth(device):
     """Bytes per second that a copy reads and writes."""
-    n = 2**30 if device.type == "cuda" else 2**27
+    n = 2**30 if device.type == "cuda" else 2**24
     a = torch.ones(n, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     return 2 * n / seconds_per_call(device, lambda: b.copy_(a), 20)
@@ -59,33 +107,34 @@ def bandwidth(device):
 
 def matrix_flops(device, dtype):
     """Floating-point operations per second of a large matrix product."""
-    n = 8192 if device.type == "cuda" else 1024
+    n = 8192 if device.type == "cuda" else 512
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / seconds_per_call(device, lambda: a @ a, 20)
 
 
 def random_model(config, device, dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return AutoModelForCausalLM.from_config(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def say(row):
-    print("  ".join(f"{key} {value:.3g}" for key, value in row.items()), flush=True)
+# ---- the checks ----
+
+
+def check_exact(setting: Setting) -> Iterator[Line]:
+    model = random_model(setting.config, setting.device, setting.dtype)
+    small = check.first_layers(model, setting.device)
+    paths = check.try_ways(small, "bfloat16")
+    for what, best in (("rollout", "ragged"), ("update", "packed")):
+        for suffix, limit in (("", check.LARGEST_GAP), (" bfloat16", check.LARGEST_MEAN_GAP)):
+            gap = paths.gaps.get(f"{what} {best}{suffix}", float("inf"))
+            yield Line(f"check, {what}{suffix or ' float32'}", f"{best}, gap {gap:.1e}",
+                       f"<= {limit:g}", gap <= limit)
 
 
 @torch.no_grad()
-def decode(config, device, dtype, context, slots, steps):
-    """Measure a decode step with each number of slots.
-
-    -> {"bandwidth": bytes/s, "rows": [{"slots", "tokens_per_second", "limit_share",
-    "ratio_generate"}, ...]}
-    """
-    model = random_model(config, device, dtype)
+def check_decode(setting: Setting) -> Iterator[Line]:
+    config, device = setting.config, setting.device
+    model = random_model(config, device, setting.dtype)
     speed = bandwidth(device)
 
     # Bytes of weights that a decode step reads. Of an input embedding it looks up single rows.
@@ -94,151 +143,151 @@ def decode(config, device, dtype, context, slots, steps):
         weight_bytes -= model.get_input_embeddings().weight.nbytes
     head_size = getattr(config, "head_dim", None)
     head_size = head_size or config.hidden_size // config.num_attention_heads
-    # Keys and values of all layers, two bytes a number.
-    bytes_per_token = len(blocks(model)) * 2 * config.num_key_value_heads * head_size * 2
+    # Keys and values of all layers.
+    numbers_per_token = len(blocks(model)) * 2 * config.num_key_value_heads * head_size
+    bytes_per_token = numbers_per_token * setting.dtype.itemsize
 
-    rows = []
-    for n in slots:
+    are_graphs = True
+    for n in setting.slots:
         engine = Ragged(model, n)
-        engine.clear(context + 2 * steps + 8)
+        engine.clear(setting.context + 2 * setting.steps + 8)
         with engine.attention():
             for slot in range(n):
-                prompt = torch.randint(0, config.vocab_size, (context,)).tolist()
+                prompt = torch.randint(config.vocab_size, (setting.context,)).tolist()
                 engine.forward({slot: prompt})
 
             def one_step():
                 return engine.forward({slot: [7] for slot in range(n)}).argmax(-1).tolist()
 
-            seconds = seconds_per_call(device, one_step, steps)
-
-        ids = torch.randint(0, config.vocab_size, (n, context), device=device)
-        whole = seconds_of_generate(model, ids, steps)
-        prefill = seconds_of_generate(model, ids, 1)
-        generate = (whole - prefill) / (steps - 1)
-        cache_bytes = n * (context + steps // 2) * bytes_per_token
-        rows.append({
-            "slots": n,
-            "tokens_per_second": n / seconds,
-            "limit_share": (weight_bytes + cache_bytes) / speed / seconds,
-            "ratio_generate": generate / seconds,
-        })
-        say(rows[-1])
+            seconds = seconds_per_call(device, one_step, setting.steps)
+        are_graphs = are_graphs and engine.use_graphs
+        cache_bytes = n * (setting.context + setting.steps // 2) * bytes_per_token
+        share = (weight_bytes + cache_bytes) / speed / seconds
+        yield Line(f"decode, {n} slots", f"{n / seconds:.0f} tokens/s, {share:.2f} of the limit",
+                   f">= {DECODE_SHARE}", setting.judge(share >= DECODE_SHARE))
         engine.clear()
-    return {"bandwidth": speed, "rows": rows}
+    yield Line("decode steps", "CUDA graphs" if are_graphs else "eager", "CUDA graphs",
+               setting.judge(are_graphs))
 
 
-def seconds_of_generate(model, ids, new_tokens):
-    """Seconds in which Hugging Face's `generate` samples `new_tokens` for each row of ids."""
+def check_update(setting: Setting) -> Iterator[Line]:
+    config, device = setting.config, setting.device
+    estimated = estimate(config, 1, positions=setting.tokens, kl=False)["update"]
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        if estimated > room:
+            yield Line("update, memory", f"skipped: needs {estimated / 1e9:.0f} GB of "
+                       f"{room / 1e9:.0f}; give a smaller --model", "", None)
+            return
 
-    def generate():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=-1,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-        )
-
-    return seconds_per_call(ids.device, generate, 1)
-
-
-def update(config, device, dtype, lengths, lora_rank, peak):
-    """Measure a training step with rows of each length.
-
-    -> {"matmul_flops": operations/s, "rows": [{"tokens", "tokens_per_second", "share_of_matmul",
-    "mfu", "estimate_gb", "peak_gb"}, ...]}
-    """
-    dtype_name = str(dtype).removeprefix("torch.")
-    model = random_model(config, device, dtype)
-    if lora_rank:
-        rl.add_lora(model, lora_rank)
+    reached = matrix_flops(device, setting.dtype)
+    dtype_name = str(setting.dtype).removeprefix("torch.")
+    model = random_model(config, device, setting.dtype)
     rl.recompute_blocks(model)
-    if not lora_rank:
-        shard(model, device, dtype_name).float()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    shard(model, device, dtype_name).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     parameters = sum(p.numel() for p in model.parameters())
-    reached = matrix_flops(device, dtype)
+    length = min(4096, setting.tokens)
+    ids = torch.randint(config.vocab_size, (setting.tokens // length, length)).to(device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, : length // 2] = False  # half of the tokens count as sampled
 
-    rows = []
-    for length in lengths:
-        ids = torch.randint(0, config.vocab_size, (max(1, 8192 // length), length), device=device)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        mask[:, : length // 2] = False  # half of the tokens count as sampled
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+    def step():
+        with rl.compute_in(dtype_name, device):
+            logprobs, _ = rl.token_logprobs(model, ids, mask, entropy_gradient=False)
+        logprobs.sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-        def step():
-            with rl.compute_in(dtype_name, device):
-                logprobs, _ = rl.token_logprobs(model, ids, mask, entropy_gradient=False)
-            logprobs.sum().backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
         seconds = seconds_per_call(device, step, 3)
-        tokens = ids.numel()
-        # The backward pass needs the gradients of the activations, and those of the weights, which
-        # LoRA's frozen weights do not need: twice or once the operations of the forward pass.
-        backward = 1 if lora_rank else 2
-        weight_operations = (2 + 2 * backward) * parameters * tokens
-        attention_operations = 6 * config.num_hidden_layers * config.hidden_size * tokens * length
-        flops = (weight_operations + attention_operations) / seconds
-        guess = estimate(config, 1, positions=tokens, kl=False, lora=lora_rank)
-        peak_bytes = float("nan")
-        if device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated()
-        rows.append({
-            "tokens": tokens,
-            "tokens_per_second": tokens / seconds,
-            "share_of_matmul": flops / reached,
-            "mfu": flops / (peak * 1e12),
-            "estimate_gb": guess["update"] / 1e9,
-            "peak_gb": peak_bytes / 1e9,
-        })
-        say(rows[-1])
-    return {"matmul_flops": reached, "rows": rows}
+    finally:
+        torch.distributed.destroy_process_group()
+    weight_operations = 6 * parameters * ids.numel()
+    attention_operations = 6 * config.num_hidden_layers * config.hidden_size * ids.numel() * length
+    share = (weight_operations + attention_operations) / seconds / reached
+    yield Line("update", f"{ids.numel() / seconds:.0f} tokens/s, MFU {share:.2f}",
+               f">= {UPDATE_SHARE}", setting.judge(share >= UPDATE_SHARE))
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    yield Line("memory", f"{peak / 1e9:.1f} GB of {estimated / 1e9:.1f} estimated",
+               f"<= {MEMORY_SHARE} of them", setting.judge(peak <= MEMORY_SHARE * estimated))
 
 
-def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("what", choices=["decode", "update"])
-    add("--model", default="Qwen/Qwen2.5-7B-Instruct", help="whose shape: see bench.py memory")
-    add("--device", default="cuda")
-    add("--context", type=int, default=1024)
-    add("--slots", type=int, nargs="+", default=[1, 32, 256])
-    add("--lengths", type=int, nargs="+", default=[8192, 32768])
-    add("--steps", type=int, default=64)
-    add("--lora_rank", type=int, default=0)
-    peak_help = "dense bfloat16 TFLOP/s of the data sheet (H100 and H200: 989)"
-    add("--peak", type=float, default=989, help=peak_help)
-    add("--out")
-    return parser.parse_args()
+def check_ranks(setting: Setting) -> Iterator[Line]:
+    env = dict(os.environ)
+    if setting.device.type == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    elif torch.cuda.device_count() < 2:
+        yield Line("two ranks, one", "skipped: this machine has one GPU", "", None)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (1, 2):
+            out = Path(folder) / str(ranks)
+            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
+                       "--rdzv-endpoint=127.0.0.1:0", f"--nproc_per_node={ranks}", *TRAIN]
+            done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, env=env,
+                                  capture_output=True, text=True, timeout=900)
+            if done.returncode:
+                raise RuntimeError(f"{ranks} ranks: {done.stderr[-2000:]}")
+            rows.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0]))
+    one, two = rows
+    gap = abs(one["loss"] - two["loss"])
+    norm_gap = abs(one["grad_norm"] / two["grad_norm"] - 1)
+    yield Line("two ranks, one", f"loss differs by {gap:.1e}, gradient by {norm_gap:.1e}",
+               f"<= {RANKS_GAP:g}", max(gap, norm_gap) <= RANKS_GAP)
 
 
-def main():
-    args = parse()
+CHECKS = (check_exact, check_decode, check_update, check_ranks)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all checks -> the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B-Instruct", help="whose shape")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", help="JSON file for the lines")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("gpu.py: this machine has no GPU that PyTorch can use", file=sys.stderr)
+        return 2
     logging.set_verbosity_error()
     device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = config_of(args.model)
-    config.max_position_embeddings = 2**16
-    if args.what == "decode":
-        found = decode(config, device, dtype, args.context, args.slots, args.steps)
-    else:
-        found = update(config, device, dtype, args.lengths, args.lora_rank, args.peak)
+    name = f"{os.cpu_count()} CPU cores; shares are not judged"
+    setting = Setting(args.model, device, torch.float32, (1, 3), 20, 4, 128)
+    if args.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+        setting = Setting(args.model, device, torch.bfloat16, (1, 32, 256), 1024, 64, 16384)
+    print(f"{name}; PyTorch {torch.__version__}; {args.model}", flush=True)
+
+    lines = []
+    for run_check in CHECKS:
+        try:
+            for line in run_check(setting):
+                show(line)
+                lines.append(line)
+        except Exception as e:  # whatever goes wrong, the other checks are made
+            what = run_check.__name__.removeprefix("check_")
+            reason = (str(e).strip().splitlines() or [""])[-1]
+            lines.append(Line(what, f"{type(e).__name__}: {reason}", "no error", False))
+            show(lines[-1])
+        gc.collect()  # the model's memory is free for the next check
     if args.out:
-        name = f"{os.cpu_count()} CPU cores"
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name()
-        result = {"device": name, "model": args.model, **found}
+        result = {"device": name, "model": args.model, "lines": [x._asdict() for x in lines]}
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(line.passed is False for line in lines))
+
+
+def show(line: Line) -> None:
+    verdict = {True: "ok", False: "FAILED", None: "not judged"}[line.passed]
+    expected = f"expected {line.expected}" if line.expected else ""
+    print(f"{line.what:24} {line.measured:44} {expected:28} {verdict}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,15 +4,23 @@ import copy
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import engine as engine_module
 import rl
 import rollout as ro
+import train
+from config import parse_config
 from engine import Padded, Ragged, sample
+from eval import parse_eval_config
 from envs import Env, EnvPool, Step, make_env
+from experiments.families import tiny_model
 from rl import attend_within, pack
 from rollout import rollout
 
@@ -119,6 +127,94 @@ def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
     assert graph_engine.forwarded == 0  # the rollout leaves a cleared engine
 
 
+def test_a_step_that_cannot_be_recorded_runs_eagerly_and_nothing_is_lost(
+        tiny, pool, monkeypatch, capsys):
+    model = other("qwen3").double()
+    engine_module.print_once.cache_clear()
+    record = Ragged._make_graph_step
+    tries = []
+
+    def fail(self, width):
+        tries.append(width)
+        step = record(self, width)  # the warm-up writes to the cache
+        if len(tries) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return step
+
+    monkeypatch.setattr(Ragged, "_make_graph_step", fail)
+    graph_engine = Ragged(model, 3)
+    graph_engine.use_graphs = True
+    kw = dict(max_tokens=24, seed=3)
+    capsys.readouterr()  # a progress bar of loading
+    plain = rollout(model, tiny[1], pool, ITEMS[:4], 5, **kw, engine=Ragged(model, 3))
+    played = rollout(model, tiny[1], pool, ITEMS[:4], 5, **kw, engine=graph_engine)
+    assert tokens_of(played) == tokens_of(plain)
+    for t, expected in zip(played, plain):
+        assert t.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+    rollout(model, tiny[1], pool, ITEMS[:1], 1, **kw, engine=graph_engine)
+    assert tries == [256, 512]  # the second rollout does not try again
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("as with --graphs false: operation not permitted when stream is capturing")
+
+
+def test_graphs_can_be_turned_off(tiny, pool, monkeypatch):
+    monkeypatch.setattr(engine_module, "device_of", lambda policy: torch.device("cuda"))
+    with FakeTensorMode():
+        assert Ragged(None, 2).use_graphs
+        assert not Ragged(None, 2, graphs=False).use_graphs
+    asked = []
+    own = Ragged
+
+    def make(policy, slots, graphs):
+        asked.append(graphs)
+        return own(policy, slots, graphs)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(ro, "Ragged", make)
+    for graphs in (True, False):
+        rollout(*tiny, pool, ITEMS[:1], 1, max_tokens=2, graphs=graphs)
+        prepared = SimpleNamespace(cfg=parse_config(["--graphs", str(graphs)]), policy=tiny[0])
+        train.prepare_rollouts(prepared, "ragged", 2)
+        assert prepared.rollouts.graphs == graphs
+        assert parse_eval_config(["--graphs", str(graphs)]).graphs == graphs
+    assert asked == [True, True, False, False]
+
+
+class Synchronizing(TorchDispatchMode):
+    """Note the operations for which the host would wait for a GPU."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        by_mask = name.startswith("aten.index.") and any(
+            index is not None and index.dtype == torch.bool for index in args[1])
+        if by_mask or any(word in name for word in self.NAMES):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "gemma2, strong caps", "gpt_oss",
+                                  "deepseek_v3"])
+def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
+    """Windows, soft caps, sinks and experts are recorded as any other layer."""
+    model, _ = tiny_model(name)
+    engine = Ragged(model, 3)
+    engine.clear(600)
+    with engine.attention():
+        engine.forward({0: [5] * 40, 1: [6] * 2, 2: [7] * 3})
+        engine.use_graphs = True
+        engine.forward({0: [5], 1: [6], 2: [7]})
+        (step,) = engine.graph_steps.values()
+        with torch.no_grad(), Synchronizing() as mode:
+            step()
+    assert not mode.found
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
 def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
@@ -156,6 +252,26 @@ def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
     half_gradients = torch.autograd.grad(half.float().square().sum(), qkv)
     for a, b in zip(plain_gradients, half_gradients):
         torch.testing.assert_close(a, b, atol=0.1, rtol=0.1)
+
+
+def test_flash_attention_is_asked_for_its_compute_capability(monkeypatch):
+    """A V100 (7.0) and a T4 (7.5) do not have it."""
+    for capability, expected in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        rl.has_flash_attention.cache_clear()
+        assert rl.has_flash_attention(torch.device("cuda", 0)) == expected
+        assert not rl.has_flash_attention(torch.device("cpu"))
+    rl.has_flash_attention.cache_clear()
+
+    calls = []
+    monkeypatch.setattr(rl, "varlen_attn", lambda q, *_, **__: (calls.append(len(q)), q)[1])
+    packed, parts, _ = pack([[1] * 5, [2] * 4], 5)
+    for has, heads_size, expected in ((True, 64, [9]), (False, 64, []), (True, 512, [])):
+        monkeypatch.setattr(rl, "has_flash_attention", lambda device: has)
+        calls.clear()
+        x = torch.randn(1, 2, len(packed), heads_size, dtype=torch.bfloat16)
+        assert attend_within(None, x, x, x, None, parts=parts)[0].shape == (1, 9, 2, heads_size)
+        assert calls == expected
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -19,6 +19,8 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 from test_train import ENV, SMALL, metrics, read_jsonl, run
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 import parallel
 import rl
@@ -152,6 +154,41 @@ def test_a_signal_while_trajectories_are_dealt_loses_nothing(dealt, tmp_path):
                          random.Random(2), TWO_PROCESSES)
     assert ended
     assert metrics(out) == metrics(dealt[1])
+
+
+def test_a_gathered_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatch):
+    """Hooks make streams wait for one another, which a CUDA graph must not record."""
+    calls = []
+
+    def counted(hook):
+        def count(*args):
+            calls.append(hook.__name__)
+            return hook(*args)
+        return count
+
+    for name in ("_pre_forward", "_post_forward"):
+        monkeypatch.setattr(FSDPState, name, counted(getattr(FSDPState, name)))
+    model, _ = rl.load_policy("tiny")
+    num_parts = 1 + len(parallel.blocks(model))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    mask = torch.tensor([[False, False, True, True]])
+    try:
+        with torch.no_grad():
+            expected = model(ids).logits
+            parallel.shard(model, torch.device("cpu"))
+            for _ in range(2):
+                with parallel.gathered(model):
+                    assert torch.equal(model(ids).logits, expected)
+                    assert not calls
+                assert torch.equal(model(ids).logits, expected)
+                assert len(calls) == 2 * num_parts > 2
+                calls.clear()
+        # A backward pass after it works, with sharded parameters and gradients.
+        rl.token_logprobs(model, ids, mask)[0].sum().backward()
+        assert calls
+        assert all(isinstance(p, DTensor) and p.grad.to_local().any() for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- runs that are stopped and go on ----

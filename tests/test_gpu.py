@@ -1,0 +1,58 @@
+"""experiments/gpu.py, the checklist for a GPU, tried on a CPU."""
+
+import json
+
+import pytest
+import torch
+
+from experiments import gpu
+
+TRY = ["--device", "cpu", "--model", "tiny"]
+
+
+def test_the_checks_run_on_a_cpu_and_only_exactness_is_judged(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "CHECKS", gpu.CHECKS[:3])  # without processes
+    assert gpu.main([*TRY, "--out", str(tmp_path / "gpu.json")]) == 0
+    lines = json.loads((tmp_path / "gpu.json").read_text())["lines"]
+    assert capsys.readouterr().out.count("\n") == 1 + len(lines)
+    passed = {line["what"]: line["passed"] for line in lines}
+    assert all(passed[f"check, {what} {dtype}"] for what in ("rollout", "update")
+               for dtype in ("float32", "bfloat16"))
+    assert {passed[what] for what in ("decode, 3 slots", "decode steps", "update", "memory")} == {
+        None}
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_check_that_fails_is_a_line_and_the_exit_status(monkeypatch, capsys):
+    def broken(setting):
+        yield gpu.Line("first", "1", "1", True)
+        raise RuntimeError("a trace\nno memory")
+
+    def after(setting):
+        yield gpu.Line("after", "2", "2", True)
+
+    monkeypatch.setattr(gpu, "CHECKS", (broken, after))
+    assert gpu.main(TRY) == 1
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["ok", "FAILED", "ok"]
+    assert "RuntimeError: no memory" in lines[1]
+
+    monkeypatch.setattr(gpu, "CHECKS", (gpu.check_exact,))
+    monkeypatch.setattr(gpu.check, "LARGEST_MEAN_GAP", 0.0)
+    assert gpu.main(TRY) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_is_one_line(capsys):
+    assert gpu.main([]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.count("\n") == 1
+    assert "no GPU" in said.err
+
+
+@pytest.mark.slow
+def test_two_ranks_are_compared_with_one(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "CHECKS", (gpu.check_ranks,))
+    assert gpu.main(TRY) == 0
+    assert "loss differs by" in capsys.readouterr().out
