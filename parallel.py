@@ -168,6 +168,11 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
     Each block is one group of parameters, all others are another. Weights, sums of gradients and
     the optimizer's state keep the weights' own precision; blocks are gathered and computed in
     `dtype`. offload: the shards stay in the CPU's memory and are updated there.
+
+    A whole model is read in the dtype of its files and sharded before its weights are cast: until
+    then they are views of the files, mapped into memory. On the CPU a rank copies its own rows
+    alone; on a GPU it copies a block at a time. A cast before would copy the whole model on the
+    host, once for each rank.
     """
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -184,6 +189,19 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
     model.call = lambda function, *args: function(*args)
     register_fsdp_forward_method(model, "call")
     return model
+
+
+def is_mapped(model: nn.Module) -> bool:
+    """Whether all weights are views of files that are mapped into memory. Such pages are shared by
+    all processes of a host, and the kernel may drop them."""
+    # Storages that torch has allocated can be resized.
+    return not any(p.untyped_storage().resizable() for p in model.parameters())
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the model's parameters, in place. Buffers stay as they are: the frequencies of rotary
+    embeddings are float32 in every model."""
+    model._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) else t)
 
 
 def sharded(model: nn.Module) -> bool:

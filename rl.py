@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import algos
@@ -144,10 +145,18 @@ def generation_eos_ids(path: str) -> list[int]:
 
 
 def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
-    """The model at a path from `model_path`. A GGUF file's weights are de-quantised."""
-    model = AutoModelForCausalLM.from_pretrained(**location(path), dtype=dtype,
-                                                 use_safetensors=True)
-    if path.endswith(".gguf"):  # a model that is marked as quantised can be neither cast nor saved
+    """The model at a path from `model_path`. A GGUF file's weights are de-quantised. dtype "auto":
+    the one of the weights in the files, float32 for a GGUF file."""
+    options = {"dtype": dtype}
+    is_gguf = path.endswith(".gguf")
+    if dtype == "auto" and is_gguf:
+        options["dtype"] = torch.float32
+    elif dtype == "auto":
+        # transformers would prefer the dtype in config.json, and cast the weights to it.
+        options["config"] = AutoConfig.from_pretrained(**location(path))
+        options["config"].dtype = None
+    model = AutoModelForCausalLM.from_pretrained(**location(path), **options, use_safetensors=True)
+    if is_gguf:  # a model that is marked as quantised can be neither cast nor saved
         model.hf_quantizer.remove_quantization_config(model)
     return model
 

@@ -41,8 +41,8 @@ from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
 from models.check import find_paths
-from parallel import Dealer, StopSignals, Terminated, gather, gathered, init_distributed, of_rank_0
-from parallel import on_any_rank, shard
+from parallel import Dealer, StopSignals, Terminated, cast_weights, gather, gathered
+from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, shape_rewards, update
 
@@ -239,18 +239,18 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
     model or None. Raises ValueError for a model that cannot be loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
-    # Frozen LoRA bases may stay in the compute dtype; trained weights are float32; shards are
-    # widened after loading.
-    dtype = torch.float32
-    if cfg.shard:
-        dtype = "auto"
-    elif cfg.lora_rank:
-        dtype = compute_dtype
+    # Trained weights are float32; LoRA's base and the reference are frozen, and may stay in the
+    # compute dtype. What will be sharded is read in the dtype of its files: `shard` says why.
+    trained_dtype = "auto" if cfg.shard else torch.float32
+    frozen_dtype = "auto" if cfg.shard else compute_dtype
     source = cfg.model if cfg.lora_rank else newest or cfg.model
     # The chat template is tried before the weights, whose loading may take minutes.
     tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
     freeze_chat_template(tokenizer, newest, cfg)
-    policy = rl.load_model(str(source), "cpu", dtype)
+    policy = rl.load_model(str(source), "cpu", frozen_dtype if cfg.lora_rank else trained_dtype)
+    if cfg.shard and ranks()[0] == 0 and not is_mapped(policy):
+        print("warning: transformers converts this model's weights: while it is loaded, every "
+              "process holds a whole copy in the host's memory", file=sys.stderr)
     paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
     rl.set_paths(policy, paths)
     steady_length = rl.steady_length(policy.config)
@@ -261,7 +261,7 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
     if cfg.algo == "ppo":
-        critic = rl.Critic(cfg.model)
+        critic = rl.Critic(cfg.model, "cpu", trained_dtype)
         rl.set_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
     reference = None
@@ -269,9 +269,11 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     if kl_coef and cfg.lora_rank:
         reference = policy  # without its adapters
     elif kl_coef:
-        reference = rl.load_model(cfg.model, "cpu", compute_dtype).eval()
+        reference = rl.load_model(cfg.model, "cpu", frozen_dtype).eval()
         rl.set_paths(reference, paths)
         reference = placed(reference, cfg, device)
+        if cfg.shard:
+            cast_weights(reference, compute_dtype)
     return policy, tokenizer, trained, reference
 
 

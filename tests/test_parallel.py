@@ -16,11 +16,12 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_model
 from safetensors.torch import load_file
 from test_train import ENV, SMALL, metrics, read_jsonl, run
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import parallel
 import rl
@@ -189,6 +190,49 @@ def test_a_gathered_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatc
         assert all(isinstance(p, DTensor) and p.grad.to_local().any() for p in model.parameters())
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ---- loading ----
+
+
+def test_shards_hold_the_weights_that_from_pretrained_reads(tiny, tmp_path):
+    """The oracle: transformers, which loads the whole model in the wanted dtype."""
+    models = {
+        "tied": random_model("qwen2").bfloat16(),
+        "untied": random_model("qwen2", tie_word_embeddings=False),
+        "converted": random_model("qwen3_moe", moe_intermediate_size=32, num_experts=4),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        tiny[1].save_pretrained(tmp_path / name)
+    # A dtype in config.json that is not the one of the weights must not round them.
+    file = tmp_path / "untied/config.json"
+    file.write_text(file.read_text().replace('"float32"', '"bfloat16"'))
+    folders = [tmp_path / name for name in models]
+    command = [*TWO_PROCESSES, "tests/loaded_shards.py", *map(str, folders)]
+    done = subprocess.run(command, cwd=ROOT, env=ENV | {"PYTHONPATH": str(ROOT)}, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for folder in folders:
+        for kind in ("policy", "critic", "reference"):
+            dtype = torch.bfloat16 if kind == "reference" else torch.float32
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            expected = dict(model.named_parameters()) | dict(model.named_buffers())
+            if kind == "critic":
+                body = model.base_model
+                tensors = dict(body.named_parameters()) | dict(body.named_buffers())
+                expected = {f"body.{name}": tensor for name, tensor in tensors.items()}
+                expected["head.weight"] = torch.zeros(1, 64)
+                expected["head.bias"] = torch.zeros(1)
+            found = load_file(folder / f"{kind}.loaded")
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert found[name].dtype == tensor.dtype, (folder.name, kind, name)
+                assert torch.equal(found[name], tensor), (folder.name, kind, name)
+    # Only weights that transformers computes while it reads them are whole in every process.
+    before, after = done.stderr.split("loading converted\n", 1)
+    assert "a whole copy" not in before
+    assert "a whole copy" in after
 
 
 # ---- runs that are stopped and go on ----
