@@ -275,25 +275,6 @@ def test_a_system_message_and_switches_reach_every_command_and_last(tmp_path):
             assert tokenizer.decode(t["tokens"]).startswith(beginning)
 
 
-def test_ranks_play_an_item_that_is_named_twice_as_one_process_does(tiny, pool):
-    items = ["babyai_8", "babyai_50", "babyai_19", "babyai_8"]
-    run = SimpleNamespace(
-        policy=tiny[0], tokenizer=tiny[1], device=torch.device("cpu"), engine="ragged",
-        cfg=SimpleNamespace(dtype="float32"), rollouts=RolloutConfig(max_tokens=6))
-    played = {}
-    signals = StopSignals()
-    for num_ranks in (1, 2):
-        for rank in range(num_ranks):
-            run.rank, run.num_ranks = rank, num_ranks
-            own, _ = train.play_items(run, pool, signals, items, {"babyai": 2}, 2, step=5)
-            played[num_ranks, rank] = [t.tokens for t in own]
-    signals.end()
-    one = played[1, 0]
-    assert played[2, 0] == one[:2] + one[4:6]
-    assert played[2, 1] == one[2:4] + one[6:]
-    assert one[:2] != one[6:]
-
-
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
             "--save_every", "5"]
