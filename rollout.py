@@ -496,8 +496,10 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # No more trajectories start in a decode step once the new ones bring this many ids.
 MAX_NEW_IDS = 8192
-# Ranks exchange what they have room for after so many decode steps.
-DEAL_EVERY = 16
+# Ranks exchange what they have room for after so many decode steps, and get one trajectory in
+# advance for every RESERVE slots.
+RESERVE = 2
+DEAL_EVERY = 8
 # A trajectory waits one decode step for another one if it can then copy this many more ids.
 SHARED_PREFIX = 16
 
@@ -577,7 +579,7 @@ class Decoder:
     def room(self) -> int:
         """How many more trajectories this rank can take: some in advance, for slots that become
         free before the next exchange."""
-        reserve = self.engine.slots // 4
+        reserve = max(1, self.engine.slots // RESERVE)
         taken = len(self.starting) + len(self.queue.todo)
         return max(0, len(self.free) + reserve - taken)
 

@@ -8,8 +8,8 @@ tail (median 60, sigma 0.8). In each simulated rollout there are `--per_slot` tr
 slot of all ranks, or a quarter of one ("small batch"). Two ways:
 
     split     items are split among ranks beforehand: rank r plays every R-th
-    dealt     `parallel.share_out` as the rollout uses it: every 16 decode steps, and a quarter of
-              the slots in advance
+    dealt     `parallel.share_out` as the rollout uses it: every 8 decode steps, with trajectories
+              for half of the slots in advance
 
 Printed for each: the share of all slots that decode until the queue is empty, the share over the
 whole rollout, and the length of the tail in steps. A rank decodes as many steps as the others in
@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from parallel import share_out  # noqa: E402
-from rollout import DEAL_EVERY  # noqa: E402
+from rollout import DEAL_EVERY, RESERVE  # noqa: E402
 
 
 def steps_of(path):
@@ -54,7 +54,7 @@ def simulate(lengths, ranks, slots, is_dealt):
         step = len(busy)
         # An idle rank waits for the next exchange, which takes place when all have come to it.
         if undealt and step % DEAL_EVERY == 0:
-            rooms = [max(0, slots - len(held) + slots // 4 - len(queue))
+            rooms = [max(0, slots - len(held) + slots // RESERVE - len(queue))
                      for held, queue in zip(playing, todo)]
             for queue, count in zip(todo, share_out(len(undealt), rooms)):
                 queue.extend(undealt.popleft() for _ in range(count))

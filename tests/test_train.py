@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ import train
 from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
-from parallel import StopSignals
-from rollout import RolloutConfig
 from schedule import adaptive_horizon, adaptive_start
 from worlds.textcraft import TextCraft
 
