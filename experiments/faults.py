@@ -74,7 +74,7 @@ CASES = {
     "again": Case("a run is started again, or twice at a time",
                   tests("train", "not_started_anew work_in_one_folder")),
     "signals": Case("SIGTERM, Ctrl-C, SIGHUP; torchrun with two processes",
-                    tests("parallel", "ended_at_random"), is_quick=False),
+                    tests("parallel", "ended_at_random signal_while"), is_quick=False),
     "kills": Case("30 kills, half of them while saving", script("kill"), is_quick=False),
     "damage": Case("bits flipped, files cut or missing in a checkpoint",
                    tests("rl", "checkpoint")),
