@@ -73,7 +73,7 @@ def train(steps):
             [sys.executable, "train.py", "--items_per_step", "2", "--rollouts_per_item", "2",
              "--lr", "1e-5", "--steps", str(steps), "--save_every", "100", "--keep", "1", "--out",
              str(out)],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=(Path(folder) / "stderr").open("w"))
         rows = out / "metrics.jsonl"
         samples = Samples(run.pid)
         with tqdm(total=steps, desc="steps") as bar:
@@ -83,9 +83,8 @@ def train(steps):
                 if done > bar.n:
                     bar.update(done - bar.n)
                     samples.add()
-        said = run.stderr.read()
         if run.returncode:
-            sys.exit(said[-500:])
+            sys.exit((Path(folder) / "stderr").read_text()[-500:])
     return samples.verdict()
 
 
