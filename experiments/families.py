@@ -11,7 +11,7 @@ refused. Exit status 1 if a family is neither trained exactly nor refused.
 
 --speed: instead, the tokens a second of the engine over those of the model's own attention in
 lockstep, both in the same run, for each family that the engine plays: bench.py's workload `long`,
-32 trajectories of two turns, 16 slots. Exit status 1 if a ratio is below 3.
+48 trajectories of three turns, 16 slots. Exit status 1 if a ratio is below 3.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def speed(name: str) -> tuple[str, bool]:
         return f"| {name} | {paths.rollout} | | |", True
     speeds = []
     for engine in (None, "hf"):
-        seconds, played, _ = play_ours(model, tokenizer, "long", 32, 16, 2, engine)
+        seconds, played, _ = play_ours(model, tokenizer, "long", 48, 16, 3, engine)
         speeds.append(sum(len(t.tokens) for t in played) / seconds)
     ratio = speeds[0] / speeds[1]
     return f"| {name} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.1f} |", ratio >= SPEED_RATIO
