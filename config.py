@@ -377,8 +377,8 @@ class Config(RunConfig):
         "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
     arrival_order: bool | None = arg(
-        None, "take environments' answers as they come, so runs are not bit-for-bit repeatable; "
-              "default: with --env_url")
+        None, "take environments' answers as they come, and deal trajectories to processes as they "
+              "ask, so runs are not bit-for-bit repeatable; default: with --env_url")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     create_deadline: Annotated[float, positive] = arg(
         300.0, "seconds the making of an environment may take, besides")

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -149,6 +150,28 @@ class Dealer:
         numbers = [torch.empty_like(own) for _ in range(ranks()[1])]
         dist.all_gather(numbers, own)
         return [int(number) for number in numbers]
+
+
+class FirstComeDealer(Dealer):
+    """Deals trajectories to a rank when it asks, so that no rank waits for another. Which rank
+    plays which trajectory depends on timing."""
+
+    def __init__(self, count: int, signals: "StopSignals", key: str):
+        """key: of a counter in the process group's store. It must be the same on all ranks, and
+        not have been used before."""
+        super().__init__(count, signals)
+        self.key = key
+
+    def deal(self, room: int) -> range:
+        """-> the numbers of the trajectories that this rank gets next. room: how many it can
+        take."""
+        with self.signals.postponed():
+            asked_for = _get_default_store().add(self.key, room)  # by all ranks so far
+        self.dealt = min(self.count, asked_for)
+        return range(min(self.count, asked_for - room), self.dealt)
+
+    def leave(self) -> None:
+        """Nobody waits for this rank."""
 
 
 # ---- a sharded model ----
@@ -285,8 +308,10 @@ class StopSignals:
     def postponed(self) -> Iterator[None]:
         """Inside, a signal is noted; it raises Terminated when the block ends."""
         before, self.in_rollout = self.in_rollout, False
-        yield
-        self.in_rollout = before
+        try:
+            yield
+        finally:
+            self.in_rollout = before
         if before and self.received:
             raise Terminated
 

@@ -52,7 +52,6 @@ GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
 LOADING_ERRORS = (OSError, ImportError, ValueError, RuntimeError, SafetensorError)
-PACKING_FAMILIES = ("qwen2", "qwen3", "llama")
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
@@ -397,6 +396,9 @@ class Paths(NamedTuple):
     gaps: dict[str, float]  # of each way tried: the largest difference of a log-prob
 
 
+FASTEST = Paths("ragged", "packed", {})
+
+
 def set_paths(model: PreTrainedModel, paths: Paths) -> None:
     """Let a model be computed in these ways."""
     model.base_model.paths = paths
@@ -408,13 +410,10 @@ def paths_of(model: "PreTrainedModel | Critic") -> Paths | None:
 
 
 def packs(model: "PreTrainedModel | Critic") -> bool:
-    """Whether the model's sequences are computed in one row. A model that was not checked packs
-    where all models of its family do."""
+    """Whether the model's sequences are computed in one row: if it was checked, and that is
+    exact."""
     paths = paths_of(model)
-    if paths is None:
-        config = model.config
-        return config.model_type in PACKING_FAMILIES and not length_dependence(config)
-    return paths.update == "packed"
+    return paths is not None and paths.update == "packed"
 
 
 def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
@@ -481,8 +480,8 @@ def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-              scale: float | None, softcap: float | None = None,
-              sinks: Tensor | None = None) -> Tensor:
+                     scale: float | None, softcap: float | None = None,
+                     sinks: Tensor | None = None) -> Tensor:
     """softmax(query key^T scale) value, with what some families add. Each key is seen by the query
     heads that share it.
 

@@ -169,8 +169,8 @@ class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
-    waited for until the moment `until`. occurrence: how often the item is named before in the
-    training step. The constructor starts the environment's reset, in the environment's thread.
+    waited for until the moment `until`. occurrence: how often the training step names the item
+    before this one. The constructor starts the environment's reset, in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
@@ -631,10 +631,10 @@ class Decoder:
 def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
-    # Padding would change the results of some models.
+    # Padding would change the results of some models. They play one trajectory at a time.
     paths = paths_of(policy)
-    is_alone = paths and paths.rollout == "alone" or length_dependence(policy.config)
-    slots = 1 if is_alone else queue.slots
+    plays_alone = paths is not None and paths.rollout == "alone"
+    slots = 1 if plays_alone or length_dependence(policy.config) else queue.slots
     forwarded = 0
     while True:
         queue.deal(max(0, slots - len(queue.todo)))

@@ -41,8 +41,8 @@ from envs import EnvPool
 from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
 from metrics import world_metrics, write_atomically
 from models.check import find_paths
-from parallel import Dealer, StopSignals, Terminated, cast_weights, gather, gathered
-from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
+from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
+from parallel import gathered, init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, shape_rewards, update
 
@@ -409,7 +409,11 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     on any rank."""
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
-    dealer = Dealer(len(items) * samples, signals) if run.num_ranks > 1 else None
+    dealer = None
+    if run.num_ranks > 1 and run.cfg.arrival_order:
+        dealer = FirstComeDealer(len(items) * samples, signals, f"dealt in step {step}")
+    elif run.num_ranks > 1:
+        dealer = Dealer(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
         with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device):

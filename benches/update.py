@@ -27,6 +27,7 @@ import rl
 import update
 from benches.rollout import load_models, script
 from envs import EnvPool, items
+from models.check import find_paths
 from rollout import Trajectory, rollout
 
 TRAJECTORIES, POSITIONS = 128, 8192
@@ -170,6 +171,7 @@ def measure(args):
     jobs = [(name, workload) for name in names for workload in ("agent", "long")]
     for name, workload in tqdm(jobs, desc="update", unit="workload"):
         model = models[name]
+        find_paths(model)
         if workload == "agent":
             trajectories = played
         else:

@@ -51,9 +51,11 @@ def run_script(name, *args):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The built-in model and its tokenizer."""
+    """The built-in model, computed in the fastest ways, and its tokenizer."""
     import rl
-    return rl.load_policy("tiny")
+    model, tokenizer = rl.load_policy("tiny")
+    rl.set_paths(model, rl.FASTEST)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="session")

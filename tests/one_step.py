@@ -36,8 +36,7 @@ if "recompute" in flags:
     rl.recompute_blocks(model)
 if "shard" in flags:
     shard(model, device)
-if "padded" in flags:
-    rl.packs = lambda config: False
+rl.set_paths(model, rl.Paths("padded", "padded", {}) if "padded" in flags else rl.FASTEST)
 
 rows_fed = []
 model.base_model.register_forward_pre_hook(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import engine as engine_module
 import rl
@@ -25,27 +25,6 @@ from rl import attend_within, pack
 from rollout import rollout
 
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
-
-
-def other(family, **kw):
-    """A model of another family with random weights and the tiny model's vocabulary.
-
-    Two query heads share a KV head unless `kw` says otherwise.
-    """
-    torch.manual_seed(0)
-    size = dict(
-        vocab_size=len(rl.load_policy("tiny")[1]),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
-        head_dim=16,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    config = AutoConfig.for_model(family, **size | kw)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def reference(model, ids):
@@ -85,7 +64,7 @@ def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, 
     """The oracle is Hugging Face's `generate`, without our cache, on all tokens before a reply."""
     model, tokenizer = tiny
     if family != "tiny":
-        model = other(family)
+        model = random_model(family)
     kw = dict(temperature=0, max_tokens=8, slots=4)
     played = rollout(model, tokenizer, pool, ITEMS, 8, **kw)
     padded = rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)
@@ -113,7 +92,7 @@ SLOW_FAMILIES = [pytest.param(family, marks=pytest.mark.slow) for family in ("qw
 @pytest.mark.parametrize("family", ["qwen3", *SLOW_FAMILIES])
 def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
     """The step that a GPU records as a CUDA graph: shared KV heads, idle slots, a growing cache."""
-    model = other(family).double()
+    model = random_model(family).double()
     plain_engine = Ragged(model, 3)
     graph_engine = Ragged(model, 3)
     graph_engine.use_graphs = True
@@ -129,7 +108,7 @@ def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
 
 def test_a_step_that_cannot_be_recorded_runs_eagerly_and_nothing_is_lost(
         tiny, pool, monkeypatch, capsys):
-    model = other("qwen3").double()
+    model = random_model("qwen3").double()
     engine_module.print_once.cache_clear()
     record = Ragged._make_graph_step
     tries = []
@@ -220,7 +199,7 @@ def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
 def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
     model, tokenizer = tiny
     if family != "tiny":
-        model = other(family)
+        model = random_model(family)
     model = copy.deepcopy(model).cuda()
     kw = dict(temperature=0, max_tokens=8)
     played = rollout(model, tokenizer, pool, ITEMS, 8, slots=4, **kw)
@@ -276,7 +255,7 @@ def test_flash_attention_is_asked_for_its_compute_capability(monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logprobs_are_the_trainers(tiny, pool, family):
-    model = other(family)
+    model = random_model(family)
     for t in rollout(model, tiny[1], pool, ITEMS, 3, samples=2, max_tokens=6, slots=3):
         again = trainer_logprobs(model, t)
         assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
@@ -372,14 +351,15 @@ def test_padded_rows_say_the_same(tiny):
 
 @pytest.mark.parametrize("engine", ["ragged", "hf"])
 def test_sliding_windows_are_seen_in_both_engines(tiny, pool, engine):
-    sliding = other("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    sliding = random_model("qwen2", use_sliding_window=True, sliding_window=16,
+                           max_window_layers=1)
     for t in rollout(sliding, tiny[1], pool, ITEMS, 2, max_tokens=6, engine=engine):
         again = trainer_logprobs(sliding, t)
         assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
 
 
 def test_other_models_are_played_on_their_own_attention(tiny, pool, capsys):
-    model = other("stablelm")
+    model = random_model("stablelm")
     for t in rollout(model, tiny[1], pool, ITEMS, 2, max_tokens=6):
         again = trainer_logprobs(model, t)
         assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)

@@ -139,6 +139,15 @@ def test_a_dealt_run_repeats_and_is_that_of_one_process(dealt, tmp_path):
         assert abs(sum(both) / 2 - row["occupancy"]) < 1e-9
 
 
+def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt, tmp_path):
+    out = tmp_path / "r"
+    flags = [*DEALT, "--steps", "1", "--arrival_order", "true", "--out", str(out)]
+    done = run(*flags, launcher=(*TWO_PROCESSES, "train.py"))
+    assert done.returncode == 0, done.stderr
+    assert first_step(out) == first_step(dealt[0])
+    assert min(metrics(out)[0][f"occupancy/rank{rank}"] for rank in range(2)) > 0.3
+
+
 @pytest.mark.slow
 def test_four_processes_play_what_one_plays(dealt, tmp_path):
     four = [word.replace("=2", "=4") for word in TWO_PROCESSES]
@@ -170,6 +179,7 @@ def test_a_gathered_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatc
     for name in ("_pre_forward", "_post_forward"):
         monkeypatch.setattr(FSDPState, name, counted(getattr(FSDPState, name)))
     model, _ = rl.load_policy("tiny")
+    rl.set_paths(model, rl.FASTEST)
     num_parts = 1 + len(parallel.blocks(model))
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[False, False, True, True]])

@@ -109,6 +109,7 @@ def plain_logprobs(model, ids, mask, temperature):
 def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
         tiny, trajectories, family, way, monkeypatch):
     model = copy.deepcopy(tiny[0]) if family == "tiny" else random_model(family)
+    rl.set_paths(model, rl.FASTEST if "packed" in way else rl.Paths("padded", "padded", {}))
     batch = update.collate(trajectories)
     ids, mask = batch["ids"], batch["mask"]
     mask[1] = False  # a row in which nothing was sampled
@@ -126,8 +127,6 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
     max_logits = 50_000 if "parts" in way else 2**27
     monkeypatch.setitem(rl.MAX_LOGITS, "cpu", max_logits)
     assert ("parts" in way) == (mask.sum() * model.config.vocab_size > max_logits)
-    if way == "padded":
-        monkeypatch.setattr(rl, "packs", lambda config: False)
     fed = []  # the shapes of the ids that the model's body is given
     model.base_model.register_forward_pre_hook(
         lambda body, args, kwargs: fed.append(kwargs["input_ids"].shape), with_kwargs=True)
@@ -153,6 +152,7 @@ def test_critic_values_only_look_back(tiny, trajectories):
     It must not change with that token or with any later one.
     """
     critic = rl.Critic("tiny").eval()
+    rl.set_paths(critic, rl.FASTEST)
     torch.nn.init.normal_(critic.head.weight)
     t = trajectories[0]
     ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
@@ -170,6 +170,7 @@ def test_critic_values_only_look_back(tiny, trajectories):
 
 def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat16(trajectories):
     critic = rl.Critic("tiny").eval()
+    rl.set_paths(critic, rl.FASTEST)
     torch.nn.init.normal_(critic.head.weight)
     t = trajectories[0]
     with torch.no_grad(), rl.compute_in("bfloat16", "cpu"):

@@ -275,6 +275,7 @@ def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         models = [copy.deepcopy(tiny[0])]
         if cfg.algo == "ppo":
             models.append(rl.Critic("tiny"))
+            rl.set_paths(models[1], rl.FASTEST)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         critic = models[1] if cfg.algo == "ppo" else None
         critic_optimizer = optimizers[1] if cfg.algo == "ppo" else None
