@@ -1,12 +1,15 @@
-"""What a training step reports: its row of metrics, the curves of a run, and when training cannot
-go on."""
+"""What a run reports: the lines at its start, a bar for a long rollout, a step's row of metrics,
+the curves of a run, and when training cannot go on."""
 
 import json
 import math
 import os
 import resource
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +19,79 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from config import Config
-    from rollout import Trajectory
+    from rollout import Trajectory, TrajectoryQueue
+    from train import Run
+
+# ---- what is said while a run goes on ----
+
+
+def banner(run: "Run") -> str:
+    """Five lines for the start of a training run."""
+    cfg = run.cfg
+    worlds = []
+    for world, settings in cfg.worlds.items():
+        rounds = ", ".join(map(str, settings.rounds))
+        worlds.append(f"{world}, {len(run.items[world]):,} items, horizon {rounds}")
+    parameters = sum(p.numel() for p in run.policy.parameters())
+    trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad)
+    size = f"{parameters / 1e6:,.1f}M parameters"
+    if trained < parameters:
+        size += f", {trained / 1e6:,.1f}M of them trained"
+    processes = f"{run.num_ranks} process" + ("es" if run.num_ranks > 1 else "")
+    trajectories = cfg.items_per_step * cfg.rollouts_per_item
+    return "\n".join([
+        f"worlds     {'; '.join(worlds)} ({cfg.horizon_schedule})",
+        f"model      {cfg.model}, {size}, {cfg.dtype}, {run.device.type}, {processes}",
+        f"training   {cfg.algo}, step {run.step} to {cfg.steps}, each {cfg.items_per_step} items x "
+        f"{cfg.rollouts_per_item} samples = {trajectories} trajectories, learning rate {cfg.lr:g}",
+        f"files      {cfg.out}/: metrics.jsonl, trajectories/, a checkpoint every {cfg.save_every} "
+        f"steps; python view.py {cfg.out}",
+        "stop       Ctrl-C saves; the same command with --resume goes on",
+    ])
+
+
+def held_out_gain(rows: list[dict], last: dict[str, float]) -> str:
+    """The held-out success of a run's first evaluation and of its last one, as a line for each
+    world. rows: the run's rows of metrics. last: "eval/success" or "eval/success/babyai" ... -> the
+    last values."""
+    lines = []
+    for key in columns_of("eval/success", list(last)):
+        first = next((row[key] for row in rows if key in row), math.nan)
+        world = key.removeprefix("eval/success").replace("/", " of ")
+        lines.append(f"held-out success{world}: {first:.3f} before, {last[key]:.3f} after")
+    return "\n".join(lines)
+
+
+@contextmanager
+def rollout_bar(total: int, shown: bool) -> Iterator[Callable[["TrajectoryQueue"], object]]:
+    """A second bar while a rollout lasts: trajectories finished, turns, sampled tokens a second.
+
+    It appears after two seconds, and is drawn once a second; once a minute where stderr is no
+    terminal. -> what `rollout` takes as `watch`.
+    """
+    began = time.monotonic()
+    due = began + 2
+    interval = 1 if sys.stderr.isatty() else 60
+    with tqdm(total=total, desc="rollout", unit="trajectory", position=1, leave=False, delay=2,
+              dynamic_ncols=True, disable=not shown) as bar:
+
+        def watch(queue):
+            nonlocal due
+            now = time.monotonic()
+            if now < due or not shown:
+                return
+            due = now + interval
+            playing = [episode.trajectory for episode in queue.alive]
+            turns = sum(t.turns for t in [*queue.finished.values(), *playing])
+            bar.n = len(queue.finished)
+            bar.set_postfix_str(f"{turns} turns {queue.stats['busy'] / (now - began):.0f} tok/s")
+
+        yield watch
+
 
 # ---- the numbers of a step ----
 

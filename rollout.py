@@ -329,7 +329,7 @@ class TrajectoryQueue:
     def __init__(self, items: list[str], step: int, slots: int,
                  make_episode: Callable[[Trajectory], Episode], config: RolloutConfig,
                  stats: dict[str, int], progress: Callable[[Trajectory], object] | None,
-                 dealer: Dealer | None):
+                 watch: Callable[["TrajectoryQueue"], object] | None, dealer: Dealer | None):
         self.items = items
         self.step = step
         self.slots = slots
@@ -337,6 +337,7 @@ class TrajectoryQueue:
         self.config = config
         self.stats = stats
         self.progress = progress
+        self.watch = watch
         self.keys = [(group, k) for group in range(len(items)) for k in range(config.samples)]
         self.todo: deque[Trajectory] = deque()
         self.tries = dict.fromkeys(self.keys, 0)
@@ -400,6 +401,8 @@ class TrajectoryQueue:
         usable_slots = min(self.slots, unfinished)
         for name, count in (("steps", 1), ("busy", len(tokens)), ("room", usable_slots)):
             self.stats[name] = self.stats.get(name, 0) + count
+        if self.watch is not None:
+            self.watch(self)
         return list(zip(tokens, logprobs))
 
 
@@ -435,6 +438,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             config: RolloutConfig | None = None, *, step: int = 0,
             engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
             progress: Callable[[Trajectory], object] | None = None,
+            watch: Callable[[TrajectoryQueue], object] | None = None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
@@ -450,9 +454,10 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     one, as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's
     random key. engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf":
     the model's own attention, all trajectories in lockstep. progress: called with each trajectory
-    that has ended. stats: receives "forwarded" (token positions computed, padding included),
-    "steps" (forward passes that were sampled from), "busy" (slots that were fed, summed over the
-    steps) and "room" (slots that could be fed: no more than trajectories that have not ended).
+    that has ended. watch: called in each decode step, with the queue of all trajectories. stats:
+    receives "forwarded" (token positions computed, padding included), "steps" (forward passes that
+    were sampled from), "busy" (slots that were fed, summed over the steps) and "room" (slots that
+    could be fed: no more than trajectories that have not ended).
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
     the same items.
 
@@ -475,7 +480,8 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
         slots = min(config.slots, len(items) * config.samples)
         engine = make_engine(policy, slots, config.graphs)
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, dealer)
+    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, watch,
+                            dealer)
     try:
         with gathered(policy):
             if engine == "hf":

@@ -38,8 +38,9 @@ import rl
 import schedule
 from engine import Ragged
 from envs import EnvPool
-from metrics import alarm, draw_curves, memory_gb, mixture_columns, reporter, rollout_metrics
-from metrics import world_metrics, write_atomically
+from metrics import alarm, banner, draw_curves, held_out_gain, memory_gb, mixture_columns
+from metrics import read_objects, reporter, rollout_bar, rollout_metrics, world_metrics
+from metrics import write_atomically
 from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
 from parallel import gathered, init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
@@ -86,6 +87,8 @@ def train(cfg: Config) -> None:
             with report_lack_of_resources(cfg, "train.py"):
                 run = start(cfg)
                 if run is not None:
+                    if run.rank == 0:
+                        print(banner(run))
                     training_loop(run, pool, signals)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -156,6 +159,11 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 save_checkpoint(run, step + 1)
         else:
             finish(run)
+            if cfg.eval_every:
+                held_out = evaluate_held_out(run, pool, signals)
+                if run.rank == 0 and held_out:
+                    rows, _ = read_objects(run.folder / "metrics.jsonl")
+                    print(held_out_gain(rows, held_out))
 
 
 # ---- the start of a run ----
@@ -416,10 +424,11 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
         dealer = Dealer(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
-        with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device):
+        with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device), \
+                rollout_bar(len(items) * samples // run.num_ranks, run.rank == 0) as watch:
             own = rollout(run.policy, run.tokenizer, pool, items, horizons, run.rollouts,
                           samples=samples, step=step, engine=run.engine, stats=stats,
-                          dealer=dealer)
+                          watch=watch, dealer=dealer)
     except Terminated:
         if dealer:
             dealer.leave()

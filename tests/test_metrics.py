@@ -1,12 +1,14 @@
 """The numbers of a training step."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import metrics
-from metrics import explained_variance, rollout_metrics
+from metrics import explained_variance, held_out_gain, rollout_bar, rollout_metrics
 from rollout import Status, Trajectory
 
 
@@ -73,3 +75,38 @@ def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
     assert [7.0, 9.0] in [list(line.get_ydata()) for line in held_out]
     if worlds:
         assert [text.get_text() for text in axes["success"].get_legend().get_texts()] == ["a", "b"]
+
+
+def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ended, playing = Trajectory("babyai_8", "babyai", turns=4), Trajectory("babyai_8", "babyai")
+    queue = SimpleNamespace(finished={}, alive=[SimpleNamespace(trajectory=playing)],
+                            stats={"busy": 40})
+    with rollout_bar(5, shown=True) as watch:
+        watch(queue)  # too early
+        queue.finished[0, 0] = ended
+        playing.turns = 3
+        now[0] += 4
+        watch(queue)
+        now[0] += 30
+        queue.stats["busy"] = 999
+        watch(queue)  # stderr is no terminal: once a minute
+        drawn = capsys.readouterr().err
+    assert "1/5" in drawn
+    assert "7 turns 10 tok/s" in drawn
+    assert "999" not in drawn
+    with rollout_bar(5, shown=False) as watch:
+        now[0] += 99
+        watch(queue)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_gain_is_from_the_first_evaluation_to_the_last():
+    rows = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    assert held_out_gain(rows, {"eval/success": 0.75, "eval/turns": 3.0}) == (
+        "held-out success: 0.250 before, 0.750 after")
+    rows = [{"eval/success/babyai": 0.1, "eval/success/textcraft": 0.2}]
+    last = {"eval/success/babyai": 0.3, "eval/success/textcraft": math.nan}
+    assert held_out_gain(rows, last) == ("held-out success of babyai: 0.100 before, 0.300 after\n"
+                                         "held-out success of textcraft: 0.200 before, nan after")

@@ -101,6 +101,23 @@ def test_the_metrics_hold_memory_and_speed(reference):
         assert row["seconds_update"] > 0
 
 
+def test_a_run_says_what_it_does_and_how_success_changed(tmp_path):
+    out = tmp_path / "r"
+    done = run("--out", str(out), "--eval_every", "3", *SMALL)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    names = ["worlds", "model", "training", "files", "stop"]
+    assert [line.split()[0] for line in lines[:5]] == names
+    assert "step 0 to 3" in lines[2]
+    assert f"--model {out}/final" in lines[5]
+    before = metrics(out)[0]["eval/success"]
+    assert lines[6].startswith(f"held-out success: {before:.3f} before, ")
+    # What is said last is what an evaluation of final/ with the same items would give.
+    done = run("--out", str(out), "--eval_every", "3", "--resume", *SMALL, "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    assert lines[6].endswith(f"{metrics(out)[3]['eval/success']:.3f} after")
+
+
 def test_metrics_go_to_tensorboard_too(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
