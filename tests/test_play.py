@@ -80,6 +80,7 @@ def a_won_episode():
         (["--env", "chess"], "chess"),
         (["--item", "-3"], "-3"),
         (["--item", "three"], "three"),
+        (["--item", "babyai_3", "--env", "textcraft"], "babyai_3"),
         (["--dance"], "--dance"),
     ],
 )
@@ -87,3 +88,16 @@ def test_nonsense_is_one_line(args, says):
     done = play(*args)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and says in done.stderr
+
+
+def test_an_item_can_be_named_with_its_world():
+    done = play("--item", "textcraft_7", said="\n")
+    assert done.returncode == 0, done.stderr
+    assert make_env("textcraft").reset(7) in done.stdout
+
+
+def test_help_knows_both_commands():
+    done = subprocess.run([sys.executable, "envs.py", "--help"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0
+    assert "envs.py serve" in done.stdout and "envs.py play" in done.stdout

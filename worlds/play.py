@@ -1,6 +1,7 @@
 """A person plays a world in the terminal, with the prompt that the model gets.
 
     python envs.py play --env textcraft [--item 3] [--hint]
+    python envs.py play --item textcraft_3
 """
 
 import sys
@@ -46,18 +47,34 @@ def play(name: str, item: int | None = None, horizon: int = 100, hint: bool = Fa
         env.close()
 
 
+def read_item(item: str | None, world: str | None) -> tuple[str, int | None]:
+    """--item and --env -> (world, number of the item). Raises ValueError if they do not fit.
+
+    >>> read_item("textcraft_3", None), read_item("3", "textcraft"), read_item(None, None)
+    (('textcraft', 3), ('textcraft', 3), ('babyai', None))
+    """
+    if item is None or item.isdecimal():
+        return world or "babyai", None if item is None else int(item)
+    named, number = split_item(item)
+    if world not in (None, named):
+        raise ValueError(f"--item {item} is no item of --env {world}")
+    return named, number
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command -> its exit code: 2 for bad flags, or a world or item that does not exist."""
     parser = CommandParser(prog="envs.py", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("command", choices=["play"])
-    add("--env", default="babyai", help=", ".join(WORLDS))
-    add("--item", type=int, help="default: the first of the held-out set")
+    add("--env", help=f"{', '.join(WORLDS)}; default: the item's, else babyai")
+    add("--item", help="a number, or a name such as textcraft_3; default: the first of the "
+                       "held-out set")
     add("--horizon", type=int, default=100, help="largest number of turns")
     add("--hint", action="store_true", help="show the action that an expert would take")
     try:
         args = parser.parse_args(argv)
-        play(args.env, args.item, args.horizon, args.hint)
+        world, number = read_item(args.item, args.env)
+        play(world, number, args.horizon, args.hint)
     except (EOFError, KeyboardInterrupt):
         pass
     except (EnvError, ValueError, ImportError) as e:
