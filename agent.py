@@ -15,6 +15,7 @@ import multiprocessing
 import re
 import resource
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
@@ -66,6 +67,7 @@ REFLECT_ON_ALL = ("\n\nThis attempt has failed. "
                   "Say in a few sentences what went wrong and what to do otherwise. No action yet.")
 ACT = "Go on: one action."
 AGAIN = "You have another attempt, from the beginning.\n\n"
+FIRST_REPLY = "OK"  # the fixed reply to the instructions
 
 
 def instructions(prompt: str, action_format: str = "plain") -> str:
@@ -76,7 +78,7 @@ def instructions(prompt: str, action_format: str = "plain") -> str:
     if action_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise ValueError(f"unknown action format '{action_format}'; choose from {known}")
-    return prompt + FORMATS[action_format]
+    return (prompt + FORMATS[action_format]).strip()
 
 
 # ---- from a reply to its action ----
@@ -162,10 +164,11 @@ def _string_argument(call: ast.Call) -> str:
     return ""
 
 
-def parse(reply: str, action_format: str = "plain") -> str:
+def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str:
     """The action in a reply, or "" (which no environment accepts) if there is not exactly one.
 
-    Never raises.
+    lenient_as: a world. Replies are then read as AgentGym's client of that world reads them (see
+    `LENIENT`); a world that it does not have is read strictly. Never raises.
 
     >>> parse(" turn left\\n")
     'turn left'
@@ -181,9 +184,73 @@ def parse(reply: str, action_format: str = "plain") -> str:
     'turn left'
     >>> parse("I go. ```turn left```", "backticks")
     'turn left'
+    >>> parse("Action: [turn left].\\nA wall", "react", lenient_as="babyai")
+    'turn left'
     """
+    if lenient_as in LENIENT:
+        return LENIENT[lenient_as](reply, action_format)
     found = actions_in(reply, action_format)
     return found[0] if len(found) == 1 else ""
+
+
+# Which action of a reply AgentGym's clients take (agentenv/envs/*.py at 3ef9235). They know the
+# format react alone, or JSON and code in forms of their own; here the rules hold in every format,
+# but only in react a reply without "Action:" can be an action.
+
+
+def _only_words(reply: str, action_format: str) -> str:
+    """The only action's first line, without punctuation but for commas."""
+    found = actions_in(reply, action_format)
+    if len(found) != 1:
+        return ""
+    first_line = found[0].partition("\n")[0]
+    return " ".join(re.sub("[^A-Za-z0-9, ]", "", first_line).split())
+
+
+def _last(reply: str, action_format: str) -> str:
+    """The last one of the actions."""
+    found = actions_in(reply, action_format)
+    return found[-1] if found else ""
+
+
+def _first_or_bare(reply: str, action_format: str) -> str:
+    """The first one of the actions; without any, the whole reply."""
+    found = actions_in(reply, action_format)
+    if not found and action_format == "react":
+        return reply.strip()
+    return found[0] if found else ""
+
+
+def _last_or_bare_call(reply: str, action_format: str) -> str:
+    """The last one of the actions; without any, the whole reply if it has a search or a click."""
+    has_call = "search[" in reply or "click[" in reply
+    if has_call and action_format == "react" and "Action:" not in reply:
+        return reply.strip()
+    return _last(reply, action_format)
+
+
+def _sql(reply: str, action_format: str) -> str:
+    """The last block of SQL between code fences; without any, the last action or the reply."""
+    if "```sql" in reply:
+        text = reply.split("```sql")[-1]
+    elif action_format == "react" and "Action:" not in reply:
+        text = reply
+    else:
+        text = _last(reply, action_format)
+    return text.split("```")[0].strip()
+
+
+LENIENT: dict[str, Callable[[str, str], str]] = {  # world -> (reply, action format) -> the action
+    "babyai": _only_words,
+    "textcraft": _only_words,
+    "sciworld": _last,
+    "alfworld": _last,
+    "webshop": _last_or_bare_call,
+    "sqlgym": _sql,
+    "maze": _first_or_bare,
+    "wordle": _first_or_bare,
+}
+PARSES = ("strict", "lenient")
 
 
 def reply_with(action: str, action_format: str = "plain", thought: str = "") -> str:
@@ -242,18 +309,24 @@ class Dialogue:
     number: the number of the item. horizon: the largest number of turns. plan: ask for a plan
     before the first action. reflect: ask for a reflection after an invalid action and after a
     failed episode; a failed episode is then played once more. Plans and reflections are asked for
-    only if at least one turn is left to act in after them.
+    only if at least one turn is left to act in after them. lenient_as: see `parse`. texts:
+    {"prompt": the whole first message, "reply": the fixed reply to it}, in the place of the world's
+    instructions with the description of the action format, and of FIRST_REPLY.
 
-    `phase` is what the next reply is asked to be.
+    `phase` is what the next reply is asked to be. `first_reply` is the fixed reply.
     """
 
     def __init__(self, number: int, horizon: int, action_format: str = "plain",
-                 plan: bool = False, reflect: bool = False):
+                 plan: bool = False, reflect: bool = False, lenient_as: str = "",
+                 texts: dict[str, str] | None = None):
         self.number = number
         self.horizon = horizon
         self.action_format = action_format
         self.plan = plan
         self.reflect = reflect
+        self.lenient_as = lenient_as
+        self.texts = texts or {}
+        self.first_reply = self.texts.get("reply", FIRST_REPLY)
         self.turns = 0  # replies so far
         self.phase = Phase.ACT
         self.second_attempt = False
@@ -277,6 +350,8 @@ class Dialogue:
         if self.plan and self.horizon > 1:
             self.phase = Phase.PLAN
             observation += PLAN
+        if self.texts:
+            return self.texts["prompt"], observation
         action_format = "plain" if env.whole_reply else self.action_format
         return instructions(env.prompt, action_format), observation
 
@@ -300,7 +375,9 @@ class Dialogue:
 
     def _act(self, env: Env, text: str) -> Step:
         """Pass a reply or its action to the environment, unless it has no action to pass on."""
-        action = text if env.whole_reply else parse(text, self.action_format)
+        action = text
+        if not env.whole_reply:
+            action = parse(text, self.action_format, self.lenient_as)
         if action or env.whole_reply:
             return env.step(action)
         return self._unseen_step(complaint(text, self.action_format), valid=False)
@@ -482,7 +559,7 @@ class Chat:
                     "this tokenizer's chat template does not show each message once, in order")
             piece, text = text.split(mark)
             pieces.append(self._encode_piece(piece))
-        # head: before the instructions. to_reply: between the instructions and "OK".
+        # head: before the instructions. to_reply: between the instructions and the fixed reply.
         # to_user: between a reply and an observation. to_policy: the generation prompt, between
         # an observation and a reply.
         self.head, self.to_reply, self.to_user = pieces
@@ -491,7 +568,6 @@ class Chat:
             raise ValueError("this tokenizer's chat template writes nothing after a reply, "
                              "so a reply would have no end")
         self.end_id = self.to_user[0]
-        self.ok = self._encode_piece("OK")
 
         # Which tokens end a reply.
         self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
@@ -544,11 +620,12 @@ class Chat:
                 return ids
         return self._encode(text)
 
-    def start(self, prompt: str, observation: str, most: int | None = None) -> list[int]:
-        """Ids of the beginning of a conversation: the instructions, the fixed reply "OK", the first
-        observation (see `observation`) and the generation prompt."""
-        ids = self.head + self._encode(prompt.strip())
-        ids += self.to_reply + self.ok
+    def start(self, prompt: str, observation: str, most: int | None = None,
+              reply: str = FIRST_REPLY) -> list[int]:
+        """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
+        first observation (see `observation`) and the generation prompt."""
+        ids = self.head + self._encode(prompt)
+        ids += self.to_reply + self._encode(reply)
         ids += self.to_user + self.observation(observation, most)
         return ids + self.to_policy
 

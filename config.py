@@ -122,6 +122,7 @@ def presets(model: str, world: str) -> dict:
         "rounds": horizon.rounds, "horizon_steps": horizon.every,
         "eval_horizon": horizon.eval_horizon,
         "system": run.get("system", ""), "chat_args": run.get("chat_args", ""),
+        "parse": "lenient",
     }
 
 
@@ -149,7 +150,8 @@ def read_flags_of(path: Path) -> dict:
         raise ValueError(f"{path} is damaged: {e}") from e
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds no object")
-    return found
+    older = {"parse": "strict", "prompts": None}  # of runs from before these flags
+    return older | found
 
 
 def first_model(model: str) -> str:
@@ -176,13 +178,13 @@ def model_label(model: str) -> list[str]:
 
 def started_with(out: str, world: str) -> dict:
     """What the run in this folder was started with, of the flags whose defaults depend on the
-    machine; {} without such a run. On another machine they stay as they are."""
+    machine or were others in earlier versions; {} without such a run. They stay as they are."""
     path = Path(out) / "config.json"
     if not path.exists():
         return {}
     run = read_flags_of(path)
     own = run | run.get("worlds", {}).get(world, {})
-    return {name: own[name] for name in (*REAL_ON_CPU, "dtype") if name in own}
+    return {name: own[name] for name in (*REAL_ON_CPU, "dtype", "parse") if name in own}
 
 
 # ---- ranges: each rule raises ValueError for a flag's value that makes no sense ----
@@ -292,6 +294,14 @@ class RunConfig:
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
     action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
         None, " | ".join(agent.FORMATS))
+    parse: Annotated[str | None, one_of(*agent.PARSES)] = arg(
+        None, "strict: a reply holds one action, exactly as --action_format has it | lenient: it "
+              "is read as AgentGym's client of the world reads it (docs/worlds.md); default: "
+              "lenient")
+    prompts: str | None = arg(
+        None, "JSON file with other instructions: {WORLD: {'prompt': the whole first message, "
+              "'reply': the fixed reply to it}, ...} in JSON's double quotes; default: those of "
+              "the run which wrote --model; '': none")
     env_args: str | None = arg(None, "keyword arguments of worlds in this process: "
                                      "'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
     slots: Annotated[int | None, positive] = arg(
@@ -333,6 +343,8 @@ class RunConfig:
         "none", "none | tensorboard | wandb: metrics go there, too (extras of these names)")
 
     worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `fill_in`
+    # What --prompts holds, by world. --resume and eval.py take it from the run's config.json.
+    prompt_texts: dict[str, dict[str, str]] = field(init=False)
 
 
 @dataclass
@@ -584,8 +596,49 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
             setattr(cfg, name, value)
     if not cfg.horizon:
         cfg.horizon = written_rounds(rounds)
+    cfg.prompt_texts = prompt_texts_of(cfg, weights)
     if cfg.shard is None:
         cfg.shard = torch.cuda.is_available() and not cfg.lora_rank
+
+
+def prompt_texts_of(cfg: RunConfig, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
+    """World -> {"prompt", "reply"}: what the file --prompts holds. A resumed run has the texts that
+    it was started with, whatever has become of the file."""
+    path = Path(cfg.out) / "config.json"
+    if cfg.resume and path.exists():
+        return read_flags_of(path).get("prompt_texts", {})
+    if cfg.prompts is not None:
+        return read_prompts(cfg.prompts, worlds)
+    return run_of(cfg.model).get("prompt_texts", {})
+
+
+def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The file --prompts: world -> {"prompt": str, "reply": str}; {} for the path "".
+
+    worlds: those that are played. Raises ValueError for a file that cannot be read, that is of
+    another form, or that has no texts for any of `worlds`.
+    """
+    if not path:
+        return {}
+    try:
+        texts = json.loads(Path(path).read_text(encoding="utf-8"))
+        json.dumps(texts, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"--prompts: cannot read {path}: {e}") from e
+    if not isinstance(texts, dict):
+        raise ValueError(f"--prompts: {path} holds no object")
+    known = {**envs.WORLDS, **PROTOCOLS}
+    for world, own in texts.items():
+        if world not in known:
+            raise ValueError(f"--prompts: {path} names the unknown world '{world}'; choose from "
+                             f"{', '.join(known)}")
+        is_pair = isinstance(own, dict) and own.keys() == {"prompt", "reply"}
+        if not is_pair or not all(isinstance(text, str) and text for text in own.values()):
+            raise ValueError(f"--prompts: '{world}' in {path} should be "
+                             '{"prompt": a text, "reply": a text}')
+    if not texts.keys() & set(worlds):
+        raise ValueError(f"--prompts: {path} has no texts for {', '.join(worlds)}")
+    return texts
 
 
 def rounds_of(cfg: RunConfig, world: str, default: dict) -> list[int]:

@@ -23,7 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from logging import ERROR, getLogger
@@ -32,7 +32,8 @@ from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
 from config import arg, below_one, chat_arguments, check_ranges, fraction, merge_env_args, mixture
-from config import not_negative, one_of, positive, presets, read_flags, run_of, servers
+from config import not_negative, one_of, positive, presets, read_flags, read_prompts, run_of
+from config import servers
 import numpy as np
 import requests
 import torch
@@ -89,6 +90,10 @@ class EvalConfig:
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
     action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
         None, " | ".join(agent.FORMATS))
+    parse: Annotated[str | None, one_of(*agent.PARSES)] = arg(
+        None, "strict | lenient, see train.py --help; default: the run's, else lenient")
+    prompts: str | None = arg(None, "JSON file with other instructions, see train.py --help; "
+                                    "default: the run's; '': none")
     plan: bool | None = arg(None, "ask for a plan before the first action; default: the run's")
     reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed "
                                      "episodes; default: the run's")
@@ -110,10 +115,12 @@ class EvalConfig:
     create_deadline: Annotated[float, positive] = arg(
         300.0, "seconds the making of an environment may take, besides")
 
+    prompt_texts: dict[str, dict[str, str]] = field(init=False)  # what --prompts holds
+
 
 # Flags whose default is the run's value, or else the preset's.
-TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "plan", "reflect",
-                  "env_args", "dtype", "system", "chat_args")
+TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "parse", "plan",
+                  "reflect", "env_args", "dtype", "system", "chat_args")
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
@@ -146,6 +153,9 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     for name in TAKEN_FROM_RUN:
         if getattr(cfg, name) is None:
             setattr(cfg, name, own.get(name, default[name]))
+    cfg.prompt_texts = run.get("prompt_texts", {})
+    if cfg.prompts is not None:
+        cfg.prompt_texts = read_prompts(cfg.prompts, [cfg.env])
     if is_served(cfg):
         cfg.slots = min(cfg.slots, MAX_SERVED_SLOTS)
     if cfg.arrival_order is None:
@@ -588,8 +598,7 @@ class TextEpisode:
         self.max_length = limit_for(config.max_length, trajectory.env)
         self.cancelled = cancelled
         self.worker = pool.take(trajectory.env)
-        self.dialogue = agent.Dialogue(split_item(trajectory.item)[1], horizon,
-                                       config.action_format, config.plan, config.reflect)
+        self.dialogue = config.dialogue(trajectory.item, horizon)
 
     def play(self) -> None:
         """Play until the trajectory's status says how it ended. Raises ModelError if the server
@@ -610,7 +619,8 @@ class TextEpisode:
         result = self.ask_environment(self.dialogue.begin)
         if result is not None:
             instructions, observation = result
-            self.trajectory.record_start(instructions.strip(), observation.strip())
+            self.trajectory.record_start(instructions, observation.strip(),
+                                         self.dialogue.first_reply)
 
     def next_reply(self) -> Reply | None:
         """The model's reply, up to the world's stop strings; None if the server refuses."""

@@ -80,10 +80,11 @@ class Trajectory:
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.rewards += [0.0] * len(ids)
 
-    def record_start(self, instructions: str, observation: str) -> None:
+    def record_start(self, instructions: str, observation: str,
+                     reply: str = agent.FIRST_REPLY) -> None:
         """Record the messages before the first reply."""
         self.messages = [{"role": "user", "content": instructions},
-                         {"role": "assistant", "content": "OK"},
+                         {"role": "assistant", "content": reply},
                          {"role": "user", "content": observation}]
 
     def record_turn(self, reply: str, step: Step, restarts: bool,
@@ -130,6 +131,9 @@ class RolloutConfig:
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
     action_format: str = "react"
+    parse: str = "lenient"  # or "strict"; see `agent.parse`
+    # World -> {"prompt", "reply"}, in the place of its own instructions: see `agent.Dialogue`.
+    prompt_texts: dict[str, dict[str, str]] = field(default_factory=dict)
     plan: bool = False  # ask for a plan before the first action
     reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
     invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
@@ -145,6 +149,13 @@ class RolloutConfig:
         `changes`."""
         own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
         return cls(**own | changes)
+
+    def dialogue(self, item: str, horizon: int) -> agent.Dialogue:
+        """The conversation of an episode of `item`, "babyai_17"."""
+        world, number = split_item(item)
+        return agent.Dialogue(number, horizon, self.action_format, self.plan, self.reflect,
+                              lenient_as=world if self.parse == "lenient" else "",
+                              texts=self.prompt_texts.get(world))
 
 
 def limit_for(limit: int | float | dict, world: str) -> int | float:
@@ -189,9 +200,7 @@ class Episode:
         self.pending: list[int] = []
         self.reply: list[int] = []
         self.reply_logprobs: list[float] = []
-        _, number = split_item(trajectory.item)
-        self.dialogue = agent.Dialogue(number, horizon, config.action_format, config.plan,
-                                       config.reflect)
+        self.dialogue = config.dialogue(trajectory.item, horizon)
         self.worker = pool.take(trajectory.env)
         self._call(self._reset)
 
@@ -218,7 +227,8 @@ class Episode:
 
     def _reset(self, env: Env) -> tuple[str, str, list[int]]:
         instructions, observation = self.dialogue.begin(env)
-        ids = self.chat.start(instructions, observation, self.max_length)
+        ids = self.chat.start(instructions, observation, self.max_length,
+                              self.dialogue.first_reply)
         return instructions, observation, ids
 
     def _step(self, env: Env, ids: list[int], closed: bool) -> tuple[str, Step, list[int]]:
@@ -281,7 +291,7 @@ class Episode:
             return self._end(Status.ENV_ERROR, error)
         if resetting:
             instructions, observation, ids = result
-            t.record_start(instructions, observation)
+            t.record_start(instructions, observation, self.dialogue.first_reply)
         else:
             reply, step, ids = result
             t.record_turn(reply, step, self.dialogue.restarts, self.invalid_penalty)

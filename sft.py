@@ -36,7 +36,7 @@ from agent import Chat
 from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
 from parallel import StopSignals, of_rank_0, on_any_rank
-from rollout import Status, Trajectory
+from rollout import RolloutConfig, Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
 
@@ -128,13 +128,13 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     """One episode of the world's expert, at most as many turns as the horizon. A random action,
     valid or refused, takes the place of the expert's with probability `noise`, in worlds that list
     them; its tokens are masked out."""
-    world, number = split_item(item)
+    world, _ = split_item(item)
     horizon = cfg.worlds[world].rounds[-1]
-    dialogue = agent.Dialogue(number, horizon, cfg.action_format)
+    dialogue = RolloutConfig.from_flags(cfg).dialogue(item, horizon)
     instructions, observation = dialogue.begin(env)
     t = Trajectory(item, world)
-    t.record_start(instructions, observation)
-    t.append(chat.start(instructions, observation))
+    t.record_start(instructions, observation, dialogue.first_reply)
+    t.append(chat.start(instructions, observation, reply=dialogue.first_reply))
     t.status = Status.HORIZON
     for _ in range(horizon):
         action = env.expert()
@@ -205,7 +205,8 @@ def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: 
     """Raise ValueError unless this tokenizer writes the beginning of each trajectory as it is."""
     for t in trajectories:
         if t.messages:
-            start = chat.start(t.messages[0]["content"], t.messages[2]["content"])
+            prompt, reply, observation = (message["content"] for message in t.messages[:3])
+            start = chat.start(prompt, observation, reply=reply)
             if t.tokens[: len(start)] != start:
                 raise ValueError(f"{t.item} was written with another tokenizer or chat template")
 
@@ -217,8 +218,8 @@ def from_conversation(entry: dict, chat: Chat) -> Trajectory:
     said = [part["value"] for part in entry["conversations"]]
     t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0], reward=1.0, score=1.0,
                    success=True, status=Status.DONE)
-    t.record_start(said[0], said[2])
-    t.append(chat.start(said[0], said[2]))
+    t.record_start(said[0], said[2], said[1])
+    t.append(chat.start(said[0], said[2], reply=said[1]))
     for place in range(3, len(said), 2):
         ids = chat.reply(said[place])
         is_learnt = entry["conversations"][place].get("loss") is not False

@@ -59,8 +59,10 @@ def draw_room(world: Env) -> Room:
     return env.grid.width, "".join(drawn), (int(x), int(y), int(env.agent_dir))
 
 
-def rooms(trajectory: dict, world: Env, action_format: str) -> list[Room]:
-    """Play a BabyAI trajectory again -> the room before each reply and after the last one."""
+def rooms(trajectory: dict, world: Env, action_format: str,
+          lenient_as: str = "") -> list[Room]:
+    """Play a BabyAI trajectory again -> the room before each reply and after the last one.
+    lenient_as: see `agent.parse`."""
     number = int(trajectory["item"].removeprefix("babyai_"))
     world.reset(number)
     drawn = [draw_room(world)]
@@ -70,7 +72,7 @@ def rooms(trajectory: dict, world: Env, action_format: str) -> list[Room]:
         if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
             world.reset(number)
         elif not asked.endswith((PLAN, REFLECT)):
-            world.step(parse(reply["content"], action_format))
+            world.step(parse(reply["content"], action_format, lenient_as))
         drawn.append(draw_room(world))
     return drawn
 
@@ -253,9 +255,10 @@ def collect(files: list[Path], config: dict, tokenizer: PreTrainedTokenizerBase,
             every_drawn: int) -> Contents:
     """Read the trajectories of the chosen groups: whole groups, evenly spread over the steps."""
     contents = Contents(tokenizer)
-    # The rooms are drawn by playing again, which needs the format of the actions.
+    # The rooms are drawn by playing again, which needs the way in which replies were read.
     has_rooms = "babyai" in str(config.get("env")) and "action_format" in config
     world = make_env("babyai") if has_rooms else None
+    lenient_as = "babyai" if config.get("parse") == "lenient" else ""
     for file in tqdm(files, desc="view", unit="step"):
         trajectories, damaged = read_objects(file)
         contents.left_out["lines of trajectories that are no JSON object"] += damaged
@@ -271,7 +274,7 @@ def collect(files: list[Path], config: dict, tokenizer: PreTrainedTokenizerBase,
                 continue
             drawn = None
             if (number // every) % every_drawn == 0 and can_be_drawn(trajectory, world):
-                drawn = rooms(trajectory, world, config["action_format"])
+                drawn = rooms(trajectory, world, config["action_format"], lenient_as)
             contents.add(trajectory, drawn)
     contents.end_chunk()
     return contents

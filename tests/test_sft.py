@@ -152,7 +152,8 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     path.write_text(json.dumps([{"item_id": "babyai_7", "conversations": conversations}]))
     (t,) = sft.read_trajectories(path, chat, None)
     assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
-    ids = chat.start("Play.", "A wall.") + chat.reply(said[3]) + chat.turn("A ball.", True)
+    ids = chat.start("Play.", "A wall.", reply="OK. I'll play.")
+    ids += chat.reply(said[3]) + chat.turn("A ball.", True)
     assert t.tokens[: len(ids)] == ids
     assert not any(t.mask[: len(ids)])
     learnt = [token for token, m in zip(t.tokens, t.mask) if m]
