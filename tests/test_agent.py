@@ -32,6 +32,16 @@ def test_turn_by_turn_is_the_template_at_once(tiny):
     assert ids == tokenizer.encode(rendered)
 
 
+def test_the_start_with_other_texts_is_the_template_at_once(tiny):
+    tokenizer = tiny[1]
+    texts = ["Play a game.\n\n", "Ok. I'll do my best.", "You see nothing."]
+    ids = Chat(tokenizer).start(texts[0], texts[2], reply=texts[1])
+    messages = [{"role": role, "content": text}
+                for role, text in zip(["user", "assistant", "user"], texts)]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == rendered
+
+
 def test_a_cut_reply_is_closed_by_the_prompt(tiny):
     chat = Chat(tiny[1])
     assert chat.turn("x", closed=False) == [chat.end_id] + chat.turn("x", closed=True)
@@ -334,10 +344,58 @@ def test_each_format_is_read_and_nothing_else(action_format):
         assert told.startswith("There must be one action in your reply, but there ")
 
 
+# World, format, reply, the action by AgentGym's client, the action read strictly.
+READ_LENIENTLY = [
+    ("babyai", "react", "Thought: a wall.\nAction:\n[turn left].\n", "turn left", "[turn left]."),
+    ("babyai", "react", "Action: 'go to  red ball 1'\nThen I see.", "go to red ball 1",
+     "'go to  red ball 1'\nThen I see."),
+    ("babyai", "react", "Action: a\nAction: b", "", ""),
+    ("babyai", "react", "turn left", "", ""),
+    ("babyai", "react", "Action: ...", "", "..."),
+    ("babyai", "plain", " [turn left].\nso", "turn left", "[turn left].\nso"),
+    ("babyai", "tags", "<action>turn left!</action>", "turn left", "turn left!"),
+    ("textcraft", "react", "Action: get 1 oak log.", "get 1 oak log", "get 1 oak log."),
+    ("textcraft", "react", "Action: craft 4 sticks using 1 oak log, 1 \"stick\"",
+     "craft 4 sticks using 1 oak log, 1 stick", "craft 4 sticks using 1 oak log, 1 \"stick\""),
+    ("sciworld", "react", "Action: look\nAction: open door.", "open door.", ""),
+    ("sciworld", "react", "Action: look\nAction: ", "", ""),
+    ("sciworld", "react", "look", "", ""),
+    ("sciworld", "json", "", "", ""),
+    ("alfworld", "react", "Action: go to desk 1\nAction: look", "look", ""),
+    ("webshop", "react", "Action: search[a]\nAction: click[b]", "click[b]", ""),
+    ("webshop", "react", " click[buy now]\n", "click[buy now]", ""),
+    ("webshop", "react", "I would buy it.", "", ""),
+    ("webshop", "plain", "search[a]", "search[a]", "search[a]"),
+    ("sqlgym", "react", "Thought: x\nAction: ```sql\nSELECT 1;\n```", "SELECT 1;",
+     "```sql\nSELECT 1;\n```"),
+    ("sqlgym", "react", "```sql\nSELECT 1\n``` no ```sql\nSELECT 2\n``` so", "SELECT 2", ""),
+    ("sqlgym", "react", "SELECT 1", "SELECT 1", ""),
+    ("sqlgym", "react", "Thought: x\nAction: SELECT 1", "SELECT 1", "SELECT 1"),
+    ("maze", "react", "Action: move up\nAction: move down", "move up", ""),
+    ("wordle", "react", " s h i r e\n", "s h i r e", ""),
+    ("wordle", "tags", "s h i r e", "", ""),
+    ("guess", "react", "Action: 7.", "7.", "7."),
+    ("searchqa", "react", "Action: a\nAction: b", "", ""),
+]
+
+
+@pytest.mark.parametrize("world, action_format, reply, lenient, strict", READ_LENIENTLY)
+def test_each_world_is_read_as_by_agentgyms_client(world, action_format, reply, lenient, strict):
+    assert parse(reply, action_format, lenient_as=world) == lenient
+    assert parse(reply, action_format) == strict
+
+
+def test_every_lenient_world_has_examples():
+    worlds = {world for world, *_ in READ_LENIENTLY}
+    assert worlds - set(agent.LENIENT) == {"guess", "searchqa"}
+    assert set(agent.LENIENT) <= worlds
+
+
 FRAGMENTS = [
     "<action>", "</action>", "<think>", "</think>", "```", "```python\n", "Action:", "{", "}",
     '"name"', ": ", '"act"', "act(", ")", "'", '"', "é", "\ud800", "\0", "\n", "go", "[", "\\",
     '"arguments"', "漢", "# ",
+    "sql", "click[",
 ]
 
 
@@ -347,6 +405,8 @@ def test_no_reply_is_an_exception(action_format):
     for _ in range(3000):
         reply = "".join(rng.choices(FRAGMENTS, k=rng.randint(0, 20)))
         assert isinstance(parse(reply, action_format), str)
+        for world in agent.LENIENT:
+            assert isinstance(parse(reply, action_format, world), str)
         assert isinstance(agent.complaint(reply, action_format), str)
         for action in agent.actions_in(reply, action_format):
             assert isinstance(action, str)
@@ -378,6 +438,27 @@ class Door(Env):
         success = action == "right"
         return Step("It opens." if success else "A wall.", float(success), done=True,
                     success=success, score=0.25, progress=0.75)
+
+
+def test_a_dialogue_reads_replies_as_it_is_told_to():
+    for lenient_as, seen in (("", ["reset 3", "[right]."]), ("babyai", ["reset 3", "right"])):
+        env = Door()
+        dialogue = Dialogue(3, 5, "react", lenient_as=lenient_as)
+        dialogue.begin(env)
+        assert dialogue.reply(env, "Action: [right].").success == bool(lenient_as)
+        assert env.seen == seen
+
+
+@pytest.mark.parametrize("whole_reply", [False, True])
+def test_given_texts_are_the_whole_first_message_and_the_fixed_reply(whole_reply):
+    env = Door()
+    env.whole_reply = whole_reply
+    texts = {"prompt": " Choose a door.\n\n", "reply": "Ok."}
+    dialogue = Dialogue(3, 5, "react", texts=texts)
+    assert dialogue.begin(env) == (" Choose a door.\n\n", "Two doors.")
+    assert dialogue.first_reply == "Ok."
+    ours = Dialogue(3, 5, "react")
+    assert ours.begin(env)[0].startswith("Choose.") and ours.first_reply == "OK"
 
 
 def test_a_plan_is_the_first_phase_and_the_environment_does_not_see_it():

@@ -25,6 +25,7 @@ from worlds import babyai
 from worlds.babyai import BabyAI
 
 ROOT = Path(__file__).resolve().parents[1]
+UPSTREAM = json.loads((ROOT / "tests/wire/babyai_upstream.json").read_text())
 WIRE = json.loads((ROOT / "tests/wire/babyai.json").read_text())["exchanges"]
 # AgentGym's order of the levels: the meaning of every item number.
 LEVELS = """
@@ -308,6 +309,50 @@ def test_recorded_traffic_replays_exactly():
             assert step.valid == (not unknown)
         checked += 1
     assert checked == 8
+
+
+@pytest.mark.parametrize("episode", UPSTREAM, ids=lambda episode: str(episode["item"]))
+def test_with_upstream_an_episode_is_as_on_agentgyms_server(episode):
+    env = BabyAI(upstream=1)
+    first, *replies = episode["replies"]
+    assert env.reset(episode["item"]) == first[0]
+    if "grid" in episode:
+        inner = env.env
+        assert inner.grid.encode().tolist() == episode["grid"]
+        assert [*map(int, inner.agent_pos), int(inner.agent_dir)] == episode["agent"]
+    for action, (observation, reward, score, done) in zip(episode["actions"], replies, strict=True):
+        step = env.step(action)
+        assert step.observation == observation
+        assert (step.reward, step.score, step.done) == (reward, score, done)
+        assert step.success == (done and reward > 0.5)
+
+
+def test_level_4_is_a_room_of_6_and_upstream_one_of_4():
+    rooms = [episode for episode in UPSTREAM if "grid" in episode]
+    assert len(rooms) == 12 and all(episode["item"] % 40 == 3 for episode in rooms)
+    sizes = []
+    for env in (BabyAI(), BabyAI(upstream=1)):
+        env.reset(3)
+        sizes.append(env.env.grid.width)
+    assert sizes == [6, len(rooms[0]["grid"])] == [6, 4]
+
+
+def test_a_door_opened_on_the_way_counts_here_and_not_upstream():
+    item = LEVELS.index("OpenRedDoor") + 40 * 3
+    ended = []
+    for env in (BabyAI(), BabyAI(upstream=1)):
+        env.reset(item)
+        for action in ("go to red closed door 1", "turn right"):
+            env.step(action)
+        step = env.step("toggle and go through red closed door 1")
+        ended.append((step.done, step.success, step.reward))
+    assert ended == [(True, True, 1.0), (False, False, 0.0)]
+
+
+@pytest.mark.parametrize("value", [2, -1, "yes", "1"])
+def test_upstream_is_0_or_1(value):
+    with pytest.raises(ValueError, match="babyai.upstream must be 0 or 1"):
+        BabyAI(upstream=value)
 
 
 def test_the_mission_keeps_its_order():

@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine."""
+"""Defaults that depend on the machine, and what runs keep of the way replies are read."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,9 @@ import torch
 
 import config
 from config import REAL, REAL_ON_CPU, machine, parse_config
+from conftest import run_script
 from eval import parse_eval_config
+from sft import parse_sft_config
 
 MODEL = ["--model", "Qwen/Qwen2.5-3B-Instruct"]
 AVX2 = {"fpu", "avx2"}
@@ -69,3 +71,118 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_its_settings(env, monkey
         parse_config([*argv, "--resume", "--dtype", "float32"])
     with pytest.raises(ValueError, match="was started with --lr 1e-06, not 1e-05"):
         parse_config([*argv, "--resume", "--lr", "1e-5"])
+
+
+# ---- how replies are read, and --prompts ----
+
+TEXTS = {"babyai": {"prompt": "Play.\n\n", "reply": "Ok."},
+         "webshop": {"prompt": "Buy.", "reply": "Ok."}}
+
+
+def started_run(folder, *argv):
+    """A run folder with config.json -> its final/, which is empty."""
+    cfg = parse_config([*argv, "--out", str(folder)])
+    (folder / "final").mkdir(parents=True)
+    (folder / "final/config.json").touch()
+    (folder / "config.json").write_text(json.dumps(asdict(cfg)))
+    return str(folder / "final")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A file with TEXTS."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(TEXTS))
+    return path
+
+
+def test_a_run_keeps_the_texts_of_prompts_whatever_becomes_of_the_file(prompts, tmp_path):
+    argv = ["--prompts", str(prompts)]
+    final = started_run(tmp_path / "run", *argv)
+    recorded = json.loads((tmp_path / "run/config.json").read_text())
+    assert recorded["prompt_texts"] == TEXTS
+    resume = [*argv, "--resume", "--out", str(tmp_path / "run")]
+    for change in (lambda: prompts.write_text("{"), prompts.unlink):
+        change()
+        assert parse_config(resume).prompt_texts == TEXTS
+        assert parse_eval_config(["--model", final]).prompt_texts == TEXTS
+    assert parse_config(["--model", final, "--out", "runs/no"]).prompt_texts == TEXTS
+    assert parse_sft_config(["--model", final, "--demos", "1", "--out", "runs/no"]
+                            ).prompt_texts == TEXTS
+
+
+def test_prompts_given_anew_win_over_those_of_the_models_run(prompts, tmp_path):
+    final = started_run(tmp_path / "run", "--prompts", str(prompts))
+    other = tmp_path / "other.json"
+    texts = {"babyai": {"prompt": "Go.", "reply": "Yes."}}
+    other.write_text(json.dumps(texts))
+    for given, expected in ((str(other), texts), ("", {})):
+        argv = ["--model", final, "--prompts", given]
+        assert parse_eval_config(argv).prompt_texts == expected
+        assert parse_config([*argv, "--out", "runs/no"]).prompt_texts == expected
+
+
+def test_a_run_is_not_resumed_with_another_file_of_prompts(prompts, tmp_path):
+    started_run(tmp_path / "with", "--prompts", str(prompts))
+    started_run(tmp_path / "without")
+    for name, given in (("with", []), ("without", ["--prompts", str(prompts)])):
+        with pytest.raises(ValueError, match="was started with --prompts"):
+            parse_config(["--resume", "--out", str(tmp_path / name), *given])
+
+
+BAD_PROMPTS = {
+    "": "cannot read",
+    "{": "cannot read",
+    "[" * 100_000: "cannot read",
+    '{"babyai": {"prompt": "\\ud800", "reply": "b"}}': "cannot read",
+    "[]": "holds no object",
+    '{"babyay": {"prompt": "a", "reply": "b"}}': "names the unknown world 'babyay'",
+    '{"babyai": "Play."}': "'babyai' in",
+    '{"babyai": {"prompt": "a"}}': "'babyai' in",
+    '{"babyai": {"prompt": "a", "reply": ""}}': "'babyai' in",
+    '{"babyai": {"prompt": "a", "reply": 3}}': "'babyai' in",
+    '{"babyai": {"prompt": "a", "reply": "b", "more": "c"}}': "'babyai' in",
+    '{"textcraft": {"prompt": "a", "reply": "b"}}': "has no texts for babyai",
+    "{}": "has no texts for babyai",
+}
+
+
+@pytest.mark.parametrize("text", BAD_PROMPTS)
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "sft.py"])
+def test_a_bad_file_of_prompts_is_one_line_and_exit_code_2(script, text, tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text(text)
+    out = tmp_path / "out"
+    result = run_script(script, "--env", "babyai", "--prompts", path, "--out", out)
+    assert result.returncode == 2 and not out.exists()
+    assert len(result.stderr.splitlines()) == 1
+    assert BAD_PROMPTS[text] in result.stderr and str(path) in result.stderr
+
+
+def test_a_file_of_prompts_that_is_absent_is_one_line():
+    with pytest.raises(ValueError, match="--prompts: cannot read /nowhere.json"):
+        parse_config(["--prompts", "/nowhere.json", "--out", "runs/no"])
+
+
+def test_replies_are_read_leniently_unless_the_run_read_them_strictly(tmp_path):
+    assert parse_config(["--out", "runs/no"]).parse == parse_eval_config([]).parse == "lenient"
+    final = started_run(tmp_path / "run", "--parse", "strict")
+    assert parse_eval_config(["--model", final]).parse == "strict"
+    assert parse_eval_config(["--model", final, "--parse", "lenient"]).parse == "lenient"
+    with pytest.raises(ValueError, match="unknown --parse 'loose'; choose from strict, lenient"):
+        parse_config(["--parse", "loose", "--out", "runs/no"])
+
+
+def test_a_run_from_before_the_flag_goes_on_reading_strictly(tmp_path):
+    final = started_run(tmp_path / "run")
+    path = tmp_path / "run/config.json"
+    run = json.loads(path.read_text())
+    for name in ("parse", "prompts", "prompt_texts"):
+        del run[name]
+    path.write_text(json.dumps(run))
+    resumed = parse_config(["--resume", "--out", str(tmp_path / "run")])
+    assert (resumed.parse, resumed.prompt_texts) == ("strict", {})
+    evaluated = parse_eval_config(["--model", final])
+    assert (evaluated.parse, evaluated.prompt_texts) == ("strict", {})
+    with pytest.raises(ValueError, match="was started with --parse strict, not lenient"):
+        parse_config(["--resume", "--out", str(tmp_path / "run"), "--parse", "lenient"])

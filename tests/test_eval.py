@@ -397,7 +397,7 @@ def test_a_sweep_gives_one_result_for_each_horizon(tmp_path, capsys):
     assert first_words == ["horizon", "1", "2"]
 
 
-def test_every_setting_reaches_the_rollout(monkeypatch):
+def test_every_setting_reaches_the_rollout(monkeypatch, tmp_path):
     calls = []
 
     def recorded(policy, tokenizer, pool, items, horizon, config, **kw):
@@ -408,8 +408,12 @@ def test_every_setting_reaches_the_rollout(monkeypatch):
     # No value is the default of a RolloutConfig or of a flag.
     how = dict(samples=2, seed=3, slots=4, max_tokens=2, max_length=999, temperature=0.5,
                top_p=0.9, top_k=5, min_p=0.01, action_format="plain", plan=True, reflect=True,
-               arrival_order=True)
-    flags = as_argv(dict(items=2, horizon=2, engine="hf") | how)
+               arrival_order=True, parse="strict")
+    texts = {"babyai": {"prompt": "Play.", "reply": "Ok."}}
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(texts))
+    flags = as_argv(dict(items=2, horizon=2, engine="hf", prompts=prompts) | how)
+    how["prompt_texts"] = texts
     assert evaluation.main(flags) == 0
     ((items, horizon, config, kw),) = calls
     assert items == evaluation.pick_items(parse_eval_config(flags)) and len(items) == 2

@@ -107,7 +107,7 @@ def test_an_episode():
     assert step.done and not step.success and step.reward == 0
 
 
-def test_a_reply_without_exactly_one_tag_gets_a_hint():
+def test_a_reply_without_a_tag_or_with_an_empty_first_one_gets_a_hint():
     env = make_env("searchqa")
     item, question = first_of_one_hop()
     env.reset(item)
@@ -115,16 +115,30 @@ def test_a_reply_without_exactly_one_tag_gets_a_hint():
         "",
         "I do not know",
         "<search> </search>",
-        "<answer>a</answer><answer>b</answer>",
+        "<search> </search><answer>b</answer>",
         "<search>a</answer>",
         "<answer>cut off",
         "<think><answer>x</answer></think>",
         "\ud800",
-        "<search>a</search> <answer>b</answer>",
     ):
         step = env.step(bad)
         assert not step.valid and not step.done and step.observation == env.hint
     assert env.step(f"<answer>{question.answers[0]}</answer>").success
+
+
+def test_the_first_tag_of_a_reply_counts():
+    env = make_env("searchqa")
+    item, question = first_of_one_hop()
+    right = question.answers[0]
+    for reply, done, success in [
+        (f"<search>{right}</search> <answer>{right}</answer>", False, False),
+        (f"<think><answer>x</answer></think><answer>{right}</answer><answer>b</answer>", True,
+         True),
+        (f"<answer>b</answer><answer>{right}</answer>", True, False),
+    ]:
+        env.reset(item)
+        step = env.step(reply)
+        assert (step.valid, step.done, step.success) == (True, done, success)
 
 
 def test_bad_items_and_a_step_before_reset_are_refused():

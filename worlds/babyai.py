@@ -1,20 +1,37 @@
 """BabyAI: AgentGym's 40 levels of the package `minigrid`, in words and with high-level actions.
 
 Item n is level n % 40 (in the order of `LEVELS`) with seed n // 40, as in AgentGym. Observations
-and actions are worded as in AgentGym. These things differ on purpose:
+and actions are worded as in AgentGym. These things differ on purpose, and are as in AgentGym with
+`--env_args babyai.upstream=1`:
 
 * Reward and score are 1 when the mission is fulfilled, else 0. AgentGym passes on minigrid's
   reward, 1 - 0.9 * steps / limit, and adds the rewards up in `score`. It also reports an episode
   that ends with a reward <= 0.5 as not done, so that a slow success does not count. Here every
   success counts, and only the horizon limits the number of turns.
+* An action ends as soon as the mission is fulfilled. AgentGym goes on to the action's last
+  primitive and keeps the reward of that one alone, so that a door that is opened and passed in one
+  action does not count as opened (12 of 234 random episodes succeed here alone, one there alone).
+* Level 4, GoToObjS6, is minigrid 3's -v1, a room of 6 as its name says. AgentGym has minigrid
+  2.3.1's -v0, a room of 4.
 * The mission keeps minigrid's words. AgentGym replaces "then" and "after you" by "and", which hides
   the order that the level checks.
 * `go to` an object directly in front of the agent performs minigrid's action `done`, so that the
-  level checks whether the mission is fulfilled.
+  level checks whether the mission is fulfilled. In AgentGym nothing happens.
 * A box that contains something can be toggled: without that, KeyInBox has no solution.
 * An open door can be toggled: otherwise a door that was passed too early could never be opened
   again where the mission says "after ...".
 * The object that the agent carries at the start of PutNextS7N4Carrying is not listed as seen too.
+* `go to red ball 2` is the ball that the description calls red ball 2. AgentGym numbers equal
+  things anew for each verb, leaving out those without a path, so that the names may not agree.
+* `drop` is not listed in front of a door, where minigrid drops nothing.
+* A plan does not lead through a closed door. AgentGym's stops in front of it.
+* Where neither things nor walls are in view the description begins as always. AgentGym has a
+  sentence of its own for it.
+
+Three things differ with `upstream=1`, too. Of two shortest ways AgentGym may take the other one (2
+of 240 random episodes). In 5 of the first 1,200 items of levels 35 to 40 (one of level 36) minigrid
+2.3.1 chooses another mission, because a room that was locked in a rejected layout stays in force;
+minigrid 3 has mended that. Some refusals of doors without a path are in other words.
 
 Two levels are left as in minigrid although some of their items are impossible. Where the mission of
 OpenDoorsOrderN4Debug names two doors, minigrid's strict check fails every order. In 3 of 100 items
@@ -23,6 +40,7 @@ integers with `is`.
 """
 
 import copy
+import itertools
 from collections import deque
 from typing import NamedTuple
 
@@ -80,6 +98,7 @@ SynthLoc SynthSeq MiniBossLevel BossLevel BossLevelNoUnlock
 """.split()
 
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE, DONE = range(7)  # minigrid's primitive actions
+SEEN = "In front of you in this room, you can see several objects: "
 DOOR_STATES = ("open", "closed", "locked")  # in the order of minigrid's encoding
 
 
@@ -170,7 +189,11 @@ class Thing(NamedTuple):
 
 
 class BabyAI(Env):
-    """BabyAI's 40 levels (item % 40): every turn a text and a list of actions, as in AgentGym."""
+    """BabyAI's 40 levels (item % 40): every turn a text and a list of actions, as in AgentGym.
+
+    upstream: 1: AgentGym's rules and layouts, as the head of this file lists them. Raises
+    ValueError for anything but 0 and 1.
+    """
 
     instant = True
     prompt = (
@@ -180,7 +203,10 @@ class BabyAI(Env):
         "turn to see it. Answer with exactly one action from the list."
     )
 
-    def __init__(self) -> None:
+    def __init__(self, upstream: int = 0) -> None:
+        if upstream not in (0, 1):
+            raise ValueError(f"babyai.upstream must be 0 or 1, not {upstream!r}")
+        self.upstream = bool(upstream)
         self._levels = {}  # level -> its minigrid environment, which every reset uses again
         self.env = None  # the minigrid environment of this episode
 
@@ -193,16 +219,21 @@ class BabyAI(Env):
             raise ValueError(f"babyai has items 0, 1, 2 ...; got {item!r}")
         level = LEVELS[item % len(LEVELS)]
         if level not in self._levels:
-            version = "v1" if level == "GoToObjS6" else "v0"
-            env = gymnasium.make(f"BabyAI-{level}-{version}", disable_env_checker=True)
-            self._levels[level] = env.unwrapped
+            self._levels[level] = self._make_level(level)
         self.env = self._levels[level]
-        self.env.reset(seed=item // len(LEVELS))
+        obs, _ = self.env.reset(seed=item // len(LEVELS))
         self.success = False
         self.done = False
-        # In PutNextS7N4Carrying the image that `reset` returns still shows the carried object.
-        self._look(self.env.gen_obs()["image"])
-        goal = f"Your goal: {self.env.mission}\n"
+        self.reward = 0.0  # of the last action that was performed; with `upstream` only
+        self.total = 0.0  # of the rewards; with `upstream` only
+        mission = self.env.mission
+        if self.upstream:
+            mission = mission.replace("then", "and").replace("after you", "and")
+        else:
+            # In PutNextS7N4Carrying the image that `reset` returns still shows the carried object.
+            obs = self.env.gen_obs()
+        self._look(obs["image"])
+        goal = f"Your goal: {mission}\n"
         self._last_text = goal + self.description + self._action_list()
         return self._last_text
 
@@ -213,6 +244,8 @@ class BabyAI(Env):
         if self.done:  # a finished episode stays as it is
             return Step(self._last_text, 0.0, float(self.success), True, self.success)
         action = action.strip().lower()
+        if self.upstream:
+            return self._upstream_step(action)
         valid = action in self.actions
         if action == "check available actions":
             text = "You can take the following actions: " + ", ".join(self.actions)
@@ -227,6 +260,50 @@ class BabyAI(Env):
         self._last_text = text + self._action_list()
         reward = float(self.success)
         return Step(self._last_text, reward, reward, self.done, self.success, valid)
+
+    def _make_level(self, level: str) -> MiniGridEnv:
+        if level == "GoToObjS6" and self.upstream:
+            # minigrid 2.3.1's BabyAI-GoToObjS6-v0, in spite of the S6.
+            env = gymnasium.make("BabyAI-GoToObjS6-v1", disable_env_checker=True, room_size=4)
+        else:
+            version = "v1" if level == "GoToObjS6" else "v0"
+            env = gymnasium.make(f"BabyAI-{level}-{version}", disable_env_checker=True)
+        return env.unwrapped
+
+    def _upstream_step(self, action: str) -> Step:
+        """Take an action by AgentGym's rules.
+
+        The reward is that of the last action that was performed, also after one that was not. Only
+        a reward above 0.5 ends the episode.
+        """
+        valid = True
+        if "check" in action:
+            text = "You can take the following actions: " + ", ".join(self.actions)
+        elif action in self.actions:
+            text = self._upstream_perform(self.actions[action])
+        else:
+            valid = False
+            unknown = "The action is not recognized. Please check valid actions."
+            text = self.refusals.get(action, unknown)
+        self._last_text = text + self._action_list()
+        self.total += self.reward
+        score = min(1.0, max(0.0, self.total))
+        return Step(self._last_text, self.reward, score, self.done, self.success, valid)
+
+    def _upstream_perform(self, primitives: list[int]) -> str:
+        """Perform primitive actions until the way is blocked -> the text."""
+        if not primitives:
+            return "No change in state."
+        for primitive in primitives:
+            obs, reward, terminated, _, _ = self.env.step(primitive)
+            if (obs["image"] == self.image).all():
+                break
+            self.image = obs["image"]
+        self._look(obs["image"])
+        self.reward = float(reward)
+        self.done = self.success = terminated and reward > 0.5
+        completed = "\n The task is completed." if terminated else ""
+        return self.description + completed
 
     def valid_actions(self) -> list[str]:
         return list(self.actions)
@@ -281,6 +358,9 @@ class BabyAI(Env):
         things, blocked, barrier = self._read_view(image)
         numbered = _number(things)
         self.description = self._describe(numbered, barrier)
+        if self.upstream and not numbered and not blocked:
+            nothing = "You cannot see any objects within sight."
+            self.description = nothing + self.description.removeprefix(SEEN)
         x, y = (int(c) for c in self.env.agent_pos)
         plans = None
         if numbered:  # without anything in view no plan is asked for
@@ -316,7 +396,8 @@ class BabyAI(Env):
                     agent_y + forward_y * ahead + right_y * right,
                 )
                 state = DOOR_STATES[state_index] if kind == "door" else ""
-                if state != "open" and kind != "goal":
+                passed = kind == "door" if self.upstream else state == "open"
+                if not passed and kind != "goal":
                     blocked.add(position)
                 is_barrier = right == 0 and kind in ("wall", "box")
                 if is_barrier and (barrier is None or ahead < barrier[1]):
@@ -329,7 +410,7 @@ class BabyAI(Env):
         return things, blocked, barrier
 
     def _describe(self, things, barrier):
-        text = "In front of you in this room, you can see several objects: "
+        text = SEEN
         for thing in things:
             text += f"There is a {thing.name} "
             if thing.right == 0:
@@ -366,7 +447,7 @@ class BabyAI(Env):
         for thing in things:
             if "door" in thing.name:
                 self._list_door(thing, plans)
-            elif "box" in thing.name and self._is_in_front(thing):
+            elif "box" in thing.name and self._is_in_front(thing) and not self.upstream:
                 box = self.env.grid.get(*thing.position)
                 if box.contains is not None:
                     self.actions["toggle"] = [TOGGLE]
@@ -383,17 +464,23 @@ class BabyAI(Env):
             for thing in things:
                 if "door" not in thing.name and "goal" not in thing.name:
                     self._offer("pickup", thing, plans.beside(thing.position), [PICKUP])
-        elif self.env.grid.get(*self._front()) is not None:
+        elif not self._can_drop():
             reason = "You cannot drop the object, as there is already an object in front of you."
             self.refusals["drop"] = reason
         else:
             self.actions["drop"] = [DROP]
 
+    def _can_drop(self):
+        """Whether `drop` is listed, for an agent that carries something."""
+        front = self.env.grid.get(*self._front())
+        return front is None or self.upstream and front.type == "door"
+
     def _list_door(self, door, plans):
         """List what can be done with a door, or why it cannot."""
         if "open door" in door.name:
             self._offer("go through", door, plans.onto(door.position), [])
-            if self._is_in_front(door):  # close it: a mission may ask to open it again
+            # Close it: a mission may ask to open it again.
+            if self._is_in_front(door) and not self.upstream:
                 self.actions["toggle"] = [TOGGLE]
             return
 
@@ -421,13 +508,18 @@ class BabyAI(Env):
         """List the action "verb thing": the primitive actions `path`, then those of `then`.
 
         With path None the action is refused instead. An action without any primitive becomes DONE.
+        With `upstream` what can be picked up or gone to has numbers of its own, in this order.
         """
         name = f"{verb} {thing.name}"
+        if self.upstream and verb in ("pickup", "go to"):
+            name, _, _ = name.rpartition(" ")
+            numbers = itertools.count(1)
+            name = next(f"{name} {n}" for n in numbers if f"{name} {n}" not in self.actions)
         if path is None:
             self.refusals[name] = f"You cannot {name}, as there is no path leading to it."
         else:
             primitives = path + then
-            self.actions[name] = primitives if primitives else [DONE]
+            self.actions[name] = primitives if primitives or self.upstream else [DONE]
 
     def _front(self):
         """The cell in front of the agent, as (x, y)."""

@@ -3,7 +3,17 @@ and AgentGym.
 
 A reply contains either <search> words </search>, which is answered with articles between
 <information> and </information>, or <answer> ... </answer>, which ends the episode. The reward is 1
-if the answer equals one of the question's answers under Search-R1's exact match, else 0.
+if the answer equals one of the question's answers under Search-R1's exact match, else 0. Of several
+tags in a reply the first one counts, as in AgentGym.
+
+These things differ from AgentGym's server on purpose:
+
+* A wrong answer ends the episode, as in Search-R1. AgentGym's says "try again", so that the reward
+  of a long horizon pays for guessing: here a question is answered once.
+* Tags between <think> and </think> do not count: thoughts are no actions.
+* An empty tag gets a hint. AgentGym's server searches for the empty text.
+* The first observation is the question alone; the instructions are in the prompt. AgentGym's
+  observation repeats the instructions before the question.
 
 Without arguments, questions and articles come from invented worlds (almanac.py) and BM25 retrieves
 the articles. Item n is question n % 2000 of world n // 2000. Training items are of worlds 0 to 3;
@@ -235,11 +245,11 @@ class SearchQA(Env):
         raise ValueError(f"searchqa has items 0 to {largest}, not {item!r}")
 
     def step(self, action: str) -> Step:
-        """Take a reply with exactly one search or one answer.
+        """Take a reply with a search or an answer; of several the first one.
 
-        Any other reply gets a hint and valid=False. After the end of the episode the last step is
-        returned again with reward 0. Raises EnvError before the first reset and when the retrieval
-        server fails.
+        A reply without any, or whose first one is empty, gets a hint and valid=False. After the end
+        of the episode the last step is returned again with reward 0. Raises EnvError before the
+        first reset and when the retrieval server fails.
         """
         if self.last is None:
             raise EnvError("searchqa: step before reset")
@@ -248,11 +258,11 @@ class SearchQA(Env):
         action = re.sub(r"<think>.*?</think>", "", action, flags=re.DOTALL)
         # Lone surrogates become "?", as they cannot be encoded.
         action = action.encode("utf-8", "replace").decode("utf-8")
-        found = TAGS.findall(action)  # (tag, text between the tags)
-        if len(found) != 1 or not found[0][1].strip():
+        found = TAGS.search(action)
+        if found is None or not found[2].strip():
             self.last = Step(self.hint, valid=False)
             return self.last
-        tag, text = found[0]
+        tag, text = found.groups()
         self.last = self._answer(text) if tag == "answer" else self._search(text)
         return self.last
 
