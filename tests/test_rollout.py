@@ -12,7 +12,8 @@ import envs
 import rollout as ro
 from envs import Env, EnvError, EnvPool, Step
 from parallel import Terminated
-from rollout import rollout, sample
+from rollout import RolloutConfig, rollout, sample
+from worlds.babyai import BabyAI
 
 ITEMS = ["babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
 SETTINGS = dict(samples=2, seed=3, max_tokens=12)
@@ -593,6 +594,28 @@ def test_a_reply_without_an_action_is_answered_with_a_complaint_and_does_not_rea
     assert texts[4] == agent.complaint(two_actions, "react")
     assert "there are 2" in texts[4]
     assert (t.turns, t.valid_actions, t.success) == (2, 1, True)
+
+
+def test_a_rollout_begins_with_the_texts_that_it_is_given(tiny, pool):
+    texts = {"babyai": {"prompt": "Play.\n\n", "reply": "Ok. I will."}}
+    (t,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4, prompt_texts=texts)
+    said = [message["content"] for message in t.messages[:3]]
+    assert said[:2] == ["Play.\n\n", "Ok. I will."]
+    start = agent.Chat(tiny[1]).start(said[0], said[2], reply=said[1])
+    assert t.tokens[: len(start)] == start and t.mask.index(True) == len(start)
+    (ours,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4,
+                      prompt_texts={"textcraft": texts["babyai"]})
+    assert ours.messages[0]["content"].startswith(BabyAI.prompt)
+
+
+@pytest.mark.parametrize("parse, wins", [("lenient", True), ("strict", False)])
+def test_a_rollout_reads_replies_as_it_is_told_to(parse, wins):
+    config = RolloutConfig(parse=parse)
+    env = BabyAI()
+    dialogue = config.dialogue("babyai_88", 9)
+    dialogue.begin(env)
+    step = dialogue.reply(env, "Action: [turn right].")
+    assert step.valid == wins
 
 
 @pytest.mark.parametrize("action_format", agent.FORMATS)
