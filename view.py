@@ -257,7 +257,8 @@ def collect(files: list[Path], config: dict, tokenizer: PreTrainedTokenizerBase,
     contents = Contents(tokenizer)
     # The rooms are drawn by playing again, which needs the way in which replies were read.
     has_rooms = "babyai" in str(config.get("env")) and "action_format" in config
-    world = make_env("babyai") if has_rooms else None
+    upstream = int("babyai.upstream=1" in str(config.get("env_args")))
+    world = make_env("babyai", upstream=upstream) if has_rooms else None
     lenient_as = "babyai" if config.get("parse") == "lenient" else ""
     for file in tqdm(files, desc="view", unit="step"):
         trajectories, damaged = read_objects(file)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import metrics
 import view
+from envs import make_env
 
 EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
         "<script>document.title='owned'</script>")
@@ -98,6 +99,14 @@ def test_babyais_rooms_are_drawn_before_each_reply_and_after_the_last(folder):
             assert cells.startswith("#5" * width)  # a wall
             assert 0 < x < width - 1 and y > 0 and direction in range(4)
     assert drawn > 12
+
+
+def test_rooms_are_drawn_as_the_replies_were_read():
+    said = ["Play.", "OK", "A room.", "Action: [turn right].", "A wall."]
+    trajectory = {"item": "babyai_88", "messages": [{"content": text} for text in said]}
+    for lenient_as, turned in (("", False), ("babyai", True)):
+        before, after = view.rooms(trajectory, make_env("babyai"), "react", lenient_as)
+        assert (before != after) == turned
     # Some agent has moved or turned.
     assert any(grids[0][2] != grids[-1][2] for grids in (t["grids"] for t in held) if grids)
 
