@@ -245,7 +245,8 @@ def replay(path, env):
     kept = [row for row in rows if row["status"] != "env_error"]
     different = 0
     for row in kept:
-        dialogue = agent.Dialogue(split_item(row["item"])[1], 100, ACTION_FORMAT)
+        dialogue = agent.Dialogue(split_item(row["item"])[1], 100, ACTION_FORMAT,
+                                  lenient_as=row["env"])
         said = [message["content"] for message in row["messages"]]
         seen = [dialogue.begin(env)[1]]
         seen += [dialogue.reply(env, reply).observation for reply in said[3::2]]
