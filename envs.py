@@ -197,8 +197,8 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
         make_env(name, **kw).close()
     for url in urls:
         try:
+            # Any answer will do: maze's server has nothing at http://host:port/maze/ itself.
             with requests.get(url, timeout=(5, 5), stream=True) as reply:
-                reply.raise_for_status()
                 # What is there at once: reading a slow body to its end could exceed the limit.
                 greeting = reply.raw.read1(1000, decode_content=True).decode(errors="replace")
         except (requests.RequestException, HTTPError, OSError, ValueError) as e:
@@ -231,6 +231,9 @@ def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
 # ---- items: the episodes that are trained on, and those that are held out ----
 
 DATA = Path(__file__).parent / "data"
+# Worlds that AgentGym's item sets know by another name: "lmrlgym_maze_3" is item 3 of maze.
+DATA_NAMES = {"maze": "lmrlgym_maze", "wordle": "lmrlgym_wordle"}
+WORLD_OF = {data_name: world for world, data_name in DATA_NAMES.items()}
 
 
 def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
@@ -258,21 +261,23 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
 
 
 def split_item(item: str) -> tuple[str, int]:
-    """"babyai_17" -> ("babyai", 17). Raises ValueError for anything else."""
+    """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises ValueError for
+    anything else."""
     match = re.fullmatch(r"(\w+?)_(\d+)", item)
     if not match:
         raise ValueError(f"'{item}' is no item id; write it like babyai_17")
-    return match[1], int(match[2])
+    return WORLD_OF.get(match[1], match[1]), int(match[2])
 
 
 def _item_file(env, split, data):
     root = Path(data or DATA)
-    if split == "train":
-        path = root / f"AgentItemId/{env}_train.json"
-    elif split == "test":
-        path = root / f"AgentEval/{env}/{env}_test.json"
-    else:
+    layout = {"train": "AgentItemId/{0}_train.json", "test": "AgentEval/{0}/{0}_test.json"}
+    if split not in layout:
         raise ValueError(f"unknown split '{split}'; choose from train, test")
+    path = root / layout[split].format(env)
+    other_path = root / layout[split].format(DATA_NAMES.get(env, env))
+    if other_path.exists():
+        return other_path
     if not path.exists():
         raise ValueError(f"no items for '{env}': {path} does not exist")
     return path
@@ -284,7 +289,8 @@ def _read_items(path, env):
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f'{path} is no list of {{"item_id": ...}}') from e
     for name in names:
-        if not isinstance(name, str) or not re.fullmatch(rf"{re.escape(env)}_\d+", name):
+        allowed = f"({re.escape(env)}|{DATA_NAMES.get(env, env)})_\\d+"
+        if not isinstance(name, str) or not re.fullmatch(allowed, name):
             raise ValueError(f"{path} holds the item {name!r:.80}; those of {env} are written "
                              f"{env}_17")
     return names

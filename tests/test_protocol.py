@@ -4,6 +4,8 @@ The client is tested against servers that do everything wrong, the server agains
 and both against each other. Our servers run in processes of their own, on free loopback ports.
 """
 
+import base64
+import io
 import itertools
 import json
 import os
@@ -16,8 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import requests
 from conftest import ROOT
@@ -27,7 +31,7 @@ import eval as evaluation
 import train
 from envs import EnvError, EnvPool, Step, make_env
 from rollout import rollout
-from worlds import agentgym, serve, textcraft
+from worlds import agentgym, sciworld, serve, textcraft
 from worlds.agentgym import RemoteEnv
 
 pytest.importorskip("uvicorn")
@@ -281,8 +285,79 @@ def same_steps(env, url, actions):
         # textcraft is played to the end, and two steps further
         solution = textcraft.solution(item) if env == "textcraft" else []
         for action in [*actions, *solution, *actions[:2]]:
-            assert there.step(action) == here.step(action)
+            step = here.step(action)
+            assert there.step(action) == step
+            if step.done and env == "sciworld":
+                with pytest.raises(EnvError, match="The task with environment 0 has finished."):
+                    there.step(action)  # AgentGym's server refuses it
+                break
     there.close()
+
+
+@pytest.mark.parametrize("name", ["babyai", "sciworld"])
+def test_an_episode_that_has_ended_is_refused_until_it_is_reset_as_by_agentgyms_servers(name):
+    if name == "sciworld":
+        pytest.importorskip("scienceworld")
+    env = make_env(name)
+    env.reset(8)
+    plan = []
+    while not plan or not step.done:
+        plan.append(env.expert())
+        step = env.step(plan[-1])
+    env.close()
+
+    refused = {"error": "The task with environment 0 has finished."}
+    with serving(name) as (url, _):
+        def post(path, **body):
+            return requests.post(f"{url}/{path}", json={"id": 0, **body}, timeout=60).json()
+
+        post("create")
+        first = post("reset", data_idx=8)["observation"]
+        replies = [post("step", action=action) for action in plan]
+        assert [reply["done"] for reply in replies] == [False] * (len(plan) - 1) + [True]
+        assert post("step", action=plan[0]) == refused
+        assert requests.get(f"{url}/observation?id=0", timeout=60).json() == refused
+        assert post("reset", data_idx=8)["observation"] == first
+        assert post("step", action=plan[0])["observation"] == replies[0]["observation"]
+
+
+def test_babyais_picture_is_the_frame_that_minigrid_draws(servers):
+    """/render gives a PNG as a data URL, as AgentGym's server does."""
+    image = pytest.importorskip("PIL.Image")
+    url = servers["babyai"]
+    number = requests.post(f"{url}/create", json={}, timeout=30).json()["id"]
+    requests.post(f"{url}/reset", json={"id": number, "data_idx": 8}, timeout=30)
+    reply = requests.post(f"{url}/render", json={"id": number}, timeout=30).json()
+    head, _, data = reply.partition(",")
+    assert head == "data:image/png;base64"
+    drawn = image.open(io.BytesIO(base64.b64decode(data)))
+    env = make_env("babyai")
+    env.reset(8)
+    frame = env.env.get_frame(highlight=True, tile_size=32)
+    assert np.array_equal(np.asarray(drawn), frame)
+
+
+def test_sciworlds_hints_are_those_of_its_package():
+    package = pytest.importorskip("scienceworld")
+    os.environ["PATH"] = f"{Path(sciworld.java()).parent}:{os.environ['PATH']}"
+    theirs = package.ScienceWorldEnv()
+    task, variation = sciworld.task_of(8)
+    theirs.load(task, variation)
+    theirs.step("look around")
+    with serving("sciworld") as (url, _):
+        def get(path):
+            return requests.get(f"{url}/{path}?id=0", timeout=60).json()
+
+        requests.post(f"{url}/create", json={}, timeout=60)
+        requests.post(f"{url}/reset", json={"id": 0, "data_idx": 8}, timeout=60)
+        hint = get("action_hint")
+        description = get("task_description")
+    assert hint == {
+        "possible_actions": theirs.get_possible_actions(),
+        "possible_objects": theirs.get_possible_objects(),
+    }
+    assert theirs.get_task_description().endswith(description["task_description"])
+    theirs.close()
 
 
 def test_64_episodes_at_once_from_as_many_threads(servers):
@@ -291,6 +366,8 @@ def test_64_episodes_at_once_from_as_many_threads(servers):
         played = [env.reset(item)]
         for action in ("turn left", "turn right", "move forward", "fly"):
             played.append(env.step(action))
+            if played[-1].done:
+                break
         env.close()
         return played
 
@@ -449,6 +526,7 @@ class Bodies(NamedTuple):
 
 
 CRAFTED = {"observation": "Goal: craft x.", "done": False, "reward": 0}
+SEEN = "OBSERVATION: Go. URL: http://shop OBJECTIVE: buy"  # webarena, GET /observation
 CHOICE = {"observation": "Go.", "available_actions": ["look", "wait"]}
 TOOL = Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.")
 BODIES = {
@@ -480,7 +558,7 @@ BODIES = {
         {"observation": "Go.", "sites": [], "object": ""},
         True,
     ),
-    "webshop": Bodies("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], True, "state"),
+    "webshop": Bodies("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], False, "state"),
     "sqlgym": Bodies("env_idx", {}, 7, {"item_id": 5}, ["Go.", None], False, "state"),
     "alfworld": Bodies("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"}, CHOICE),
     "maze": Bodies("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}),
@@ -510,7 +588,7 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
 
     def answer(path, body):
         if path != "/step":
-            return 200, {"/create": bodies.created, "/reset": bodies.first, "/close": True}[path]
+            return 200, fixed_reply(name, path)
         reward, done = next(steps)
         reply = {bodies.observation_key: "Well.", "reward": reward, "done": done, "info": None}
         if name == "sciworld":
@@ -523,6 +601,7 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
         if name == "webarena":
             del reply["done"]
             reply |= {"terminated": done, "truncated": False, "reward": 1}
+            reply["info"] = {"fail_error": ""}
         return 200, reply
 
     openings = {"babyai": GO, "textcraft": "Goal: craft x.", "searchqa": "Question: x?"}
@@ -531,8 +610,9 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
     if name == "sciworld":
         first = "Your task is x.\nGo."
     if name == "alfworld":
-        first = "Go.\nAvailable actions: look, wait"
-        later = "Well.\nAvailable actions: look"
+        first = "Go.\nAVAILABLE ACTIONS: look,wait"  # in the first turn only
+    if name == "webarena":
+        first = SEEN
     with stand_in_server(answer) as (url, seen):
         env = make_env(name, url=url)
         assert env.prompt
@@ -551,22 +631,45 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
     ]
     if bodies.has_close:
         expected.append(("/close", {bodies.id_key: 7}))
+    if name == "webarena":
+        expected.insert(2, ("/observation?env_idx=7", None))
+    if name == "wordle":
+        expected.insert(1, ("/filtered_vocab?id=7", None))
+        assert env.prompt.endswith("\nshire, panic")
     assert seen == expected
+
+
+def fixed_reply(name, path):
+    """What the server replies to any request but /step."""
+    bodies = BODIES[name]
+    replies = {"/create": bodies.created, "/reset": bodies.first, "/close": True}
+    replies[f"/observation?{bodies.id_key}=7"] = SEEN
+    replies["/filtered_vocab?id=7"] = ["shire", "panic"]
+    return replies[path]
 
 
 def steps_of(name, *replies):
     """The Steps that these replies to /step are read as."""
     waiting = iter(replies)
-    bodies = BODIES[name]
-    fixed = {"/create": bodies.created, "/reset": bodies.first, "/close": True}
 
     def answer(path, _):
-        return 200, fixed[path] if path in fixed else next(waiting)
+        return 200, next(waiting) if path == "/step" else fixed_reply(name, path)
 
     with stand_in_server(answer) as (url, _):
         env = make_env(name, url=url)
         env.reset(5)
         return [env.step("x") for _ in replies]
+
+
+def test_webarenas_replies_that_were_not_understood_or_failed_are_invalid():
+    """AgentGym's server replies to the first with "info": null, else with what the browser said."""
+    rest = {"reward": 0, "terminated": False, "truncated": False}
+    infos = [None, {"fail_error": "no such element"}, {"fail_error": ""}]
+    replies = [{"observation": "x", "info": info, **rest} for info in infos]
+    assert [s.valid for s in steps_of("webarena", *replies)] == [False, False, True]
+    for text in ("TimeoutError", "Error: Env 7 is dead", "7"):  # a number: the text of a KeyError
+        with pytest.raises(EnvError, match=f"{text} in the place of an observation"):
+            steps_of("webarena", {"observation": text, "info": None, **rest})
 
 
 def test_rewards_scores_and_successes_are_read_as_each_server_means_them():
@@ -736,11 +839,15 @@ def test_only_what_is_safe_to_repeat_is_repeated():
         paths = [path for path, _ in seen if "observation" not in path]
         assert paths == ["/step", "/create", "/reset", "/reset", "/create", "/reset"]
 
+        # A server that goes on failing gets a new episode, once.
         failing["reset"] = [(500, "x")] * 9
         seen.clear()
         with pytest.raises(EnvError, match="status 500"):
             env.reset(0)
-        assert len(seen) == 3
+        paths = [path for path, _ in seen]
+        assert paths == ["/reset"] * 3 + ["/close", "/create"] + ["/reset"] * 3
+        failing["reset"] = [(500, "x")] * 3
+        assert env.reset(0) == GO
 
         failing["reset"] = [(422, "x")]
         failing["close"] = [(500, "x")]
@@ -984,6 +1091,41 @@ def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
         assert train.parse_config([*args, "--env_url", url]).env == "webshop"
         with pytest.raises(ValueError, match="unknown environment 'chess'; choose from .*academia"):
             train.parse_config(["--env", "chess", "--env_url", url])
+
+
+@pytest.mark.parametrize("name", ["maze", "wordle"])
+def test_maze_and_wordle_are_played_from_the_command_line(name, tmp_path):
+    """Their address has a path, at which GET finds nothing, and their items another name."""
+    for folder, split in (("AgentItemId", "train"), (f"AgentEval/lmrlgym_{name}", "test")):
+        (tmp_path / folder).mkdir(parents=True)
+        items = [{"item_id": f"lmrlgym_{name}_{n}"} for n in range(20)]
+        (tmp_path / folder / f"lmrlgym_{name}_{split}.json").write_text(json.dumps(items))
+    sent = []
+
+    def answer(path, body):
+        if path == "/":
+            return 200, b'"This is environment LMRL-Gym."'
+        if not path.startswith(f"/{name}/") or path == f"/{name}/":
+            return 404, {"detail": "Not Found"}
+        if path == f"/{name}/step":
+            sent.append(body)
+            return 200, {"observation": "There is a wall.", "reward": 0, "done": False}
+        if path == f"/{name}/create":
+            return 200, {"id": 7}
+        return 200, fixed_reply(name, path.removeprefix(f"/{name}"))
+
+    args = ["--env", name, "--data", str(tmp_path), "--out", str(tmp_path / "result.json")]
+    with stand_in_server(answer) as (url, seen):
+        with pytest.raises(ValueError, match=f"{name} has an address of its own: {url}/{name}/"):
+            envs.check_env(name, [url])
+        how = ["--samples", "1", "--horizon", "2", "--slots", "1", "--items", "3"]
+        assert not evaluation.main([*args, *how, "--env_url", f"{url}/{name}/"])
+    key = {"maze": "game", "wordle": "seed"}[name]
+    numbers = {body[key] for path, body in seen if path.endswith("/reset")}
+    assert len(numbers) == 3 and numbers < set(range(20))
+    assert sent
+    assert envs.split_item(f"lmrlgym_{name}_3") == (name, 3)
+    assert envs.items(name, "test", tmp_path)[3] == f"lmrlgym_{name}_3"
 
 
 def test_the_wrong_world_behind_an_address_is_found(servers):

@@ -30,6 +30,7 @@ class Protocol(NamedTuple):
     """The bodies of one AgentGym server. The defaults are those of this project's own server."""
 
     server_name: str = ""  # GET / says "This is environment NAME."; empty: it does not
+    base_path: str = ""  # the server's address ends with it: http://host:port/maze
     opening: str = ""  # a regular expression found in every first observation; empty: not known
     # The key of the episode's number in every body. /create replies {id_key: number} or number.
     id_key: str = "id"
@@ -39,6 +40,9 @@ class Protocol(NamedTuple):
     # The keys of /reset's reply that make the first observation, a line each.
     # Empty: the reply is the observation itself or [observation, null].
     first_observation_keys: tuple[str, ...] = ("observation",)
+    # The first observation is what GET /observation replies after /reset.
+    first_is_fetched: bool = False
+    vocabulary_path: str = ""  # GET replies with the list of allowed words, added to the prompt
     observation_key: str = "observation"  # in /step's reply
     done_keys: tuple[str, ...] = ("done",)  # each of them ends the episode
     # The key in /step's reply of what the episode has achieved so far, from 0 to `max_score`.
@@ -53,6 +57,11 @@ class Protocol(NamedTuple):
     has_close: bool = True
     # The start of the observation after an invalid action (a regular expression).
     invalid_pattern: str = NEVER_MATCHES
+    # /step's "info" is null after an action that could not be read, else a dictionary with
+    # "fail_error", which is empty unless the action failed.
+    info_tells_validity: bool = False
+    # An observation that says that the environment itself has failed (a regular expression).
+    failure_pattern: str = NEVER_MATCHES
     prompt: str = ""  # for worlds that this project does not have
 
 
@@ -124,14 +133,19 @@ PROTOCOLS = {
         id_key="env_idx",
         item_key="idx",
         reset_extras={"seed": 0},
+        first_is_fetched=True,
         done_keys=("terminated", "truncated"),
         whole_reply=True,
+        info_tells_validity=True,
+        # The number alone is the text of the KeyError for an episode that the server does not know.
+        failure_pattern=r"TimeoutError$|Error: Env \d+ is dead$|\d+$",
     ),
     "webshop": Protocol(
         id_key="env_idx",
         item_key="session_id",
         first_observation_keys=(),
         observation_key="state",
+        has_close=False,
         prompt=(
             "Buy what is asked for in a web shop. An action is search[words] where there is a "
             "search bar, or click[button] with a button of the page, such as click[buy now]."
@@ -142,6 +156,7 @@ PROTOCOLS = {
         item_key="item_id",
         first_observation_keys=(),
         observation_key="state",
+        observation_is_first=True,
         has_close=False,
         prompt=(
             "Answer the question about a SQLite database. "
@@ -155,12 +170,14 @@ PROTOCOLS = {
         has_close=False,
         invalid_pattern="Nothing happen",
         prompt=(
-            "Do a household task. Every turn, answer with one of the available actions, such as "
-            "go to desk 1, open drawer 2, take mug 1 from desk 1."
+            "Do a household task. Every turn, answer with one action, such as go to desk 1, open "
+            "drawer 2, take mug 1 from desk 1. The first observation lists the actions that are "
+            "available at the start."
         ),
     ),
     "maze": Protocol(
         server_name="LMRL-Gym",
+        base_path="maze",
         item_key="game",
         has_close=False,
         prompt=(
@@ -170,13 +187,15 @@ PROTOCOLS = {
     ),
     "wordle": Protocol(
         server_name="LMRL-Gym",
+        base_path="wordle",
         item_key="seed",
+        vocabulary_path="filtered_vocab",
         has_close=False,
         invalid_pattern="invalid word",
         prompt=(
             "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. "
             "The answer has g for a letter in its place, y for one that is elsewhere in the word, "
-            "b for one that is not in it."
+            "b for one that is not in it. The words that are allowed:\n"
         ),
     ),
     "weather": _tool_server("answer a question about the weather"),
@@ -190,12 +209,16 @@ PROTOCOLS = {
 def check_name(name: str, url: str, greeting: str) -> None:
     """Raise ValueError if the server's reply to GET / names another world than `name`."""
     named = re.search(r"This is environment ([\w-]+)", greeting)
+    base_path = PROTOCOLS[name].base_path if name in PROTOCOLS else ""
+    if named and base_path and named[1] == PROTOCOLS[name].server_name:
+        raise ValueError(f"{name} has an address of its own: {url.rstrip('/')}/{base_path}/")
     if named and name in PROTOCOLS and named[1] != PROTOCOLS[name].server_name:
         raise ValueError(f"the server at {url} plays {named[1]}, not {name}")
 
 
 class ServerRefused(EnvError):
-    """The server answered with {"error": ...}."""
+    """The server answered with {"error": ...}, with a failure in the place of an observation, or
+    with a status of 500 or above, however often it was asked."""
 
 
 class LostEpisode(EnvError):
@@ -205,12 +228,16 @@ class LostEpisode(EnvError):
 class FailedAttempt(Exception):
     """One attempt at a call got no usable reply; `RemoteEnv` may make another one."""
 
-    def __init__(self, reason: str, unsent: bool = False, transient: bool = True):
-        """unsent: no server got the request. transient: another attempt may succeed."""
+    def __init__(
+        self, reason: str, unsent: bool = False, transient: bool = True, refused: bool = False
+    ):
+        """unsent: no server got the request. transient: another attempt may succeed. refused: the
+        server answered with a status of 500 or above."""
         super().__init__(reason)
         self.reason = reason
         self.unsent = unsent
         self.transient = transient
+        self.refused = refused
 
 
 class Server:
@@ -293,7 +320,8 @@ class RemoteEnv(Env):
         self.name = name
         self.protocol = PROTOCOLS.get(name, Protocol())
         self.url = url.rstrip("/")
-        self.prompt = prompt
+        self.instructions = prompt
+        self.prompt = prompt  # with the server's vocabulary, if it has one
         self.stop = stop
         self.instant = instant
         self.whole_reply = self.protocol.whole_reply
@@ -316,7 +344,8 @@ class RemoteEnv(Env):
         try:
             reply = self._send_reset(item)
         except (ServerRefused, LostEpisode):
-            # The server has closed the idle episode or was restarted: try once with a new episode.
+            # The server has closed the idle episode, has failed or was restarted: try once with a
+            # new episode.
             self._close_episode()
             self._create_episode()
             reply = self._send_reset(item)
@@ -333,6 +362,9 @@ class RemoteEnv(Env):
             wrong = f"no first observation of {self.name}: {observation!r:.80}"
             raise EnvError(f"{self.url}/reset: {wrong}")
         self.first = self.last = reply[keys[-1]]
+        actions = reply.get("available_actions")  # alfworld; AgentGym's client shows the first ones
+        if isinstance(actions, list):
+            observation += f"\nAVAILABLE ACTIONS: {','.join(map(str, actions))}"
         return observation
 
     def step(self, action: str) -> Step:
@@ -366,6 +398,9 @@ class RemoteEnv(Env):
         succeeded = done and achieved >= protocol.success_reward
         success = self._read_optional(reply, "success", bool, default=succeeded)
         looks_valid = not re.match(protocol.invalid_pattern, observation)
+        if protocol.info_tells_validity:
+            info = reply.get("info")
+            looks_valid = isinstance(info, dict) and not info.get("fail_error")
         valid = self._read_optional(reply, "valid", bool, default=looks_valid)
         known_progress = self.total if protocol.score_key == "score" else 0.0
         progress = self._read_optional(reply, "progress", float, default=known_progress)
@@ -390,11 +425,25 @@ class RemoteEnv(Env):
         self.episode_id = number
         self.last = ""
         self.doubts = self.server.doubts
+        if self.protocol.vocabulary_path:
+            words = self._get(self.protocol.vocabulary_path)
+            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+                raise EnvError(f"{self.url}: no list of words in the reply {words!r:.80}")
+            self.prompt = self.instructions + ", ".join(words)
+
+    def _get(self, path, timeout=None):
+        """GET `path` of this episode -> the JSON of the reply."""
+        return self._call(f"{path}?{self.protocol.id_key}={self.episode_id}", None, timeout=timeout)
 
     def _send_reset(self, item):
         protocol = self.protocol
         ids = {protocol.item_key: item, protocol.id_key: self.episode_id}
-        return self._call("reset", {**protocol.reset_extras, **ids})
+        reply = self._call("reset", {**protocol.reset_extras, **ids})
+        if protocol.first_is_fetched:
+            (key,) = protocol.first_observation_keys
+            self._read_observation(reply, (key,))  # raises ServerRefused
+            reply[key] = self._get("observation")
+        return reply
 
     def _close_episode(self):
         """Close the episode on the server, unless the number may be another episode's by now."""
@@ -430,8 +479,7 @@ class RemoteEnv(Env):
         found = []
         try:
             if self.last:
-                query = f"observation?{self.protocol.id_key}={self.episode_id}"
-                found = _texts(self._call(query, None, timeout=deadline - time.monotonic()))
+                found = _texts(self._get("observation", timeout=deadline - time.monotonic()))
         except EnvError:
             pass  # the server cannot tell
         known = {self.last}
@@ -478,7 +526,8 @@ class RemoteEnv(Env):
                 may_repeat = failure.unsent or (failure.transient and repeat)
                 too_late = time.monotonic() + pause > deadline
                 if attempt == self.tries or not may_repeat or too_late:
-                    raise EnvError(f"{url}: {failure.reason[:300]}") from failure
+                    kind = ServerRefused if failure.refused else EnvError
+                    raise kind(f"{url}: {failure.reason[:300]}") from failure
             time.sleep(pause)
         if path == "step" and self.socket is not before:
             # The connection was closed after the check, and made anew by the library.
@@ -512,7 +561,7 @@ class RemoteEnv(Env):
         status = response.status_code
         if status >= 400:
             reason = f"status {status} {data[:200].decode(errors='replace')}"
-            raise FailedAttempt(reason, transient=status >= 500)
+            raise FailedAttempt(reason, transient=status >= 500, refused=status >= 500)
         return data
 
     # ---- the replies ----
@@ -543,13 +592,11 @@ class RemoteEnv(Env):
         return self._read_value(reply, key, kind) if key in reply else default
 
     def _read_observation(self, reply, keys):
-        """The texts of `keys`, a line each, and the available actions if the reply has them."""
+        """The texts of `keys`, a line each. Raises ServerRefused for one that says that the
+        environment has failed."""
         text = "\n".join(self._read_value(reply, key, str) for key in keys)
-        if text == "TimeoutError":  # webarena's server says so when its browser failed
-            raise EnvError(f"{self.url}: TimeoutError in the place of an observation")
-        actions = reply.get("available_actions")  # alfworld
-        if isinstance(actions, list):
-            text += f"\nAvailable actions: {', '.join(map(str, actions))}"
+        if re.match(self.protocol.failure_pattern, text):
+            raise ServerRefused(f"{self.url}: {text} in the place of an observation")
         return text
 
 

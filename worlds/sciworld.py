@@ -497,6 +497,10 @@ class SciWorld(Env):
         listed = json.loads(self._call(("getValidActionObjectCombinationsJSON",))[0])
         return sorted({entry["action"] for entry in listed["validActions"]})
 
+    def action_hint(self) -> tuple[list[str], list[str]]:
+        """The templates of actions, such as "open OBJ", and the names of the objects in reach."""
+        return self._list("getPossibleActions"), self._list("getPossibleObjects")
+
     def goals(self) -> str:
         """The simulator's own table of sub-goals, and which of them are reached."""
         return self._call(("getGoalProgressStr",))[0]

@@ -14,16 +14,21 @@ AgentGym; on any other address they are random, so that no client plays another'
 
 import argparse
 import asyncio
+import base64
 import ipaddress
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+
+import numpy as np
 
 from envs import WORLDS, CommandParser, Env, EnvError, env_options, make_env
 from worlds.agentgym import PROTOCOLS, Protocol
@@ -53,6 +58,7 @@ RESET_FIELDS = {
     "sciworld": ("task_name", "var_num", "task_description")
     + ("observation", "reward", "score", "deleted", "done"),
 }
+REFUSE_AFTER_THE_END = ("babyai", "sciworld")  # whose servers of AgentGym do so until /reset
 
 
 class ServedEpisode:
@@ -132,6 +138,9 @@ class EpisodeStore:
                 raise EnvError(f"The id {number} is not valid.")
             if must_be_reset and not episode.last_reply:
                 raise EnvError(f"The id {number} was not reset.")
+            is_over = episode.last_reply.get("done") and self.name in REFUSE_AFTER_THE_END
+            if must_be_reset and is_over:
+                raise EnvError(f"The task with environment {number} has finished.")
             try:
                 yield episode
             except ValueError:  # an unknown item: the environment itself is in order
@@ -305,14 +314,45 @@ def build_app(store: EpisodeStore) -> "FastAPI":
     def detail(number: int = Query(alias=id_key)):
         return store.detail(number)
 
-    if hasattr(store.free_envs[0], "goals"):
+    if name == "sciworld":
 
         @app.get("/goals")
         def goals(number: int = Query(alias="id")):
             with store.use(number) as episode:
                 return {"goals": episode.env.goals()}
 
+        @app.get("/task_description")
+        def task_description(number: int = Query(alias="id")):
+            return {"task_description": store.detail(number)["task_description"]}
+
+        @app.get("/action_hint")
+        def action_hint(number: int = Query(alias="id")):
+            with store.use(number) as episode:
+                actions, objects = episode.env.action_hint()
+            return {"possible_actions": actions, "possible_objects": objects}
+
+    if name == "babyai":
+
+        @app.post("/render")
+        def render(body: IdBody):
+            with store.use(getattr(body, id_key)) as episode:
+                level = episode.env.env
+                picture = png(level.get_frame(level.highlight, level.tile_size))
+            return "data:image/png;base64," + base64.b64encode(picture).decode()
+
     return app
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Encode a picture, uint8 of shape (height, width, 3), as a PNG file (RFC 2083)."""
+    height, width, _ = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a colour, RGB
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # 0: the row is not filtered
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        file += struct.pack(">I", len(data)) + kind + data + checksum
+    return file
 
 
 def limit_bodies(app: "FastAPI") -> Any:
