@@ -300,10 +300,9 @@ def test_an_episode_that_has_ended_is_refused_until_it_is_reset_as_by_agentgyms_
         pytest.importorskip("scienceworld")
     env = make_env(name)
     env.reset(8)
-    plan = []
-    while not plan or not step.done:
+    plan = [env.expert()]
+    while not env.step(plan[-1]).done:
         plan.append(env.expert())
-        step = env.step(plan[-1])
     env.close()
 
     refused = {"error": "The task with environment 0 has finished."}
