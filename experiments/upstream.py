@@ -21,6 +21,8 @@ import json
 import os
 import random
 import re
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -48,7 +50,9 @@ SQL_QUESTIONS = [  # question, SQL
 
 SEARCHQA_STAND_IN = """
 import sys, types
-question = {"question": "Who wrote Hamlet?", "reward_model": {"ground_truth": {"target": ["Shakespeare"]}}}
+import transformers  # before "datasets" is replaced, which it would inspect
+answers = {"ground_truth": {"target": ["Shakespeare"]}}
+question = {"question": "Who wrote Hamlet?", "reward_model": answers}
 datasets = types.ModuleType("datasets")
 datasets.load_dataset = lambda *_, **__: {"train": [question] * 60000}
 sys.modules["datasets"] = datasets
@@ -68,6 +72,7 @@ import os
 for name in "SHOPPING SHOPPING_ADMIN REDDIT GITLAB MAP WIKIPEDIA HOMEPAGE".split():
     os.environ.setdefault(name, "http://" + name.lower())
 os.environ["OPENAI_API_KEY"] = "none"
+sys.modules["text_generation"] = types.SimpleNamespace(Client=None)
 import browser_env
 from browser_env.utils import DetachedPage
 class Browser:
@@ -96,7 +101,9 @@ class Browser:
         pass
 browser_env.ScriptBrowserEnv = Browser
 harness = types.ModuleType("evaluation_harness")
-harness.evaluator_router = lambda config: lambda trajectory, **_: float(trajectory[-1]["answer"] == "3")
+def evaluate(trajectory, **_):
+    return float(trajectory[-1]["answer"] == "3")
+harness.evaluator_router = lambda config: evaluate
 sys.modules["evaluation_harness"] = harness
 """
 
@@ -159,11 +166,16 @@ def running(world, args):
         log = Path(made) / "log"
         with log.open("w") as file:
             process = subprocess.Popen([args.python, "-c", code], cwd=work_folder, stdout=file,
-                                       stderr=file, env=os.environ | variables)
+                                       stderr=file, env=os.environ | variables,
+                                       start_new_session=True)
         url = f"http://127.0.0.1:{port}"
         try:
-            wait_for(url, process, log)
+            wait_for(url, process)
             yield url + server.path
+        except (requests.RequestException, EnvError, AssertionError, KeyError) as e:
+            lines = log.read_text().strip().splitlines() or ["nothing was written"]
+            said = f"its last words: {lines[-1]}"
+            raise NotStarted(f"{type(e).__name__}: {e}; {said}") from e
         finally:
             stop(process)
 
@@ -171,33 +183,31 @@ def running(world, args):
 @contextlib.contextmanager
 def socket_port():
     """A port that was free a moment ago."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     yield port
 
 
-def wait_for(url, process, log, seconds=120):
+def wait_for(url, process, seconds=120):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            lines = log.read_text().strip().splitlines() or ["nothing was written"]
-            raise NotStarted(lines[-1])
+            raise EnvError("the server ended at once")
         with contextlib.suppress(requests.RequestException):
             requests.get(url, timeout=5)
             return
         time.sleep(0.2)
-    raise NotStarted(f"no answer within {seconds} s")
+    raise EnvError(f"no answer within {seconds} s")
 
 
 def stop(process):
+    """End a server and the processes that it started, a session of their own."""
     process.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def make_bird(folder):
@@ -459,7 +469,8 @@ def our_server(world, args):
     compared = 0
     different = []
     command = [sys.executable, ROOT / "envs.py", "serve", "--env", world, "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
     env = make_env(world)
     try:
         url = process.stdout.readline().split()[-1]
@@ -475,7 +486,7 @@ def our_server(world, args):
     return Row(world, "their client, our server", args.episodes, compared, different)
 
 
-EXPLAINED: dict[tuple[str, str], str] = {}
+EXPLAINED: dict[tuple[str, str], str] = {}  # (world, who meets whom) -> why there are differences
 
 
 def main(argv=None):
@@ -499,8 +510,8 @@ def main(argv=None):
                 continue
             try:
                 print_row(measure(world, args))
-            except (NotStarted, EnvError, ValueError, AssertionError) as e:
-                not_started.append((world, measure.__name__, f"{type(e).__name__}: {e}"))
+            except (NotStarted, EnvError, ValueError) as e:
+                not_started.append((world, measure.__name__, str(e)))
     for world, how, why in not_started:
         print(f"\n{world} ({how.replace('_', ' ')}) was not played: {why[:300]}")
     return 0
@@ -514,7 +525,8 @@ def print_row(row):
         count += f": {EXPLAINED.get((row.world, row.how), 'not explained')}"
     print(f"| {name} | {row.how} | {row.episodes} | {row.compared} | {count} |", flush=True)
     for where, theirs, ours in row.different[:3]:
-        print(f"  {row.world}, {where}: theirs {theirs!r:.300}, ours {ours!r:.300}", file=sys.stderr)
+        both = f"theirs {theirs!r:.300}, ours {ours!r:.300}"
+        print(f"  {row.world}, {where}: {both}", file=sys.stderr)
 
 
 if __name__ == "__main__":
