@@ -352,12 +352,13 @@ class Config(RunConfig):
     """The flags of train.py."""
 
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
-                             f"{', '.join(PROTOCOLS)}; several with weights: babyai:2,textcraft:1")
+                             f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
+                             "weights: babyai:2,textcraft:1")
     algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
         "grpo", "ppo | grpo | rloo | reinforce_pp")
     env_url: str = arg(
-        "", "AgentGym server(s) http://host:port[,...] to play on instead of in this process; "
-            "of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
+        "", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on instead of in "
+            "this process; of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
 
     # How much is played and trained.
     steps: Annotated[int | None, positive] = arg(None, "training steps")
@@ -688,7 +689,7 @@ def check(cfg: Config) -> None:
     # Last, as these may take a while: each server is asked once.
     options = envs.env_options(cfg.env_args, cfg.worlds)
     for world, urls in servers(cfg.env_url, cfg.worlds).items():
-        if urls and options.get(world):
+        if urls and options.get(world) and world not in envs.SERVER_WORLDS:
             raise ValueError(f"--env_args is for worlds in this process, and {world} is played "
                              "on a server")
         envs.check_env(world, urls, **options.get(world, {}))

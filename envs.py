@@ -102,16 +102,21 @@ WORLDS = {  # name -> "module:class"
     "searchqa": "worlds.searchqa:SearchQA",
     "webarena": "worlds.webarena.env:WebArena",
 }
+# Worlds on servers of another protocol than AgentGym's: name -> "module:class". The class takes the
+# address and the arguments in --env_args.
+SERVER_WORLDS = {"openenv": "worlds.openenv:OpenEnv"}
 
 
 def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
     """Make the world `name`: in this process, or on the AgentGym server at `url`.
 
     Keyword arguments go to the world's class, or to `worlds.agentgym.RemoteEnv` if there is a
-    `url`. Raises ValueError for an unknown name, an unknown argument or a missing package, and
-    EnvError if the server fails.
+    `url`; a world of SERVER_WORLDS takes both. Raises ValueError for an unknown name, an unknown
+    argument or a missing package, and EnvError if the server fails.
     """
     check_name(name, url)
+    if name in SERVER_WORLDS:
+        return _make_local(name, {"url": url, **kw})
     if url:
         return _make_remote(name, url, kw)
     return _make_local(name, kw)
@@ -152,8 +157,8 @@ def _make_remote(name, url, kw):
 
 
 def _world_class(name):
-    """Import the class of a world of `WORLDS`."""
-    module, class_name = WORLDS[name].split(":")
+    """Import the class of a world of `WORLDS` or `SERVER_WORLDS`."""
+    module, class_name = {**WORLDS, **SERVER_WORLDS}[name].split(":")
     return getattr(importlib.import_module(module), class_name)
 
 
@@ -181,7 +186,9 @@ def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
     protocols = _agentgym_client().PROTOCOLS
     if name in protocols and name not in WORLDS and not url:
         raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
-    known = {**WORLDS, **protocols} if url else WORLDS
+    if name in SERVER_WORLDS and not url:
+        raise ValueError(f"'{name}' is played on a server only: give --env_url")
+    known = {**WORLDS, **protocols, **SERVER_WORLDS} if url else WORLDS
     if name not in known:
         raise ValueError(f"unknown environment '{name}'; choose from {', '.join(known)}")
 
@@ -195,6 +202,13 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
     check_name(name, urls)
     if not urls:
         make_env(name, **kw).close()
+    if name in SERVER_WORLDS:
+        for url in urls:
+            try:
+                make_env(name, url, **kw).close()
+            except EnvError as e:
+                raise ValueError(f"{e}; start one or drop --env_url") from e
+        return
     for url in urls:
         try:
             # Any answer will do: maze's server has nothing at http://host:port/maze/ itself.
@@ -386,7 +400,7 @@ class EnvPool:
     def __init__(self, urls: Sequence[str] | dict[str, list[str]] = (),
                  make: Callable[..., Env] = make_env, options: dict[str, dict] | None = None):
         """urls: servers, or world -> its servers. Without any, a world is played in this process.
-        options: world -> keyword arguments of its class, for worlds played in this process."""
+        options: world -> keyword arguments of its class, for worlds that --env_args may name."""
         self.urls = urls
         self.make = make
         self.options = options or {}
@@ -448,7 +462,7 @@ class EnvPool:
         fallbacks = [others[(shift + i) % len(others)] for i in range(len(others))]
         for url in [urls[first], *fallbacks]:
             try:
-                return self.make(name, url=url)
+                return self.make(name, url=url, **self.options.get(name, {}))
             except EnvError as e:
                 error = e
         raise error

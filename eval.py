@@ -109,8 +109,8 @@ class EvalConfig:
                              "eagerly, more slowly")
     arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
                                            "not bit-for-bit repeatable; default: with --env_url")
-    env_url: str = arg("", "AgentGym server(s) http://host:port[,...] to play on instead of in "
-                           "this process")
+    env_url: str = arg("", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on "
+                           "instead of in this process")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     create_deadline: Annotated[float, positive] = arg(
         300.0, "seconds the making of an environment may take, besides")
@@ -205,7 +205,7 @@ def check_eval_config(cfg: EvalConfig) -> None:
     envs.check_name(cfg.env, urls)
     check_ranges(cfg)
     options = options_of_world(cfg)
-    if cfg.env_url and options:
+    if cfg.env_url and options and cfg.env not in envs.SERVER_WORLDS:
         raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a "
                          "server: give --env_args ''")
     schedule.parse_rounds(cfg.horizon, cfg.env)

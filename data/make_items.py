@@ -17,6 +17,7 @@ TextCraft: 200 goals are held out; their depths are distributed as those of all 
 SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to
     40 of its training variations are trained on.
 WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
+OpenEnv: the items are seeds, 0 to 999 for training and 1,000 to 1,199 held out.
 SearchQA: four worlds are trained on. The held-out questions are of two other worlds, in words that
     no training world uses.
 """
@@ -307,6 +308,8 @@ def make_all():
     }
     for env, make in makers.items():
         write_set(".", env, *make())
+    write("AgentItemId/openenv_train.json", "openenv", range(1000))
+    write("AgentEval/openenv/openenv_test.json", "openenv", range(1000, 1200))
     write_set("rooms", "babyai", *babyai_rooms())
     write_set("levels", "babyai", *babyai(ALL_LEVELS))
     write_set("crafts", "textcraft", *textcraft(ALL_DEPTHS))

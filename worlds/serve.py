@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from envs import WORLDS, CommandParser, Env, EnvError, env_options, make_env
+from worlds import openenv
 from worlds.agentgym import PROTOCOLS, Protocol
 
 try:
@@ -104,7 +105,7 @@ class EpisodeStore:
         """Begin an episode -> its number."""
         self.reap()
         with self.lock:
-            if self.max_episodes and len(self.episodes) >= self.max_episodes:
+            if self.is_full():
                 raise EnvError(f"all {self.max_episodes} episodes are taken; close one first")
             number = self.next_number
             self.next_number += 1
@@ -122,6 +123,10 @@ class EpisodeStore:
                 del self.episodes[number]
             raise
         return number
+
+    def is_full(self) -> bool:
+        """Whether there are as many episodes as there may be at the same time."""
+        return 0 < self.max_episodes <= len(self.episodes)
 
     @contextmanager
     def use(self, number: int, must_be_reset: bool = True) -> Iterator[ServedEpisode]:
@@ -411,6 +416,11 @@ class LimitedHTTP(H11Protocol):
         if self.cycle is not request:
             self._stop_timer()
 
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        """Forget the timer: a WebSocket has no further requests."""
+        self._stop_timer()
+        super().handle_websocket_upgrade(event)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer."""
         self._stop_timer()
@@ -442,10 +452,12 @@ def serve(
     max_episodes: int = 0,
     options: dict | None = None,
     random_ids: bool | None = None,
+    protocol: str = "agentgym",
 ) -> None:
     """Serve the world `name`, made with the keyword arguments `options`, until SIGTERM or Ctrl-C.
 
     random_ids: numbers of episodes that cannot be guessed; None: on any address but loopback.
+    protocol: "agentgym" or "openenv".
 
     Raises ValueError if that is impossible: unknown world, FastAPI not installed, port in use.
     """
@@ -454,13 +466,18 @@ def serve(
     if missing_package:
         needs = 'serving needs FastAPI and uvicorn: pip install -e ".[serve]"'
         raise ValueError(needs) from missing_package
+    if protocol == "openenv" and openenv.missing_package:
+        needs = 'OpenEnv needs the package websockets: pip install -e ".[serve,openenv]"'
+        raise ValueError(needs) from openenv.missing_package
     listener = listen(host, port)
     if random_ids is None:
         random_ids = not ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     store = EpisodeStore(name, idle_seconds, max_episodes, options, random_ids)
+    app = build_app(store) if protocol == "agentgym" else openenv.build_app(store, MAX_THREADS)
     config = uvicorn.Config(
-        limit_bodies(build_app(store)),
+        limit_bodies(app),
         http=LimitedHTTP,
+        ws_max_size=LARGEST_BODY,
         log_level="warning",
         timeout_graceful_shutdown=5,
         timeout_keep_alive=600,
@@ -495,12 +512,13 @@ def main(argv: list[str] | None = None) -> int:
     """The command -> its exit code: 2 and one line on stderr for bad usage."""
     parser = CommandParser(
         prog="envs.py",
-        description="Serve a world in AgentGym's HTTP protocol.",
+        description="Serve a world in AgentGym's protocol or OpenEnv's.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("command", choices=["serve"], help="or play: see python envs.py play --help")
     add("--env", default="babyai", help=", ".join(WORLDS))
+    add("--protocol", default="agentgym", choices=["agentgym", "openenv"])
     add("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: there is no password")
     add("--port", type=int, default=36001, help="0: any free one; the first line says which")
     idle_help = "an episode that nobody touched for so long is closed"
@@ -517,7 +535,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         options = env_options(args.env_args, [args.env]).get(args.env)
         serve(args.env, args.host, args.port, args.idle_seconds, args.max_episodes, options,
-              args.random_ids)
+              args.random_ids, args.protocol)
     except ValueError as e:
         message = " ".join(str(e).split())
         print(f"envs.py: {message}", file=sys.stderr)
