@@ -13,10 +13,13 @@ Source: meta-pytorch/OpenEnv at 685de41 (2026-05-01), src/openenv/core: env_clie
 env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22).
 """
 
+import contextlib
 import functools
 import json
+import os
 import random
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
@@ -77,7 +80,8 @@ class OpenEnv(Env):
         # The fields of the observation that the agent sees: "prompt,messages.content" (the content
         # of every message). Empty: all, one a line.
         observation: str = "",
-        prompt: str = "",  # the instructions; empty: the server's own description
+        # The instructions, or a file that holds them. Empty: the server's own description.
+        prompt: str = "",
         success: float | str = 1.0,  # an episode that ends with this reward is a success
         reset: str = "",  # a JSON object: what /ws's reset gets besides the seed
         whole_reply: bool | int = False,  # send the agent's whole reply, not the parsed action
@@ -97,6 +101,8 @@ class OpenEnv(Env):
                 raise ValueError(f"openenv.observation={path}: the observations of {self.url} have "
                                  f"the fields {', '.join(known)}")
         self.prompt = prompt or description
+        if os.path.isfile(prompt):
+            self.prompt = Path(prompt).read_text()
         try:
             self.success = float(success)
             self.timeout = float(timeout)
@@ -104,6 +110,7 @@ class OpenEnv(Env):
             raise ValueError(f"openenv.success and openenv.timeout: {e}") from e
         self.reset_extras = _read_object(reset, "reset") if reset else {}
         self.whole_reply = bool(whole_reply)
+        self.connection = contextlib.ExitStack()  # its end closes the socket
         self.socket = None
         self.total = 0.0  # sum of the episode's rewards
 
@@ -154,7 +161,7 @@ class OpenEnv(Env):
             return
         try:
             self.socket.send('{"type": "close"}')
-            self.socket.close()
+            self.connection.close()
         except (WebSocketException, OSError):
             pass  # the episode is gone with its connection
         self.socket = None
@@ -225,8 +232,9 @@ class OpenEnv(Env):
             if self.socket is None:
                 address = re.sub("^http", "ws", self.url) + "/ws"
                 # Without pings: the deadlines here are those of the replies.
-                self.socket = connect(address, open_timeout=10, close_timeout=2,
-                                      max_size=LARGEST_REPLY, ping_interval=None)
+                socket = connect(address, open_timeout=10, close_timeout=2,
+                                 max_size=LARGEST_REPLY, ping_interval=None)
+                self.socket = self.connection.enter_context(socket)
             try:
                 self.socket.send(json.dumps({"type": kind, "data": data}))
             except ConnectionClosed:

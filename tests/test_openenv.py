@@ -1,0 +1,497 @@
+"""OpenEnv's protocol: the client against our server, and against servers that do all wrong."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import requests
+from conftest import run_script
+from test_protocol import free_port, serving
+
+import envs
+from envs import EnvError, EnvPool, make_env
+from worlds import openenv
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("websockets")
+from websockets.exceptions import ConnectionClosed  # noqa: E402
+from websockets.sync.client import connect  # noqa: E402
+from websockets.sync.server import serve as serve_sockets  # noqa: E402
+
+SCHEMA = {"action": {"properties": {"move": {"type": "string"}, "metadata": {}},
+                     "required": ["move"]}}
+
+
+@pytest.fixture(scope="module")
+def babyai():
+    """Our server -> its address. It may be resting for longer than a request may take."""
+    with serving("babyai", "--protocol", "openenv", "--max_episodes", "3", seconds=2) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """Our server of the world "slow" of tests/test_protocol.py."""
+    folder = tmp_path_factory.mktemp("slow")
+    with serving("slow", "--protocol", "openenv", "--idle_seconds", "1", folder=folder) as (url, _):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def forget_descriptions():
+    openenv.describe.cache_clear()
+
+
+def raw(url):
+    """A WebSocket of our server."""
+    return connect(url.replace("http", "ws") + "/ws", open_timeout=20)
+
+
+def ask(ws, message):
+    ws.send(message if isinstance(message, (str, bytes)) else json.dumps(message))
+    return json.loads(ws.recv(timeout=20))
+
+
+@contextmanager
+def stand_in(answer, schema=SCHEMA, described="Go."):
+    """An OpenEnv server in a thread -> its address. answer(message) -> the text to send, or None to
+    break the connection off. GET /schema gives `schema`, /metadata a description."""
+    def http(connection, request):
+        if request.path == "/ws":
+            return None
+        body = schema if request.path == "/schema" else {"description": described}
+        return connection.respond(200, json.dumps(body))
+
+    def play(connection):
+        for message in connection:
+            reply = answer(json.loads(message))
+            if reply is None:
+                return
+            connection.send(reply if isinstance(reply, str) else json.dumps(reply))
+
+    server = serve_sockets(play, "127.0.0.1", 0, process_request=http)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+    finally:
+        server.shutdown()
+
+
+def healthy(message):
+    """A good reply of a world that says "at N" after N steps and repeats the action."""
+    if message["type"] == "close":
+        return None
+    if message["type"] == "reset":
+        data = {"observation": {"place": f"seed {message['data']['seed']}"}, "done": False}
+    else:
+        data = {"observation": {"place": json.dumps(message["data"])}, "reward": 0.25,
+                "done": message["data"].get("move") == "end"}
+    return {"type": "observation", "data": data}
+
+
+# ---- against our server ----
+
+
+def test_an_episode_on_our_server_is_the_one_played_in_this_process(babyai):
+    there, here = make_env("openenv", url=babyai), make_env("babyai")
+    assert there.prompt == here.prompt
+    finished = 0
+    for item in (0, 41, 82, 123, 7):
+        assert there.reset(item) == here.reset(item)
+        for _ in range(20):
+            action = here.expert() or "turn left"
+            step = here.step(action)
+            assert there.step(action) == step  # observation, reward, score, done, success ...
+            if step.done:
+                finished += step.success
+                break
+        assert there.step("fly").valid is here.step("fly").valid
+    assert finished >= 3
+    there.close()
+
+
+def test_a_pool_plays_on_our_server_and_reuses_connections(babyai):
+    with EnvPool({"openenv": [babyai]}, options={"openenv": {"prompt": "Win."}}) as pool:
+        for _ in range(3):
+            worker = pool.take("openenv")
+            text, problem = worker.outcome(worker.call(lambda env: env.reset(3)), 30, 30)
+            assert text and not problem
+            assert worker.env.prompt == "Win."
+            pool.give_back("openenv", worker)
+        assert len(pool.workers) == 1
+
+
+def test_a_connection_may_rest_for_longer_than_a_request_may_take(babyai):
+    env = make_env("openenv", url=babyai)
+    env.reset(0)
+    before = env.socket
+    time.sleep(3)
+    env.step("turn left")
+    assert env.socket is before
+    env.close()
+
+
+def test_our_server_says_what_is_wrong_with_a_message_and_plays_on(babyai):
+    with raw(babyai) as ws:
+        wrong = [("no JSON", "INVALID_JSON"), (b"\xff\x00", "INVALID_JSON"),
+                 ("[" * 100_000, "INVALID_JSON"), ([1], "VALIDATION_ERROR"),
+                 ({"type": "reset", "data": 3}, "VALIDATION_ERROR"),
+                 ({"type": "dance"}, "UNKNOWN_TYPE"), ({"type": ["reset"]}, "UNKNOWN_TYPE"),
+                 ({}, "UNKNOWN_TYPE"), ({"type": "step", "data": {}}, "VALIDATION_ERROR"),
+                 ({"type": "step", "data": {"message": 3}}, "VALIDATION_ERROR"),
+                 ({"type": "step", "data": {"message": "turn left"}}, "EXECUTION_ERROR"),
+                 ({"type": "reset", "data": {"seed": "x"}}, "VALIDATION_ERROR"),
+                 ({"type": "reset", "data": {"seed": -1}}, "VALIDATION_ERROR"),
+                 ({"type": "reset", "data": {"seed": True}}, "VALIDATION_ERROR")]
+        for message, code in wrong:
+            reply = ask(ws, message)
+            assert reply["type"] == "error" and reply["data"]["code"] == code, (message, reply)
+        reply = ask(ws, {"type": "reset", "data": {"seed": 17, "episode_id": "mine"}})
+        assert reply["data"]["observation"]["text"] == make_env("babyai").reset(17)
+        assert ask(ws, {"type": "step", "data": {"message": "turn left"}})["data"]["done"] is False
+        state = {"episode_id": "mine", "step_count": 1, "item": "babyai_17"}
+        assert ask(ws, {"type": "state"}) == {"type": "state", "data": state}
+        ws.send('{"type": "close"}')
+        with pytest.raises(ConnectionClosed):
+            ws.recv(timeout=20)
+
+
+def test_a_reset_without_a_seed_takes_a_training_item(babyai):
+    with raw(babyai) as ws:
+        item = ask(ws, {"type": "reset"})["data"]["observation"]["metadata"]["item"]
+    assert item in envs.items("babyai", "train")
+
+
+def test_a_message_of_more_than_a_mebibyte_ends_the_connection(babyai):
+    with raw(babyai) as ws, pytest.raises(ConnectionClosed):
+        ws.send("x" * (2 << 20))
+        ws.recv(timeout=20)
+
+
+def test_our_server_describes_itself(babyai):
+    assert requests.get(f"{babyai}/health").json() == {"status": "healthy"}
+    prompt = make_env("babyai").prompt
+    assert requests.get(f"{babyai}/metadata").json() == {"name": "babyai", "description": prompt}
+    schema = requests.get(f"{babyai}/schema").json()
+    assert schema.keys() == {"action", "observation", "state"}
+    assert schema["action"]["required"] == ["message"]
+
+
+def test_a_full_server_refuses_and_a_closed_episode_makes_room(babyai):
+    players = [make_env("openenv", url=babyai) for _ in range(4)]
+    for env in players[:3]:
+        env.reset(0)
+    with pytest.raises(EnvError, match="all 3 episodes are taken.*lower --slots"):
+        players[3].reset(0)
+    players[0].close()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert players[3].reset(0)
+            break
+        except EnvError:  # the server has not noticed the closing yet
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    for env in players:
+        env.close()
+
+
+def test_a_worlds_fault_crash_and_unknown_item_are_errors_of_one_episode(slow):
+    env, other = make_env("openenv", url=slow), make_env("openenv", url=slow)
+    other.reset(1)
+    with pytest.raises(EnvError, match="no item 13"):
+        env.reset(13)
+    for action, said in (("fault", "EnvError: the world broke"), ("crash", "ZeroDivisionError")):
+        env.reset(0)
+        with pytest.raises(EnvError, match=said):
+            env.step(action)
+        assert other.step("0").observation == "alone"
+    assert env.reset(2).endswith("item 2")
+    env.close()
+    other.close()
+
+
+def test_an_idle_episode_is_closed_and_its_connection_plays_the_next_one(slow):
+    with raw(slow) as ws:
+        ask(ws, {"type": "reset", "data": {"seed": 0}})
+        time.sleep(2.5)
+        assert ask(ws, {"type": "step", "data": {"message": "0"}})["type"] == "error"
+        reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
+        assert reply["data"]["observation"]["text"].endswith("item 5")
+
+
+def test_connections_play_at_the_same_time(slow):
+    players = [make_env("openenv", url=slow) for _ in range(4)]
+    for env in players:
+        env.reset(0)
+    began = time.monotonic()
+    threads = [threading.Thread(target=env.step, args=("1.5",)) for env in players]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began < 4.5  # one after the other: 6 s
+    for env in players:
+        env.close()
+
+
+def test_a_killed_server_is_a_fault_and_a_new_one_is_found_by_the_next_reset():
+    with serving("babyai", "--protocol", "openenv") as (url, process):
+        env = make_env("openenv", url=url)
+        env.reset(0)
+        env.step("turn left")
+        process.kill()
+        process.wait()
+        with pytest.raises(EnvError, match=url):
+            env.step("turn left")
+        with pytest.raises(EnvError, match=url):
+            env.step("turn left")  # never on another episode
+        with pytest.raises(EnvError, match="Refused"):
+            env.reset(0)
+    with serving("babyai", "--protocol", "openenv", "--port", url.split(":")[-1]):
+        assert env.reset(0) == make_env("babyai").reset(0)
+        env.close()
+    env.close()
+
+
+def test_our_server_ends_within_ten_seconds_of_sigterm_with_an_open_connection(tmp_path):
+    with serving("slow", "--protocol", "openenv", folder=tmp_path) as (url, process):
+        with raw(url) as hanging, raw(url) as resting:
+            for ws in (hanging, resting):
+                ask(ws, {"type": "reset", "data": {"seed": 0}})
+            hanging.send('{"type": "step", "data": {"message": "60"}}')
+            time.sleep(0.5)
+            process.terminate()
+            assert process.wait(timeout=10) == 0
+
+
+# ---- against servers that do everything wrong ----
+
+
+def reply_with(**data):
+    return {"type": "observation", "data": data}
+
+
+@pytest.mark.parametrize("reply, reason", [
+    ("<html>", "no JSON"), ("[" * 100_000, "no JSON"), ("[]", "no data"),
+    ({"type": "observation"}, "no data"), ({"data": None}, "no data"),
+    (reply_with(observation="text", reward=0, done=False), "no observation"),
+    (reply_with(observation={}, reward="1", done=False), "no observation"),
+    (reply_with(observation={}, reward=float("nan"), done=False), "no observation"),
+    (reply_with(observation={}, reward=1e300, done=False), "no observation"),
+    (reply_with(observation={}, reward=0), "no observation"),
+    ({"type": "error", "data": {"message": "broke", "code": "EXECUTION_ERROR"}}, "broke"),
+    ({"type": "error", "data": {}}, "()"), (None, "ConnectionClosed"),
+])
+@pytest.mark.parametrize("kind", ["reset", "step"])
+def test_a_bad_reply_is_a_fault_that_names_the_server(kind, reply, reason):
+    with stand_in(lambda message: reply if message["type"] == kind else healthy(message)) as url:
+        env = make_env("openenv", url=url)
+        with pytest.raises(EnvError) as error:
+            env.reset(0)
+            env.step("on")
+        assert reason in str(error.value) and url.replace("ws", "http") in str(error.value)
+        with pytest.raises(EnvError):
+            env.step("on")  # a late reply must not be taken for this one's
+        env.close()
+
+
+def test_a_server_that_does_not_answer_is_a_fault_after_the_timeout():
+    release = threading.Event()
+
+    def answer(message):
+        if message["type"] == "step":
+            release.wait(20)
+        return healthy(message)
+
+    with stand_in(answer) as url:
+        env = make_env("openenv", url=url, timeout="0.5")
+        env.reset(0)
+        began = time.monotonic()
+        with pytest.raises(EnvError, match="no reply to step within 0.5 s"):
+            env.step("on")
+        assert time.monotonic() - began < 5
+        release.set()
+
+
+def test_a_connection_lost_between_two_episodes_is_made_anew_and_in_one_is_a_fault():
+    seen = []
+
+    def answer(message):
+        seen.append(message["type"])
+        return None if message["type"] == "state" else healthy(message)
+
+    with stand_in(answer) as url:
+        env = make_env("openenv", url=url)
+        assert env.reset(1) == "seed 1"
+        env.socket.send('{"type": "state"}')  # the server breaks the connection off
+        assert env.reset(2) == "seed 2"
+        env.socket.send('{"type": "state"}')
+        with pytest.raises(EnvError):
+            env.step("on")
+        assert "step" not in seen
+        env.close()
+
+
+def test_an_action_that_the_schema_refuses_is_invalid_and_the_episode_goes_on():
+    def answer(message):
+        if message["type"] == "step" and message["data"]["move"] == "fly":
+            errors = [{"msg": "Input should be 'on' or 'end'"}]
+            data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
+            return {"type": "error", "data": data}
+        return healthy(message)
+
+    with stand_in(answer) as url:
+        env = make_env("openenv", url=url)
+        env.reset(0)
+        step = env.step("fly")
+        assert not step.valid and step.reward == 0 and not step.done
+        assert "Input should be 'on' or 'end'" in step.observation
+        assert env.step("end").done
+        env.close()
+
+
+# ---- what an action and an observation are ----
+
+
+def played(schema, text, **options):
+    """-> (the Step of this text, the action that the server got)."""
+    got = []
+
+    def answer(message):
+        if message["type"] == "step":
+            got.append(message["data"])
+        return healthy(message)
+
+    with stand_in(answer, schema) as url:
+        env = make_env("openenv", url=url, **options)
+        env.reset(0)
+        step = env.step(text)
+        env.close()
+    return step, got[0] if got else None
+
+
+def fields(**properties):
+    return {"action": {"properties": properties | {"metadata": {}}}}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+CALL = '{"type":"call_tool","tool_name":"guess","arguments":{"word":"$"}}'
+
+
+@pytest.mark.parametrize("schema, options, text, action", [
+    (fields(move=TEXT), {}, "3", {"move": "3"}),
+    (fields(move=NUMBER), {}, "3", {"move": 3}),
+    (fields(move={"anyOf": [NUMBER, {"type": "null"}]}), {}, "3", {"move": 3}),
+    (fields(move={"anyOf": [NUMBER, TEXT]}), {}, "up", {"move": "up"}),
+    (fields(move={"$ref": "#/$defs/Move"}), {}, "UP", {"move": "UP"}),
+    (fields(a=TEXT, b=NUMBER), {"action": "b"}, "3", {"b": 3}),
+    ({}, {"action": "b"}, "3", {"b": "3"}),
+    (fields(a=TEXT, b=NUMBER), {"action": "json"}, '{"a": "x", "b": 1}', {"a": "x", "b": 1}),
+    (fields(), {"action": CALL}, "crane",
+     {"type": "call_tool", "tool_name": "guess", "arguments": {"word": "crane"}}),
+])
+def test_the_agents_text_becomes_the_servers_action(schema, options, text, action):
+    assert played(schema, text, **options)[1] == action
+
+
+@pytest.mark.parametrize("schema, options, text", [
+    (fields(move=NUMBER), {}, "left"), (fields(a=TEXT, b=TEXT), {"action": "json"}, "left"),
+    (fields(a=TEXT, b=TEXT), {"action": "json"}, "[1]"),
+])
+def test_a_text_that_is_no_such_action_is_invalid_and_never_sent(schema, options, text):
+    step, sent = played(schema, text, **options)
+    assert not step.valid and sent is None and "cannot be read" in step.observation
+
+
+@pytest.mark.parametrize("paths, text", [
+    ([], 'place: a room\nlog: [{"say": "hi", "to": 1}, {"say": "ho"}]\nleft: 0'),
+    (["place"], "a room"), (["left", "place"], "0\na room"), (["log.say"], "hi\nho"),
+    (["nothing"], ""), (["place.deeper"], ""),
+])
+def test_the_agent_reads_the_chosen_fields_of_an_observation(paths, text):
+    observation = {"place": "a room", "log": [{"say": "hi", "to": 1}, {"say": "ho"}], "left": 0,
+                   "empty": None, "reward": 0.5, "done": False, "metadata": {"secret": 1}}
+    assert openenv.text_of(observation, paths) == text
+
+
+@pytest.mark.parametrize("options, success", [
+    ({}, False), ({"success": "0.25"}, True), ({"success": 0}, True), ({"success": "0.3"}, False),
+])
+def test_an_episode_that_ends_with_enough_reward_is_a_success(options, success):
+    step, _ = played(SCHEMA, "end", **options)
+    assert (step.done, step.success, step.reward, step.score) == (True, success, 0.25, 0.25)
+    assert played(SCHEMA, "on", success=0)[0].success is False  # not ended
+
+
+def test_what_reset_gets_besides_the_seed_is_an_argument():
+    got = []
+
+    def answer(message):
+        got.append(message["data"])
+        return healthy(message)
+
+    with stand_in(answer) as url:
+        env = make_env("openenv", url=url, reset='{"size":5}')
+        env.reset(3)
+        env.close()
+    assert got == [{"size": 5, "seed": 3}]
+
+
+def test_the_instructions_are_the_servers_description_a_text_or_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Take one step at a time.")
+    with stand_in(healthy, described="Find the way.") as url:
+        prompts = {option: make_env("openenv", url=url, prompt=option).prompt
+                   for option in ("", "Walk. " * 1000, str(tmp_path / "prompt.txt"))}
+    assert list(prompts.values()) == ["Find the way.", "Walk. " * 1000, "Take one step at a time."]
+
+
+# ---- bad usage ----
+
+
+def evaluation(*flags):
+    return run_script("eval.py", "--env", "openenv", "--model", "tiny", "--items", "2",
+                      "--horizon", "2", *flags)
+
+
+def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
+    with stand_in(healthy, fields(a=TEXT, b=TEXT)) as url, socket.create_server(("", 0)) as silent:
+        wrong = [
+            ((), "give --env_url"),
+            (("--env_url", f"http://127.0.0.1:{free_port()}"), "no OpenEnv server answers"),
+            (("--env_url", f"ws://127.0.0.1:{silent.getsockname()[1]}"), "ReadTimeout"),
+            (("--env_url", "nonsense"), "no OpenEnv server answers at nonsense"),
+            (("--env_url", url), "has a, b: say what the agent's text is"),
+            (("--env_url", url, "--env_args", "openenv.action=c"), "have the fields a, b"),
+            (("--env_url", url, "--env_args", "openenv.action={"), "is no JSON"),
+            (("--env_url", url, "--env_args", "openenv.colour=c"), "no argument 'colour'"),
+            (("--env_url", url, "--env_args", "openenv.action=a openenv.success=x"), "could not"),
+            (("--env_url", url, "--env_args", "openenv.action=a openenv.reset=x"), "openenv.reset"),
+            (("--env_url", url, "--env_args", "openenv.action=a", "--data", str(tmp_path)),
+             "no items"),
+        ]
+        for flags, reason in wrong:
+            done = evaluation(*flags)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1, (flags, done.stderr)
+            assert reason in done.stderr, (flags, done.stderr)
+
+
+def test_the_model_is_evaluated_on_a_server(tmp_path):
+    out = tmp_path / "out.json"
+    with stand_in(healthy) as url:
+        done = evaluation("--env_url", url, "--out", str(out), "--action_format", "plain")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert (result["env_error"], result["turns"], result["score"]) == (0.0, 2.0, 0.5)
+
+
+def test_the_observation_fields_are_checked_when_the_server_describes_them():
+    schema = SCHEMA | {"observation": {"properties": {"place": TEXT}}}
+    with stand_in(healthy, schema) as url:
+        make_env("openenv", url=url, observation="place")
+        with pytest.raises(ValueError, match="have the fields place"):
+            make_env("openenv", url=url, observation="text")
