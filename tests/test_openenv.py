@@ -12,7 +12,7 @@ from conftest import run_script
 from test_protocol import free_port, serving
 
 import envs
-from envs import EnvError, EnvPool, make_env
+from envs import EnvError, EnvPool, Step, make_env
 from worlds import openenv
 
 pytest.importorskip("uvicorn")
@@ -209,7 +209,7 @@ def test_a_worlds_fault_crash_and_unknown_item_are_errors_of_one_episode(slow):
         env.reset(0)
         with pytest.raises(EnvError, match=said):
             env.step(action)
-        assert other.step("0").observation == "alone"
+        assert other.step("0") == Step("alone", 0.25, 0.5)
     assert env.reset(2).endswith("item 2")
     env.close()
     other.close()
@@ -426,6 +426,12 @@ def test_an_episode_that_ends_with_enough_reward_is_a_success(options, success):
     step, _ = played(SCHEMA, "end", **options)
     assert (step.done, step.success, step.reward, step.score) == (True, success, 0.25, 0.25)
     assert played(SCHEMA, "on", success=0)[0].success is False  # not ended
+
+
+def test_whether_the_whole_reply_is_sent_is_an_argument():
+    with stand_in(healthy) as url:
+        whole = [make_env("openenv", url=url, whole_reply=flag).whole_reply for flag in (0, 1)]
+    assert whole == [False, True]
 
 
 def test_what_reset_gets_besides_the_seed_is_an_argument():
