@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -102,6 +103,8 @@ def test_an_episode_on_our_server_is_the_one_played_in_this_process(babyai):
     finished = 0
     for item in (0, 41, 82, 123, 7):
         assert there.reset(item) == here.reset(item)
+        step = here.step("fly")
+        assert there.step("fly") == step and not step.valid
         for _ in range(20):
             action = here.expert() or "turn left"
             step = here.step(action)
@@ -109,7 +112,6 @@ def test_an_episode_on_our_server_is_the_one_played_in_this_process(babyai):
             if step.done:
                 finished += step.success
                 break
-        assert there.step("fly").valid is here.step("fly").valid
     assert finished >= 3
     there.close()
 
@@ -179,6 +181,7 @@ def test_our_server_describes_itself(babyai):
     schema = requests.get(f"{babyai}/schema").json()
     assert schema.keys() == {"action", "observation", "state"}
     assert schema["action"]["required"] == ["message"]
+    assert schema["action"]["description"] == prompt
 
 
 def test_a_full_server_refuses_and_a_closed_episode_makes_room(babyai):
@@ -219,6 +222,9 @@ def test_an_idle_episode_is_closed_and_its_connection_plays_the_next_one(slow):
     with raw(slow) as ws:
         ask(ws, {"type": "reset", "data": {"seed": 0}})
         time.sleep(2.5)
+        reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
+        assert reply["data"]["observation"]["text"].endswith("item 5")
+        time.sleep(2.5)
         assert ask(ws, {"type": "step", "data": {"message": "0"}})["type"] == "error"
         reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
         assert reply["data"]["observation"]["text"].endswith("item 5")
@@ -229,12 +235,10 @@ def test_connections_play_at_the_same_time(slow):
     for env in players:
         env.reset(0)
     began = time.monotonic()
-    threads = [threading.Thread(target=env.step, args=("1.5",)) for env in players]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        steps = list(threads.map(lambda env: env.step("1.5"), players))
     assert time.monotonic() - began < 4.5  # one after the other: 6 s
+    assert [step.observation for step in steps] == ["alone"] * 4
     for env in players:
         env.close()
 

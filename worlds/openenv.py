@@ -463,6 +463,8 @@ def build_app(store: "EpisodeStore", max_threads: int) -> "FastAPI":
 
     app = FastAPI()
     prompt = store.free_envs[0].prompt
+    # Clients that show the agent the schema alone show it the instructions so.
+    described = SCHEMA | {"action": SCHEMA["action"] | {"description": prompt}}
     threads = CapacityLimiter(max_threads)
 
     @app.get("/health")
@@ -475,7 +477,7 @@ def build_app(store: "EpisodeStore", max_threads: int) -> "FastAPI":
 
     @app.get("/schema")
     def schema():
-        return SCHEMA
+        return described
 
     @app.websocket("/ws")
     async def play(socket: WebSocket):
