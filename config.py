@@ -45,6 +45,7 @@ PUBLISHED_HORIZONS = {  # AgentGym-RL's, for real models
     "sciworld": HorizonPreset((10, 20, 30), 100, 30),
     "searchqa": HorizonPreset((5, 8, 10), 100, 30),
     "webarena": HorizonPreset((8, 12, 15), 80, 15),
+    "textworld": HorizonPreset((5, 10, 15), 100, 15),  # not among AgentGym-RL's worlds
 }
 TINY_HORIZONS = {  # for the built-in tiny model
     "babyai": HorizonPreset((3, 4), 30, 4),
@@ -52,6 +53,7 @@ TINY_HORIZONS = {  # for the built-in tiny model
     "sciworld": HorizonPreset((4, 6), 20, 6),
     "searchqa": HorizonPreset((2, 3, 4), 30, 4),
     "webarena": HorizonPreset((3, 5, 8), 30, 8),
+    "textworld": HorizonPreset((4, 8), 20, 8),
 }
 TINY = dict(
     steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3,

@@ -101,6 +101,7 @@ WORLDS = {  # name -> "module:class"
     "sciworld": "worlds.sciworld:SciWorld",
     "searchqa": "worlds.searchqa:SearchQA",
     "webarena": "worlds.webarena.env:WebArena",
+    "textworld": "worlds.textworld:TextWorld",
 }
 # Worlds on servers of another protocol than AgentGym's: name -> "module:class". The class takes the
 # address and the arguments in --env_args.

