@@ -5,7 +5,7 @@
 FOLDER: item sets other than those in data/.
 
 uniform: any of the valid actions, in worlds that list them.
-imitated: the random policy that the built-in model was trained to imitate.
+imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
 expert: `Env.expert`, in worlds that have one. It gives up where it sees no way on.
 """
 
@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import envs  # noqa: E402
 from config import TINY_HORIZONS  # noqa: E402
 from eval import bootstrap  # noqa: E402
-from make_tiny import draw, random_policy, world  # noqa: E402
+from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 
 
 def main(name, episodes=1, horizon=None, data=None):
@@ -49,6 +49,8 @@ def measure(name, episodes=1, horizon=None, data=None):
     policies = {"uniform": uniform, "imitated": imitated, "expert": expert}
     if not hasattr(env, "valid_actions"):  # SearchQA and WebArena list no valid actions
         del policies["uniform"]
+    if name not in SLIPS:  # the built-in model was not trained on this world
+        del policies["imitated"]
     if type(env).expert is envs.Env.expert:
         del policies["expert"]
     found = {}
