@@ -6,10 +6,9 @@ wrapping a package: it says which episode an item is, and turns the package's re
 Each game has 3,000 items, numbered through in the order of `GAMES` (see `game_of`). An item is the
 same game on every machine. Its size is small (`GAMES`), or the package's own default (`size`).
 
-One JVM plays all episodes of this process. What games share there, each one gets anew while a lock
-is held (see `JVM.new_game`):
-* All sorting games of one problem have the same objects: one game takes them out of the others.
-* The arithmetic game draws from Java's global random numbers, whatever its seed.
+One JVM plays all episodes of this process. In the package all sorting games of one problem share
+their objects, so that what one game takes away is missing in the others. Here each game gets
+objects of its own (`JVM._renew_problem`). The other games share nothing.
 
 These things differ from the package's wrapper on purpose:
 * Score and reward are between 0 and 1. A failure, which has the score -1 there, has the score 0.
@@ -77,11 +76,6 @@ def game_of(item: int) -> tuple[str, str, int]:
 DEADLINE = 30.0  # seconds that a call may take before the JVM is given up
 
 
-def _singleton(package, name):
-    """The one instance of a Scala object."""
-    return getattr(getattr(package, f"{name}$"), "MODULE$")
-
-
 class JVM:
     """A Java process, and the generators of games in it."""
 
@@ -91,7 +85,7 @@ class JVM:
         except (OSError, Py4JError, ValueError) as e:
             raise EnvError(f"textworld: Java does not start: {e}") from e
         self.classes = self.gateway.jvm.textworldexpress
-        self.lock = threading.Lock()  # for the generators and Java's global random numbers
+        self.lock = threading.Lock()  # held while a game is made
         self.generators = {}  # (game, parameters) -> its generator, which takes long to make
 
     @contextmanager
@@ -120,13 +114,12 @@ class JVM:
             getattr(world, "gameGenerator_$eq")(self.generators[key])
             if game == "sorting":
                 self._renew_problem(fold, seed)
-            _singleton(self.gateway.jvm.scala.util, "Random").self().setSeed(seed)
             return world, json.loads(world.generateNewGameJSON(seed, fold, False))
 
     def _renew_problem(self, fold, seed):
         """Give the problem of a sorting game objects that no other game has."""
-        generator = _singleton(self.classes.data, "SortingProblemGenerator")
-        problems = getattr(generator, f"{fold}Set")()
+        generator = getattr(self.classes.data, "SortingProblemGenerator$")
+        problems = getattr(getattr(generator, "MODULE$"), f"{fold}Set")()
         place = seed % len(problems)
         field = problems[place].getClass().getDeclaredField("inputItems")
         field.setAccessible(True)
