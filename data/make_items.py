@@ -1,5 +1,5 @@
 """The item sets: `python data/make_items.py` writes data/AgentItemId and data/AgentEval, and
-data/rooms, data/levels and data/crafts for `--data FOLDER`.
+data/rooms, data/levels, data/crafts and data/coin for `--data FOLDER`.
 
 It takes minutes and needs Java. `--check` plays BabyAI's held-out items with policies that cannot
 read (minutes). `--searchqa` prints how SearchQA's questions lead to its articles (seconds).
@@ -18,6 +18,8 @@ SciWorld: of each of the 30 tasks up to 8 of the package's test variations are h
     40 of its training variations are trained on.
 WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
 OpenEnv: the items are seeds, 0 to 999 for training and 1,000 to 1,199 held out.
+TextWorld: of each game the first 100 seeds of the package's training fold are trained on, and the
+    first 25 of its test fold are held out. data/coin: 800 and 200 of the coin game alone.
 SearchQA: four worlds are trained on. The held-out questions are of two other worlds, in words that
     no training world uses.
 """
@@ -330,6 +332,7 @@ def make_all():
     write_set("rooms", "babyai", *babyai_rooms())
     write_set("levels", "babyai", *babyai(ALL_LEVELS))
     write_set("crafts", "textcraft", *textcraft(ALL_DEPTHS))
+    write_set("coin", "textworld", *textworld(["coin"], 200, 800))
 
 
 def write_set(folder, env, train, test):
