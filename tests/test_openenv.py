@@ -15,6 +15,7 @@ from test_protocol import free_port, serving
 import envs
 from envs import EnvError, EnvPool, Step, make_env
 from worlds import openenv
+from worlds import serve as worlds_serve
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("websockets")
@@ -488,6 +489,15 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
             done = evaluation(*flags)
             assert done.returncode == 2 and done.stderr.count("\n") == 1, (flags, done.stderr)
             assert reason in done.stderr, (flags, done.stderr)
+
+
+def test_without_websockets_one_line_says_what_to_install(monkeypatch, capsys):
+    missing = ModuleNotFoundError("No module named 'websockets'", name="websockets")
+    monkeypatch.setattr(openenv, "missing_package", missing)
+    with pytest.raises(ValueError, match=r"needs the package 'websockets': pip.*\[openenv\]"):
+        make_env("openenv", url="http://127.0.0.1:9")
+    assert worlds_serve.main(["serve", "--protocol", "openenv", "--port", "0"]) == 2
+    assert "websockets" in capsys.readouterr().err
 
 
 def test_the_model_is_evaluated_on_a_server(tmp_path):
