@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from argparse import RawDescriptionHelpFormatter
+from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -217,10 +217,11 @@ def fraction(name: str, value: float) -> None:
 
 
 def one_of(*choices: str) -> Callable[[str, str], None]:
-    """-> the rule that the value is one of `choices`."""
+    """-> the rule that the value is one of `choices`, which --help shows."""
     def rule(name: str, value: str) -> None:
         if value not in choices:
             raise ValueError(f"unknown --{name} '{value}'; choose from {', '.join(choices)}")
+    rule.choices = choices
     return rule
 
 
@@ -243,12 +244,20 @@ def check_ranges(cfg: object) -> None:
 # ---- the flags ----
 
 
+_headings = [""]  # the last one is that of the flags that are being defined
+
+
+def flags_of(heading: str) -> None:
+    """The flags that follow in the body of a dataclass stand below this heading in --help."""
+    _headings.append(heading)
+
+
 def arg(default: object, help: str) -> Any:
     """A flag: a field of a dataclass with its line of --help, which shows a default other than
     None, False or ""."""
     if default is not None and default is not False and default != "":
         help += f" (default: {default})"
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "heading": _headings[-1]})
 
 
 @dataclass
@@ -273,6 +282,7 @@ EVAL_ITEMS = 64  # of --eval_every
 class RunConfig:
     """The flags that train.py and sft.py share."""
 
+    flags_of("run")
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; several with weights: "
                              "babyai:2,textcraft:1")
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
@@ -289,7 +299,7 @@ class RunConfig:
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
 
-    # Trajectories.
+    flags_of("trajectories")
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
@@ -311,7 +321,7 @@ class RunConfig:
     graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
                              "eagerly, more slowly")
 
-    # Optimization.
+    flags_of("optimization")
     lr: Annotated[float | None, positive] = arg(None, "AdamW's learning rate")
     lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
         "constant", "constant | cosine (to a tenth, over all steps), after the warm-up")
@@ -320,7 +330,7 @@ class RunConfig:
             "mostly noise)")
     max_grad_norm: Annotated[float, positive] = arg(1.0, "gradients are clipped to this norm")
 
-    # Memory and precision.
+    flags_of("memory and precision")
     microbatch_tokens: Annotated[int | None, positive] = arg(
         None, "positions in one forward and backward pass")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(
@@ -335,7 +345,7 @@ class RunConfig:
     offload: bool = arg(
         False, "with --shard: keep the shares in the CPU's memory and update them there")
 
-    # Evaluating, saving, reporting.
+    flags_of("evaluating, saving, reporting")
     eval_every: Annotated[int, not_negative] = arg(
         0, f"steps between evaluations on the first {EVAL_ITEMS} held-out items of each world; "
            "0: none")
@@ -353,6 +363,7 @@ class RunConfig:
 class Config(RunConfig):
     """The flags of train.py."""
 
+    flags_of("run")
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
                              f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
                              "weights: babyai:2,textcraft:1")
@@ -362,7 +373,7 @@ class Config(RunConfig):
         "", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on instead of in "
             "this process; of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
 
-    # How much is played and trained.
+    flags_of("how much is played and trained")
     steps: Annotated[int | None, positive] = arg(None, "training steps")
     items_per_step: Annotated[int | None, positive] = arg(
         None, "different items a step; a mixture's default is as many for each world as it has "
@@ -372,7 +383,7 @@ class Config(RunConfig):
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
     epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
 
-    # The horizon.
+    flags_of("horizon")
     horizon_steps: int | None = arg(
         None, "training steps a stage lasts; adaptive: it compares the mean success of two "
               "windows of half as many steps")
@@ -380,7 +391,7 @@ class Config(RunConfig):
         "scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends "
                          "when success levels off)")
 
-    # Rollouts.
+    flags_of("trajectories")
     temperature: Annotated[float, positive] = arg(1.0, "of sampling")
     top_p: Annotated[float, fraction] = arg(
         1.0, "nucleus sampling; truncation makes training off-policy")
@@ -401,7 +412,7 @@ class Config(RunConfig):
     reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
                                "episode, which is then tried again")
 
-    # Rewards.
+    flags_of("rewards")
     invalid_penalty: Annotated[float | None, not_negative] = arg(
         None, "subtracted from the reward of a turn with an invalid action")
     turn_cost: Annotated[float, not_negative] = arg(0.0, "taken off the reward of every turn")
@@ -409,7 +420,7 @@ class Config(RunConfig):
         "none", "none | potential: pay progress as it comes, take it back at the end | "
                 "progress: pay for it (textcraft, sciworld)")
 
-    # Optimization.
+    flags_of("optimization")
     critic_lr: Annotated[float | None, positive] = arg(
         None, "AdamW's learning rate for PPO's critic")
     gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
@@ -429,7 +440,7 @@ class Config(RunConfig):
     aggregation: Annotated[str, one_of("token", "sequence")] = arg(
         "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
 
-    # Stopping.
+    flags_of("stopping")
     min_entropy: Annotated[float, not_negative] = arg(
         1e-4, "stop when the policy's entropy, nats a token, falls below this")
     max_kl: Annotated[float, not_negative] = arg(
@@ -448,17 +459,41 @@ MAY_CHANGE = {
 # ---- reading a command line ----
 
 
+def shown_values(hint: Any) -> str:
+    """What --help shows as the values of a flag with this type: its choices, or their kind."""
+    for rule in getattr(hint, "__metadata__", ()):
+        if hasattr(rule, "choices"):
+            return "|".join(rule.choices)
+    for kind, shown in (("bool", "true|false"), ("int", "N"), ("float", "X")):
+        if kind in str(hint):
+            return shown
+    return "TEXT"
+
+
 class Parser(HfArgumentParser):
     """An ArgumentParser over a dataclass's fields that raises ValueError instead of leaving the
-    process."""
+    process. Its --help has the flags in groups."""
 
-    def __init__(self, *args: Any, **kw: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kw)
+    def __init__(self, config_class: type, program: str, **kw: Any) -> None:
+        self.groups = {}  # heading -> the group of its flags
+        self.types = get_type_hints(config_class, include_extras=True)
+        super().__init__(config_class, allow_abbrev=False, usage=f"{program} [--FLAG VALUE] ...",
+                         **kw)
         self.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
-        for action in self._actions:  # HfArgumentParser gives --no_FLAG the help of --FLAG
-            name = action.option_strings[0]
-            if name.startswith("--no_"):
-                action.help = f"the same as --{name.removeprefix('--no_')} false"
+
+    def add_argument(self, *names: str, heading: str = "", **kw: Any) -> Action:
+        """HfArgumentParser calls it for each field, with the field's metadata."""
+        if not heading:
+            return super().add_argument(*names, **kw)
+        if heading not in self.groups:
+            self.groups[heading] = self.add_argument_group(heading)
+        action = self.groups[heading].add_argument(*names, **kw)
+        if names[0].startswith("--no_"):  # HfArgumentParser gives it the help of --FLAG
+            action.help = f"the same as --{names[0].removeprefix('--no_')} false"
+        else:
+            action.option_strings = [names[0]]  # --max-tokens is accepted, and not shown
+            action.metavar = shown_values(self.types[action.dest])
+        return action
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -468,7 +503,7 @@ def read_flags(config_class: type, argv: list[str] | None, program: str, descrip
                epilog: str) -> Any:
     """argv (default: sys.argv) -> an instance of `config_class`. Raises ValueError for an unknown
     flag."""
-    parser = Parser(config_class, description=description, epilog=epilog)
+    parser = Parser(config_class, program, description=description, epilog=epilog)
     cfg, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python {program} --help lists all")

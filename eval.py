@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import arg, below_one, chat_arguments, check_ranges, fraction, merge_env_args, mixture
-from config import not_negative, one_of, positive, presets, read_flags, read_prompts, run_of
-from config import servers
+from config import arg, below_one, chat_arguments, check_ranges, flags_of, fraction
+from config import merge_env_args, mixture, not_negative, one_of, positive, presets, read_flags
+from config import read_prompts, run_of, servers
 import numpy as np
 import requests
 import torch
@@ -54,6 +54,9 @@ from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 
 @dataclass
 class EvalConfig:
+    """The flags of eval.py."""
+
+    flags_of("what is evaluated")
     env: str | None = arg(None, f"world: {', '.join(envs.WORLDS)}; default: the run's, else babyai")
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
                              "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
@@ -79,6 +82,7 @@ class EvalConfig:
                        "FILE.part, by the same command")
     trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put "
                                 "into its name")
+    flags_of("trajectories")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
     temperature: Annotated[float, not_negative] = arg(
         1.0, "of sampling; 0 takes the likeliest token")
@@ -99,6 +103,7 @@ class EvalConfig:
                                      "episodes; default: the run's")
     env_args: str | None = arg(None, "keyword arguments of the world in this process: "
                                      "searchqa.topk=5; default: the run's")
+    flags_of("how it is computed")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(None, "float32 | bfloat16")
     slots: Annotated[int | None, positive] = arg(
         None, "trajectories played at a time; 32 at most on a server's model")

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Annotated
 
 # config comes before torch: it sets how idle threads wait.
-from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, items_per_world
-from config import mixture, not_negative, one_of, positive, preset_tables, read_flags
+from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, flags_of
+from config import items_per_world, mixture, not_negative, one_of, positive, preset_tables
+from config import read_flags
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from update import Batch, collate, map_rows, optimizer_step
 class SFTConfig(RunConfig):
     """The flags of sft.py."""
 
+    flags_of("what is learnt")
     demos: Annotated[int, not_negative] = arg(
         0, "successful trajectories that the worlds' experts play on training items; several "
            "worlds share them by their weights")

@@ -33,6 +33,7 @@ from envs import EnvError, EnvPool, Step, make_env
 from rollout import rollout
 from worlds import agentgym, sciworld, serve, textcraft
 from worlds.agentgym import RemoteEnv
+from worlds.jvm import java
 
 pytest.importorskip("uvicorn")
 GO = "Your goal: go"  # a first observation of babyai
@@ -338,7 +339,8 @@ def test_babyais_picture_is_the_frame_that_minigrid_draws(servers):
 
 def test_sciworlds_hints_are_those_of_its_package():
     package = pytest.importorskip("scienceworld")
-    os.environ["PATH"] = f"{Path(sciworld.java()).parent}:{os.environ['PATH']}"
+    folder = Path(java("sciworld")).parent
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     theirs = package.ScienceWorldEnv()
     task, variation = sciworld.task_of(8)
     theirs.load(task, variation)

@@ -15,20 +15,19 @@ AgentGym; on any other address they are random, so that no client plays another'
 import argparse
 import asyncio
 import base64
+import io
 import ipaddress
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import numpy as np
+from matplotlib.image import imsave
 
 from envs import WORLDS, CommandParser, Env, EnvError, env_options, make_env
 from worlds import openenv
@@ -342,22 +341,12 @@ def build_app(store: EpisodeStore) -> "FastAPI":
         def render(body: IdBody):
             with store.use(getattr(body, id_key)) as episode:
                 level = episode.env.env
-                picture = png(level.get_frame(level.highlight, level.tile_size))
-            return "data:image/png;base64," + base64.b64encode(picture).decode()
+                picture = io.BytesIO()
+                pixels = level.get_frame(level.highlight, level.tile_size)
+                imsave(picture, pixels, format="png")
+            return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
     return app
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """Encode a picture, uint8 of shape (height, width, 3), as a PNG file (RFC 2083)."""
-    height, width, _ = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a colour, RGB
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # 0: the row is not filtered
-    file = b"\x89PNG\r\n\x1a\n"
-    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
-        checksum = struct.pack(">I", zlib.crc32(kind + data))
-        file += struct.pack(">I", len(data)) + kind + data + checksum
-    return file
 
 
 def limit_bodies(app: "FastAPI") -> Any:
