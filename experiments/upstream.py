@@ -4,7 +4,8 @@
 
 AGENTGYM: a checkout of https://github.com/WooooDyy/AgentGym with its submodule (maze and wordle
 need it). PYTHON: the interpreter of a virtual environment with the servers' packages;
-docs/worlds.md lists them.
+docs/worlds.md lists them. --train: instead of comparing, evaluate the built-in model on each of the
+servers and train it there for two steps.
 
 Each server of AgentGym is started. A scripted policy plays each episode twice on it: through
 `worlds.agentgym.RemoteEnv`, and through the class for that world in the package agentenv. Then the
@@ -37,7 +38,7 @@ import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import WORLDS, EnvError, make_env  # noqa: E402
+from envs import DATA_NAMES, WORLDS, EnvError, make_env  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- the servers ----
@@ -489,6 +490,38 @@ def our_server(world, args):
 EXPLAINED: dict[tuple[str, str], str] = {}  # (world, who meets whom) -> why there are differences
 
 
+def train_on(world, args):
+    """The built-in model on AgentGym's server: 8 items evaluated, two steps of 4 items x 4 -> a row
+    of the second table."""
+    with running(world, args) as url, tempfile.TemporaryDirectory() as folder:
+        items = [{"item_id": f"{DATA_NAMES.get(world, world)}_{n}"}
+                 for n in sorted(set(items_of(world, 8)))]
+        for path in (f"AgentItemId/{world}_train.json", f"AgentEval/{world}/{world}_test.json"):
+            file = Path(folder, path)
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(items))
+        flags = ["--env", world, "--env_url", url, "--data", folder, "--max_length", "8192",
+                 "--slots", "4", "--horizon", "4"]
+        run_script("eval.py", *flags, "--samples", "1", "--out", f"{folder}/eval.json")
+        result = json.loads(Path(f"{folder}/eval.json").read_text())
+        run_script("train.py", *flags, "--horizon_schedule", "fixed", "--steps", "2",
+                   "--items_per_step", "4", "--rollouts_per_item", "4", "--minibatches", "1",
+                   "--out", f"{folder}/run")
+        rows = [json.loads(line)
+                for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
+    steps = " and ".join(f"{row['turns']:.1f} turns, valid {row['valid_actions']:.2f}, "
+                         f"env_error {row['env_error']:.2f}" for row in rows)
+    return (f"| {world} | {len(items)} items, turns {result['turns']:.1f}, env_error "
+            f"{result['env_error']:.2f} | {steps} |")
+
+
+def run_script(script, *flags):
+    command = [sys.executable, script, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise EnvError(f"{script}: {done.stderr.strip().splitlines()[-1]}")
+
+
 def main(argv=None):
     """The command: prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -496,12 +529,21 @@ def main(argv=None):
     parser.add_argument("python")
     parser.add_argument("--worlds", default=",".join(SERVERS))
     parser.add_argument("--episodes", type=int, default=12)
+    parser.add_argument("--train", action="store_true")
     args = parser.parse_args(argv)
     args.agentgym = args.agentgym.resolve()
     if not (args.agentgym / "agentenv/agentenv/envs").is_dir():
         print(f"upstream.py: {args.agentgym} is no checkout of AgentGym", file=sys.stderr)
         return 2
     not_started = []
+    if args.train:
+        print("| world | eval.py | train.py, two steps |\n|---|---|---|")
+        for world in args.worlds.split(","):
+            try:
+                print(train_on(world, args), flush=True)
+            except (NotStarted, EnvError) as e:
+                not_started.append((world, "training", str(e)))
+        return report_missing(not_started)
     print("| world | who meets whom | episodes | comparisons | differences |")
     print("|---|---|---|---|---|")
     for world in args.worlds.split(","):
@@ -512,6 +554,10 @@ def main(argv=None):
                 print_row(measure(world, args))
             except (NotStarted, EnvError, ValueError) as e:
                 not_started.append((world, measure.__name__, str(e)))
+    return report_missing(not_started)
+
+
+def report_missing(not_started):
     for world, how, why in not_started:
         print(f"\n{world} ({how.replace('_', ' ')}) was not played: {why[:300]}")
     return 0
