@@ -77,6 +77,7 @@ WORLD_TINY = {  # a world's own defaults win over TINY
     # slow.
     "sciworld": dict(steps=40, slots=32),
     "searchqa": dict(action_format="tags", steps=300),
+    "textworld": dict(steps=40, items_per_step=8),
     # Each slot is a browser window. A low window gives short pages.
     "webarena": dict(action_format="backticks", items_per_step=8, rollouts_per_item=8, slots=32,
                      max_length=12288, env_args="webarena.height=240"),
