@@ -19,7 +19,7 @@ from worlds import serve as worlds_serve
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("websockets")
-from websockets.exceptions import ConnectionClosed  # noqa: E402
+from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 from websockets.sync.server import serve as serve_sockets  # noqa: E402
 
@@ -173,6 +173,11 @@ def test_a_message_of_more_than_a_mebibyte_ends_the_connection(babyai):
     with raw(babyai) as ws, pytest.raises(ConnectionClosed):
         ws.send("x" * (2 << 20))
         ws.recv(timeout=20)
+
+
+def test_a_page_in_a_browser_cannot_play(babyai):
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(babyai.replace("http", "ws") + "/ws", origin="http://example.org")
 
 
 def test_our_server_describes_itself(babyai):

@@ -481,6 +481,10 @@ def build_app(store: "EpisodeStore", max_threads: int) -> "FastAPI":
 
     @app.websocket("/ws")
     async def play(socket: WebSocket):
+        # A browser sends an origin: no web page may play on the server of the person who reads it.
+        if "origin" in socket.headers:
+            await socket.close()  # status 403
+            return
         session = Session(store)
         await socket.accept()
         try:
