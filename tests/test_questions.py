@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "questions.md").read_text()
-NAME = re.compile(r"`(\w+\.py)`:\s`([\w.]+)`")  # `rollout.py`: `Trajectory.record_turn`
+NAME = re.compile(r"`([\w/]+\.py)`:\s`([\w.]+)`")  # `rollout.py`: `Trajectory.record_turn`
 ANSWERS = re.findall(r"^\*\*([^*]+\?)\*\*\s(.+?)(?=\n\n|\Z)", PAGE, re.DOTALL | re.MULTILINE)
 
 
