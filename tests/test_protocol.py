@@ -330,7 +330,7 @@ def test_babyais_picture_is_the_frame_that_minigrid_draws(servers):
     reply = requests.post(f"{url}/render", json={"id": number}, timeout=30).json()
     head, _, data = reply.partition(",")
     assert head == "data:image/png;base64"
-    drawn = image.open(io.BytesIO(base64.b64decode(data)))
+    drawn = image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
     env = make_env("babyai")
     env.reset(8)
     frame = env.env.get_frame(highlight=True, tile_size=32)
