@@ -152,7 +152,8 @@ def test_graphs_can_be_turned_off(tiny, pool, monkeypatch):
     monkeypatch.setattr(ro, "Ragged", make)
     for graphs in (True, False):
         rollout(*tiny, pool, ITEMS[:1], 1, max_tokens=2, graphs=graphs)
-        prepared = SimpleNamespace(cfg=parse_config(["--graphs", str(graphs)]), policy=tiny[0])
+        cfg = parse_config(["--graphs", str(graphs), "--out", "runs/never-made"])
+        prepared = SimpleNamespace(cfg=cfg, policy=tiny[0])
         train.prepare_rollouts(prepared, "ragged", 2)
         assert prepared.rollouts.graphs == graphs
         assert parse_eval_config(["--graphs", str(graphs)]).graphs == graphs

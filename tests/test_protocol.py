@@ -1140,7 +1140,7 @@ def test_the_wrong_world_behind_an_address_is_found(servers):
         with pytest.raises(ValueError, match=f"the server at {url} {says}"):
             envs.check_env(name, [url])
     with pytest.raises(ValueError, match="plays TextCraft, not babyai"):
-        train.parse_config(["--env", "babyai", "--env_url", crafting])
+        train.parse_config(["--env_url", crafting, "--out", "runs/never-made"])
     envs.check_env("babyai", [babyai])
     with stand_in_server(like_babyai()) as (url, _):  # it says "hello"
         envs.check_env("textcraft", [url])

@@ -805,7 +805,7 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)  # where there is no runs/
 
     def training(*arguments):
-        return parse_config(["--env", *arguments]).env_args
+        return parse_config(["--out", "runs/never-made", "--env", *arguments]).env_args
 
     def evaluating(*arguments):
         return evaluation.parse_eval_config(["--env", *arguments]).env_args
