@@ -6,6 +6,7 @@ holds its part of the float32 weights, of their gradients and of the optimizer's
 `fully_shard` gathers each transformer block when it is computed.
 """
 
+import itertools
 import os
 import signal
 import threading
@@ -154,13 +155,14 @@ class Dealer:
 
 class FirstComeDealer(Dealer):
     """Deals trajectories to a rank when it asks, so that no rank waits for another. Which rank
-    plays which trajectory depends on timing."""
+    plays which trajectory depends on timing. All ranks make their dealers in the same order."""
 
-    def __init__(self, count: int, signals: "StopSignals", key: str):
-        """key: of a counter in the process group's store. It must be the same on all ranks, and
-        not have been used before."""
+    numbers = itertools.count()  # of the dealers in this process
+
+    def __init__(self, count: int, signals: "StopSignals"):
         super().__init__(count, signals)
-        self.key = key
+        # The name of a counter in the process group's store, which no other rollout uses.
+        self.key = f"trajectories dealt by dealer {next(self.numbers)}"
 
     def deal(self, room: int) -> range:
         """-> the numbers of the trajectories that this rank gets next. room: how many it can

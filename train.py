@@ -418,10 +418,9 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
     dealer = None
-    if run.num_ranks > 1 and run.cfg.arrival_order:
-        dealer = FirstComeDealer(len(items) * samples, signals, f"dealt in step {step}")
-    elif run.num_ranks > 1:
-        dealer = Dealer(len(items) * samples, signals)
+    if run.num_ranks > 1:
+        kind = FirstComeDealer if run.cfg.arrival_order else Dealer
+        dealer = kind(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
         with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device), \
