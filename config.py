@@ -245,7 +245,7 @@ def check_ranges(cfg: object) -> None:
 # ---- the flags ----
 
 
-_headings = [""]  # the last one is that of the flags that are being defined
+_headings = [""]  # the last one is the heading of the flags that are being defined
 
 
 def flags_of(heading: str) -> None:

@@ -37,7 +37,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = ["go to the red ball 12", "a  12", "x\n\n3.5\n", "  lead", "trail  ", "", " ", "\n\n\n7",
-         "It's 2024, isn't it?", "tabs\t\tand\r\nlines", "½ of ²  ٣ é日本", "we'll 'quote' (x=1)*3",
+         "It's 2024, isn't it?", "tabs\t\tand\r\nlines", "½ of ²  ٣ é日本",
+         "we'll 'quote' (x=1)*3",
          "<|im_start|>user\n1 2  3<|im_end|>\n", "A" * 50 + "  " * 9 + "0" * 5]
 
 
