@@ -419,7 +419,7 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     stats: dict[str, int] = {}
     dealer = None
     if run.num_ranks > 1:
-        kind = FirstComeDealer if run.cfg.arrival_order else Dealer
+        kind = FirstComeDealer if run.rollouts.arrival_order else Dealer
         dealer = kind(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.

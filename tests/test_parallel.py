@@ -151,6 +151,14 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
     assert min(metrics(out)[0][f"occupancy/rank{rank}"] for rank in range(2)) > 0.3
 
 
+def test_a_warm_start_on_two_processes_evaluates_held_out_items(tmp_path):
+    flags = ["--demos", "8", "--epochs", "1", "--horizon", "2", "--max_tokens", "8",
+             "--eval_every", "1", "--out", str(tmp_path / "r")]
+    done = run(*flags, launcher=(*TWO_PROCESSES, "sft.py"))
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "r")[0]["eval/turns"] > 0
+
+
 @pytest.mark.slow
 def test_four_processes_play_what_one_plays(dealt, tmp_path):
     four = [word.replace("=2", "=4") for word in TWO_PROCESSES]
