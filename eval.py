@@ -654,7 +654,8 @@ class TextEpisode:
         step = self.ask_environment(self.dialogue.reply, reply.text)
         if step is None:
             return
-        t.cut_replies += reply.cut
+        if reply.cut:
+            t.cut_turns.append(t.turns + 1)
         step = replace(step, observation=step.observation.strip())
         t.record_turn(reply.text, step, self.dialogue.restarts)
         if step.done:

@@ -63,22 +63,27 @@ class Trajectory:
     success: bool = False
     turns: int = 0
     valid_actions: int = 0
-    cut_replies: int = 0  # replies that reached max_tokens
+    invalid_turns: list[int] = field(default_factory=list)  # 1, 2 ...: of actions not valid
+    cut_turns: list[int] = field(default_factory=list)  # whose replies reached max_tokens
     error: str = ""  # the reason, if status is env_error
     messages: list[dict] = field(default_factory=list)  # the text view, for people
-    tokens: list[int] = field(default_factory=list)  # [T], as are the next three
+    tokens: list[int] = field(default_factory=list)  # [T], as are the next four
     mask: list[bool] = field(default_factory=list)  # True: sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # of sampled tokens as drawn; 0 elsewhere
+    entropies: list[float] = field(default_factory=list)  # where it was drawn, nats; 0 elsewhere
     rewards: list[float] = field(default_factory=list)  # a turn's, on its last sampled token
     progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
 
-    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
+    def append(self, ids: list[int], logprobs: list[float] | None = None,
+               entropies: list[float] | None = None) -> None:
         """Add prompt or observation tokens, or, with log-probs, tokens that the policy sampled."""
+        zeros = [0.0] * len(ids)
         self.tokens += ids
         self.mask += [logprobs is not None] * len(ids)
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
-        self.rewards += [0.0] * len(ids)
+        self.logprobs += zeros if logprobs is None else logprobs
+        self.entropies += zeros if entropies is None else entropies
+        self.rewards += zeros
 
     def record_start(self, instructions: str, observation: str,
                      reply: str = agent.FIRST_REPLY) -> None:
@@ -97,6 +102,8 @@ class Trajectory:
         """
         self.turns += 1
         self.valid_actions += step.valid
+        if not step.valid:
+            self.invalid_turns.append(self.turns)
         self.score = step.score
         self.success = step.success
         self.progress.append(step.progress)
@@ -112,8 +119,9 @@ class Trajectory:
             self.rewards[-1] = reward
 
     def to_json(self) -> dict:
-        """All fields; log-probs to five digits."""
-        return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs]}
+        """All fields; log-probs to five digits, entropies to three."""
+        return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
+                               "entropies": [round(x, 3) for x in self.entropies]}
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,7 @@ class Episode:
         self.pending: list[int] = []
         self.reply: list[int] = []
         self.reply_logprobs: list[float] = []
+        self.reply_entropies: list[float] = []
         self.dialogue = config.dialogue(trajectory.item, horizon)
         self.worker = pool.take(trajectory.env)
         self._call(self._reset)
@@ -247,24 +256,27 @@ class Episode:
         """Whether the environment has answered or missed its deadline."""
         return self.future.done() or self.seconds_left() <= 0
 
-    def add_token(self, token: int, logprob: float) -> bool:
+    def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Take a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
+        self.reply_entropies.append(entropy)
         self.pending = [token]
         if not self.reply_is_complete():
             return False
         closed = self.chat.is_ended(self.reply)
         cut = not closed and len(self.reply) >= self.max_tokens
-        self.trajectory.append(self.reply, self.reply_logprobs)
-        self.trajectory.cut_replies += cut
+        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies)
+        if cut:
+            self.trajectory.cut_turns.append(self.trajectory.turns + 1)
         # Threads of one process take turns at running Python. For an instant world a change of
         # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
         self._call(self._step, self.reply, closed, here=here)
         self.reply = []
         self.reply_logprobs = []
+        self.reply_entropies = []
         return True
 
     def reply_is_complete(self) -> bool:
@@ -395,14 +407,14 @@ class TrajectoryQueue:
         if self.progress is not None:
             self.progress(t)
 
-    def draw_tokens(self, logits: Tensor, episodes: list[Episode]) -> list[tuple[int, float]]:
-        """logits [n, V] -> (token, log-prob) for each of the n episodes, each by its own random
-        number. Raises FloatingPointError if the logits are not finite."""
+    def draw_tokens(self, logits: Tensor,
+                    episodes: list[Episode]) -> list[tuple[int, float, float]]:
+        """logits [n, V] -> (token, log-prob, entropy) for each of the n episodes, each by its own
+        random number. Raises FloatingPointError if the logits are not finite."""
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
         c = self.config
-        tokens, logprobs = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p,
-                                  c.top_k, c.min_p)
-        tokens, logprobs = tokens.tolist(), logprobs.tolist()
+        drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
+        tokens, logprobs, entropies = (values.tolist() for values in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
         unfinished = len(self.todo) + len(self.alive)
@@ -413,7 +425,7 @@ class TrajectoryQueue:
             self.stats[name] = self.stats.get(name, 0) + count
         if self.watch is not None:
             self.watch(self)
-        return list(zip(tokens, logprobs))
+        return list(zip(tokens, logprobs, entropies))
 
 
 def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:
@@ -639,8 +651,8 @@ class Decoder:
         logits = self.engine.forward(feed)
         episodes = [self.playing[slot] for slot in feed]
         sampled = self.queue.draw_tokens(logits, episodes)
-        for slot, episode, (token, logprob) in zip(feed, episodes, sampled):
-            if episode.add_token(token, logprob):
+        for slot, episode, draw in zip(feed, episodes, sampled):
+            if episode.add_token(*draw):
                 self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
 
 

@@ -491,29 +491,31 @@ def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
     script = iter([tiny[1].encode("turn left")[0], *word, *word])
 
     def next_of_script(logits, *_):
-        return torch.full((len(logits),), next(script)), torch.zeros(len(logits))
+        zeros = torch.zeros(len(logits))
+        return torch.full((len(logits),), next(script)), zeros, zeros
 
     monkeypatch.setattr(ro, "sample", next_of_script)
     pool = EnvPool(make=lambda name: Tagged())
     (t,) = rollout(*tiny, pool, ["tagged_0"], 2, max_tokens=9, action_format="plain")
     assert sum(t.mask) == 1 + len(word)
     assert t.messages[-2]["content"].endswith("ball")
-    assert t.cut_replies == 0
+    assert t.cut_turns == []
 
 
-def test_replies_that_reach_their_limit_are_counted(tiny, pool):
+def test_turns_whose_replies_reach_their_limit_are_recorded(tiny, pool):
     played = rollout(*tiny, pool, ITEMS, 4, samples=2, seed=3, max_tokens=7)
     for t in played:
-        cut = 0
-        for start, end in reply_spans(t):
-            cut += end - start == 7 and t.tokens[end - 1] != tiny[1].eos_token_id
-        assert t.cut_replies == cut
-    assert any(t.cut_replies for t in played)
+        cut = []
+        for turn, (start, end) in enumerate(reply_spans(t), 1):
+            if end - start == 7 and t.tokens[end - 1] != tiny[1].eos_token_id:
+                cut.append(turn)
+        assert t.cut_turns == cut
+    assert any(t.cut_turns for t in played)
 
 
 def test_min_p_leaves_out_what_is_unlikely():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(1000, 1)
-    tokens, logprobs = sample(logits, torch.linspace(0, 0.9999, 1000), min_p=0.5)
+    tokens, logprobs, _ = sample(logits, torch.linspace(0, 0.9999, 1000), min_p=0.5)
     assert set(tokens.tolist()) == {0, 1}
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.3])[tokens], atol=1e-6)
 
@@ -522,5 +524,5 @@ def test_a_token_that_is_left_out_is_never_drawn():
     logits = torch.log(torch.tensor([[0.05, 0.5, 0.4, 0.05]])).repeat(2, 1)
     uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)  # the smallest and the largest
     for truncation in (dict(top_k=2), dict(top_p=0.8), dict(min_p=0.5)):
-        tokens, _ = sample(logits, uniforms, **truncation)
+        tokens, *_ = sample(logits, uniforms, **truncation)
         assert tokens.tolist() == [1, 2]

@@ -1,6 +1,7 @@
 """Tokens are canonical: what a rollout records is what a fresh forward pass over the ids gives."""
 
 import itertools
+import math
 import threading
 import time
 
@@ -62,7 +63,9 @@ def test_recorded_logprobs_are_those_of_a_fresh_forward_pass(tiny, pool, tempera
 def test_columns_align_and_each_turn_ends_where_the_policy_ended_it(tiny, played):
     end_id = agent.Chat(tiny[1]).end_id
     for t in played:
-        assert len(t.tokens) == len(t.mask) == len(t.logprobs) == len(t.rewards)
+        columns = (t.tokens, t.mask, t.logprobs, t.entropies, t.rewards)
+        assert len({len(column) for column in columns}) == 1
+        assert all((h > 0) <= sampled for h, sampled in zip(t.entropies, t.mask))
         spans = reply_spans(t)
         assert len(spans) == t.turns  # one run of sampled tokens for each turn
         assert t.mask[-1]  # nothing comes after the last reply
@@ -97,6 +100,7 @@ def test_a_turns_reward_sits_on_its_last_sampled_token(tiny, pool):
         assert abs(t.reward - sum(t.rewards)) < 1e-9
         invalid_actions = t.turns - t.valid_actions
         assert abs(t.reward - (t.success - 0.25 * invalid_actions)) < 1e-6
+        assert len(t.invalid_turns) == invalid_actions
 
 
 def test_a_trajectory_does_not_depend_on_what_is_played_beside_it(tiny, pool, played):
@@ -163,7 +167,8 @@ def scripted(monkeypatch, ids):
     def draw(logits, uniforms, *_):
         token = torch.full((len(logits),), next(script))
         logp = torch.log_softmax(logits.float(), -1)
-        return token, logp.gather(-1, token[:, None]).squeeze(1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        return token, logp.gather(-1, token[:, None]).squeeze(1), entropy
 
     monkeypatch.setattr(ro, "sample", draw)
 
@@ -393,20 +398,26 @@ def test_sample_draws_from_the_softmax_and_records_the_untruncated_logprob():
     def frequencies(tokens):
         return tokens.bincount(minlength=4) / 40_000
 
-    tokens, logprobs = sample(logits, uniforms)
+    tokens, logprobs, entropies = sample(logits, uniforms)
     assert torch.allclose(frequencies(tokens), probabilities, atol=0.01)
     assert torch.allclose(logprobs, probabilities.log()[tokens], atol=1e-6)
+    entropy = -sum(p * math.log(p) for p in probabilities.tolist())
+    assert torch.allclose(entropies, torch.tensor(entropy), atol=1e-6)
 
-    tokens, logprobs = sample(logits, uniforms, top_p=0.6)
+    tokens, logprobs, entropies = sample(logits, uniforms, top_p=0.6)
     assert set(tokens.tolist()) == {0, 1}  # the fewest tokens whose mass reaches top_p
     assert torch.allclose(logprobs.exp(), probabilities[tokens], atol=1e-6)
+    assert torch.allclose(entropies, torch.tensor(entropy), atol=1e-6)
     assert set(sample(logits, uniforms, top_k=3)[0].tolist()) == {0, 1, 2}
     assert set(sample(logits, uniforms, temperature=0)[0].tolist()) == {0}
 
     hot = torch.softmax(logits[0] / 2, -1)
-    tokens, logprobs = sample(logits, uniforms, temperature=2.0)
+    tokens, logprobs, entropies = sample(logits, uniforms, temperature=2.0)
     assert torch.allclose(frequencies(tokens), hot, atol=0.01)
     assert torch.allclose(logprobs, hot.log()[tokens], atol=1e-6)
+    assert torch.allclose(entropies, -(hot * hot.log()).sum(), atol=1e-6)
+    even = torch.tensor([[0.0, 0.0, -torch.inf]])  # a token that can never be drawn
+    assert abs(sample(even, uniforms[:1])[2].item() - math.log(2)) < 1e-6
     assert sample(logits[:2], torch.tensor([0.0, 1 - 1e-7]))[0].tolist() == [0, 3]
 
 
@@ -567,6 +578,7 @@ def test_after_an_invalid_action_the_agent_is_asked_what_went_wrong(tiny, monkey
     assert texts[6] == agent.ACT
     assert t.success
     assert (t.turns, t.valid_actions, t.reward) == (3, 2, 0.75)
+    assert t.invalid_turns == [1]
     # With two turns, a reflection would leave no turn for an action.
     t, texts = play_doors(tiny, monkeypatch, 1, 2, "door 1", "1", reflect=True)
     assert agent.REFLECT not in texts[4]
