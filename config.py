@@ -477,7 +477,7 @@ class Parser(HfArgumentParser):
 
     def __init__(self, config_class: type, program: str, **kw: Any) -> None:
         self.groups = {}  # heading -> the group of its flags
-        self.types = get_type_hints(config_class, include_extras=True)
+        self.flags = {f.name: f for f in fields(config_class)}
         super().__init__(config_class, allow_abbrev=False, usage=f"{program} [--FLAG VALUE] ...",
                          **kw)
         self.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
@@ -493,7 +493,7 @@ class Parser(HfArgumentParser):
             action.help = f"the same as --{names[0].removeprefix('--no_')} false"
         else:
             action.option_strings = [names[0]]  # --max-tokens is accepted, and not shown
-            action.metavar = shown_values(self.types[action.dest])
+            action.metavar = shown_values(self.flags[action.dest])
         return action
 
     def error(self, message: str) -> NoReturn:

@@ -92,6 +92,11 @@ class Env:
     def close(self) -> None:
         """Release what the episode holds: processes, connections."""
 
+    @staticmethod
+    def category(item: int) -> str:
+        """The kind of task that an item is, for tables; "": they are all of one kind."""
+        return ""
+
 
 # ---- the registry ----
 
@@ -273,6 +278,20 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
         if path != test_file:
             found.update(dict.fromkeys(_read_items(path, env), path.stem))
     return found
+
+
+def category_of(item: str) -> str:
+    """The kind of task that an item is, by its world; "" for an unknown item or world, or one that
+    lacks its package.
+
+    >>> category_of("babyai_0")
+    'GoToRedBallGrey'
+    """
+    try:
+        name, number = split_item(item)
+        return _world_class(name).category(number) if name in WORLDS else ""
+    except (ValueError, LookupError, ImportError):
+        return ""
 
 
 def split_item(item: str) -> tuple[str, int]:

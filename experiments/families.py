@@ -11,7 +11,8 @@ refused. Exit status 1 if a family is neither trained exactly nor refused.
 
 --speed: instead, the tokens a second of the engine over those of the model's own attention in
 lockstep, both in the same run, for each family that the engine plays: bench.py's workload `long`,
-48 trajectories of three turns, 16 slots. Exit status 1 if a ratio is below 3.
+48 trajectories of three turns, 16 slots. Where the first ratio is below 3.6 both are run twice
+more, in turns, and the row has the medians. Exit status 1 if a ratio is below 3.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -176,12 +178,18 @@ def speed(name: str) -> tuple[str, bool]:
         return f"| {name} | refused | | |", True
     if paths.rollout != "ragged":
         return f"| {name} | {paths.rollout} | | |", True
-    speeds = []
-    for engine in (None, "hf"):
-        seconds, played, _ = play_ours(model, tokenizer, "long", 48, 16, 3, engine)
-        speeds.append(sum(len(t.tokens) for t in played) / seconds)
-    ratio = speeds[0] / speeds[1]
-    return f"| {name} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.1f} |", ratio >= SPEED_RATIO
+    speeds = {"ragged": [], "hf": []}
+    for _ in range(3):
+        for engine, measured in speeds.items():
+            seconds, played, _ = play_ours(model, tokenizer, "long", 48, 16, 3,
+                                           None if engine == "ragged" else engine)
+            measured.append(sum(len(t.tokens) for t in played) / seconds)
+        ratios = [ours / lockstep for ours, lockstep in zip(*speeds.values())]
+        if ratios[0] >= 1.2 * SPEED_RATIO:
+            break
+    ratio = median(ratios)
+    ours, lockstep = (median(measured) for measured in speeds.values())
+    return f"| {name} | {ours:.0f} | {lockstep:.0f} | {ratio:.1f} |", ratio >= SPEED_RATIO
 
 
 def main(args):

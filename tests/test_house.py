@@ -16,6 +16,7 @@ LAYERS = [
     ["notebook"],
     ["train", "sft"],
     ["eval", "config", "view"],
+    ["page.*"],
     ["update"],
     ["rollout"],
     ["models.*"],
@@ -58,7 +59,7 @@ class Import(NamedTuple):
 def project_files():
     """Module name -> its file, for the modules of the project. Tests are left out."""
     files = [*ROOT.glob("*.py")]
-    for folder in ("worlds", "websites", "benches", "models"):
+    for folder in ("worlds", "websites", "benches", "models", "page"):
         files += ROOT.glob(f"{folder}/**/*.py")
     modules = {}
     for path in files:
@@ -240,7 +241,7 @@ def test_every_file_of_the_top_level_is_installed():
 
 
 def test_every_package_is_installed():
-    folders = {path.parent for folder in ("worlds", "websites", "benches", "models")
+    folders = {path.parent for folder in ("worlds", "websites", "benches", "models", "page")
                for path in ROOT.glob(f"{folder}/**/__init__.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert "worlds" in packages

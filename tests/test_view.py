@@ -1,5 +1,5 @@
-"""The page of a run: complete, small, and data only: what a model wrote never becomes markup.
-Some tests open it in a real Chromium, where there is one."""
+"""What the page of a run holds: complete, small, and data only. tests/test_page.py opens it in a
+browser."""
 
 import base64
 import gzip
@@ -15,6 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import metrics
 import view
 from envs import make_env
+from page.live import LiveRun, find_in
+from page.replay import Replay
+from page.run import invalid_turns, piece
 
 EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
         "<script>document.title='owned'</script>")
@@ -50,16 +53,22 @@ def write_evil_reply(row, tokenizer):
         row[name][first:first] = value if name == "tokens" else [value] * len(tokens)
 
 
-def data_of(page):
-    """The JSON in a page, which ends where a browser would end it."""
+def run_of(page):
+    """The first run in a page's JSON, which ends where a browser would end it. Its table is a list
+    of rows."""
     begin = '<script id="data" type="application/json">'
-    return json.loads(page.split(begin)[1].split("</script>")[0])
+    (run, *_) = json.loads(page.split(begin)[1].split("</script>")[0])["runs"]
+    columns = unpack(run["table"])
+    return run | {"table": [dict(zip(columns, values)) for values in zip(*columns.values())]}
 
 
-def trajectories_of(data):
-    """The trajectories in the chunks of a page's data."""
-    chunks = [gzip.decompress(base64.b64decode(chunk)) for chunk in data["chunks"]]
-    return [trajectory for chunk in chunks for trajectory in json.loads(chunk)]
+def unpack(text):
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def trajectories_of(run):
+    """The trajectories in the chunks of a page's run."""
+    return [trajectory for chunk in run["chunks"] for trajectory in unpack(chunk)]
 
 
 def played_in(folder):
@@ -72,67 +81,142 @@ def played_in(folder):
 
 
 def test_the_page_holds_every_trajectory(folder):
-    data = data_of((folder / "view.html").read_text())
-    held = trajectories_of(data)
+    run = run_of((folder / "view.html").read_text())
+    held = trajectories_of(run)
     played = [json.loads(line) for line in played_in(folder)]
-    assert len(data["table"]) == len(played) == 48
+    assert len(run["table"]) == len(played) == 48
     assert [t["ids"] for t in held] == [t["tokens"] for t in played]
     assert [t["mask"] for t in held] == [t["mask"] for t in played]
     assert [t["rewards"] for t in held] == [t["rewards"] for t in played]
-    assert [row["item"] for row in data["table"]] == [t["item"] for t in played]
-    assert all(str(i) in data["vocabulary"] for t in held for i in t["ids"])
-    assert set(data["metrics"]) >= {"success", "success/babyai", "success/textcraft", "kl"}
-    assert len(data["metrics"]["kl"]) == 3
+    assert [row["item"] for row in run["table"]] == [t["item"] for t in played]
+    assert all(str(i) in run["vocabulary"] for t in held for i in t["ids"])
+    assert set(run["metrics"]) >= {"success", "success/babyai", "success/textcraft", "kl"}
+    assert len(run["metrics"]["kl"]) == 3
 
 
 def test_babyais_rooms_are_drawn_before_each_reply_and_after_the_last(folder):
-    held = trajectories_of(data_of((folder / "view.html").read_text()))
+    held = trajectories_of(run_of((folder / "view.html").read_text()))
     played = [json.loads(line) for line in played_in(folder)]
-    drawn = 0
+    drawn = []
     for t, p in zip(held, played, strict=True):
+        if p["item"] == EVIL:
+            assert t["scenes"] is None
         if p["env"] != "babyai" or p["item"] == EVIL:
-            assert t["grids"] is None
             continue
-        drawn += 1
-        assert len(t["grids"]) == p["turns"] + 1
-        for width, cells, (x, y, direction) in t["grids"]:
+        assert len(t["scenes"]) == p["turns"] + 1
+        drawn.append([scene["room"] for scene in t["scenes"]])
+        for width, cells, (x, y, direction) in drawn[-1]:
             assert cells.startswith("#5" * width)  # a wall
             assert 0 < x < width - 1 and y > 0 and direction in range(4)
-    assert drawn > 12
+    assert len(drawn) > 12
     # Some agent has moved or turned.
-    assert any(grids[0][2] != grids[-1][2] for grids in (t["grids"] for t in held) if grids)
+    assert any(rooms[0][2] != rooms[-1][2] for rooms in drawn)
+
+
+CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"}
 
 
 def test_rooms_are_drawn_as_the_replies_were_read():
     said = ["Play.", "OK", "A room.", "Action: [turn right].", "A wall."]
-    trajectory = {"item": "babyai_88", "messages": [{"content": text} for text in said]}
-    for lenient_as, turned in (("", False), ("babyai", True)):
-        before, after = view.rooms(trajectory, make_env("babyai"), "react", lenient_as)
+    trajectory = {"env": "babyai", "item": "babyai_88",
+                  "messages": [{"content": text} for text in said]}
+    for parse, turned in (("strict", False), ("lenient", True)):
+        before, after = Replay(CONFIG | {"parse": parse}).scenes(trajectory)
         assert (before != after) == turned
+
+
+def test_inventories_are_drawn_with_a_way_to_the_goal():
+    """The way says what the world's own solution gets and crafts."""
+    world = make_env("textcraft")
+    messages = [{"content": "Play."}, {"content": "OK"}, {"content": world.reset(300)}]
+    while (action := world.expert()) is not None and not (world.last and world.last.done):
+        messages += [{"content": f"Action: {action}"}, {"content": world.step(action).observation}]
+    trajectory = {"env": "textcraft", "item": "textcraft_300", "messages": messages}
+    first, *_, last = Replay(CONFIG).scenes(trajectory)
+    assert first["inventory"] == {} and "mossy stone bricks" in last["inventory"]
+    assert first["tree"] == ("mossy stone bricks", 1, [
+        ("stone bricks", 1, [("stone", 4, [])]), ("vine", 1, [])])
+
+
+def test_nothing_is_drawn_of_worlds_on_servers():
+    messages = [{"content": "Play."}, {"content": "OK"}, {"content": "A room."}]
+    trajectory = {"env": "babyai", "item": "babyai_88", "messages": messages}
+    assert Replay(CONFIG).scenes(trajectory)
+    replay = Replay(CONFIG | {"env_url": "http://127.0.0.1:1"})
+    assert replay.scenes(trajectory) is None and replay.category("babyai_88") == ""
+
+
+def test_the_table_says_of_each_trajectory_what_it_was_and_how_it_ended(folder):
+    table = run_of((folder / "view.html").read_text())["table"]
+    played = [json.loads(line) for line in played_in(folder)]
+    for row, p in zip(table, played, strict=True):
+        assert row["tokens"] == len(p["tokens"]) and row["reward"] == p["reward"]
+        assert row["invalid"] == min(p["invalid_turns"], default=None)
+        reply = [m["content"] for m in p["messages"] if m["role"] == "assistant"][-1]
+        assert " ".join(reply.split()).endswith(row["last_reply"])
+        expected = {"babyai": "GoTo", "textcraft": "depth "}[p["env"]]
+        assert row["category"].startswith(expected) or p["item"] == EVIL
+    assert len({row["category"] for row in table}) > 3
+
+
+def test_runs_that_did_not_record_invalid_turns_show_those_with_a_negative_reward():
+    trajectory = {"invalid_turns": None, "mask": [0, 1, 1, 0, 1, 1, 0, 1],
+                  "rewards": [0, 0, -0.05, 0, 0, 0.5, 0, -0.05]}
+    assert invalid_turns(trajectory) == [1, 3]
+    assert invalid_turns(trajectory | {"invalid_turns": [2]}) == [2]
+
+
+def test_entropies_are_in_the_page_where_they_were_recorded(folder, tmp_path):
+    held = trajectories_of(run_of((folder / "view.html").read_text()))
+    played = [json.loads(line) for line in played_in(folder)]
+    assert sum("entropies" in t for t in held) > 40
+    for t, p in zip(held, played, strict=True):
+        if "entropies" in t:
+            assert t["entropies"] == p["entropies"]
+    shutil.copytree(folder, tmp_path / "run")
+    for file in (tmp_path / "run/trajectories").glob("*"):
+        older = [json.loads(line) for line in file.read_text().splitlines()]
+        for t in older:
+            del t["entropies"], t["invalid_turns"], t["cut_turns"]
+        file.write_text("".join(json.dumps(t) + "\n" for t in older))
+    held = trajectories_of(run_of(view.write_page(tmp_path / "run").read_text()))
+    assert len(held) == 48 and not any("entropies" in t for t in held)
 
 
 def test_nothing_that_was_written_is_markup_and_the_page_needs_no_network(folder):
     page = (folder / "view.html").read_text()
-    data = data_of(page)
-    assert EVIL in data["about"]
-    assert EVIL in {row["item"] for row in data["table"]}
-    assert EVIL in {row["status"] for row in data["table"]}
+    run = run_of(page)
+    assert EVIL in run["about"]
+    assert EVIL in {row["item"] for row in run["table"]}
+    assert EVIL in {row["status"] for row in run["table"]}
     assert "<img" not in page and page.count("</script>") == 2
     for harmless in ("http://www.w3.org/2000/svg", "http-equiv"):
         page = page.replace(harmless, "")
     assert "http" not in page
 
 
-def test_many_trajectories_are_thinned_by_whole_groups(folder, tmp_path):
+def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
-    data = data_of(view.write_page(tmp_path / "run", most=24).read_text())
-    groups = {}  # (step, group) -> the samples that are in the page
-    for row in data["table"]:
+    run = run_of(view.write_page(tmp_path / "run", most=24).read_text())
+    held = [row for row in run["table"] if row["held"] >= 0]
+    groups = {}  # (step, group) -> the samples whose tokens are in the page
+    for row in held:
         groups.setdefault((row["step"], row["group"]), []).append(row["sample"])
-    assert 0 < len(data["table"]) <= 24
+    assert len(run["table"]) == 48 and 0 < len(held) <= 24
+    assert [row["held"] for row in held] == list(range(len(held)))
+    assert [row["tokens"] for row in held] == [len(t["ids"]) for t in trajectories_of(run)]
     assert all(sorted(samples) == [0, 1, 2, 3] for samples in groups.values())
     assert {step for step, _ in groups} == {0, 1, 2}
-    assert "one group in 2" in data["note"]
+    assert f"tokens of {len(held)} of 48" in run["note"] and "one group in 2" in run["note"]
+
+
+def test_several_runs_make_one_page(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    done = run_script("view.py", folder, tmp_path / "other", "--out", tmp_path / "both.html")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path}/both.html\n", done.stderr
+    text = (tmp_path / "both.html").read_text()
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert [run["name"] for run in data["runs"]] == ["evil", "other"]
 
 
 def test_pieces_of_characters_are_kept_as_bytes():
@@ -144,7 +228,7 @@ def test_pieces_of_characters_are_kept_as_bytes():
     raw.train_from_iterator(["turn left turn left"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
     text = "turn left, \u00e9t\u00e9 \u6f22 \U0001f642"
-    pieces = [view.piece(tokenizer, i) for i in tokenizer.encode(text)]
+    pieces = [piece(tokenizer, i) for i in tokenizer.encode(text)]
     as_bytes = [p.encode() if isinstance(p, str) else bytes(p) for p in pieces]
     assert b"".join(as_bytes).decode() == text
     assert any(isinstance(p, list) for p in pieces)
@@ -158,7 +242,7 @@ def test_sentencepieces_spaces_and_bytes_are_kept():
         def convert_ids_to_tokens(self, i):
             return {1: "\u2581left", 2: "<0xE2>"}[i]
 
-    assert [view.piece(SentencePiece(), i) for i in (1, 2)] == [" left", [0xE2]]
+    assert [piece(SentencePiece(), i) for i in (1, 2)] == [" left", [0xE2]]
 
 
 def test_a_mixtures_stages_are_those_of_each_world():
@@ -183,7 +267,7 @@ def test_the_command_writes_the_page_and_the_curves(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}/run/view.html\n"
     assert (tmp_path / "run/curves.png").stat().st_size > 10_000
-    assert len(data_of((tmp_path / "run/view.html").read_text())["table"]) == 48
+    assert len(run_of((tmp_path / "run/view.html").read_text())["table"]) == 48
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
@@ -204,6 +288,39 @@ def test_a_number_of_trajectories_that_is_none_is_one_line(folder):
     done = command(folder, "--most", "0")
     assert done.returncode == 2 and "--most must be positive" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# ---- the live page's run ----
+
+
+def test_a_live_run_reads_steps_as_they_come_and_starts_anew_when_one_is_played_again(
+        folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    metrics_file = tmp_path / "run/metrics.jsonl"
+    lines = metrics_file.read_text().splitlines(keepends=True)
+    metrics_file.write_text(lines[0])
+    run = LiveRun(tmp_path / "run")
+    assert run.refresh() and len(run.rows) == 16
+    metrics_file.write_text("".join(lines))
+    assert run.refresh() and len(run.rows) == 48 and len(run.table(16)["step"]) == 32
+    played = [json.loads(line) for line in played_in(folder)]
+    for number in (0, 17, 47):
+        found = run.trajectory(number)
+        assert found["ids"] == played[number]["tokens"]
+        assert set(found["vocabulary"]) == set(found["ids"])
+    file = tmp_path / "run/trajectories/step_000002.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:8]))
+    assert not run.refresh() and len(run.rows) == 40
+    assert run.refresh()
+
+
+def test_a_search_says_where_a_text_stands():
+    messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"},
+                {"role": "user", "content": "A Red door."}, {"role": "assistant", "content": "go"}]
+    assert find_in(messages, "red", "anything") == "A Red door."
+    assert find_in(messages, "red", "replies") == "" and find_in(messages, "go", "replies") == "go"
+    assert find_in(messages, "go", "environment") == ""
+    assert find_in([{"role": 1}, "x"], "x", "anything") == "" == find_in("x", "x", "replies")
 
 
 # ---- damaged files ----
@@ -268,18 +385,18 @@ def test_damaged_files_are_left_out_and_the_page_says_what(folder, tmp_path):
     out, expected = damaged(folder, tmp_path)
     done = command(out)
     assert done.returncode == 0, done.stderr
-    data = data_of((out / "view.html").read_text())
-    assert sorted(data["left_out"]) == sorted(expected)
+    run = run_of((out / "view.html").read_text())
+    assert sorted(run["left_out"]) == sorted(expected)
     said = [line for line in done.stderr.splitlines() if line.startswith("view.py: left out: ")]
     assert len(said) == 1 and "Traceback" not in done.stderr
-    assert len(data["table"]) == len(trajectories_of(data)) == 48 - 16 - len(NEEDED) - 2 - 1
-    assert data["metrics"]["kl"][0] is None and len(data["metrics"]["kl"]) == 2
-    assert "grad_norm" not in data["curves"] and data["stages"] == []
+    assert len(run["table"]) == len(trajectories_of(run)) == 48 - 16 - len(NEEDED) - 2 - 1
+    assert run["metrics"]["kl"][0] is None and len(run["metrics"]["kl"]) == 2
+    assert "grad_norm" not in run["metrics"] and run["stages"] == []
     assert (out / "curves.png").stat().st_size > 10_000
 
 
 def test_an_undamaged_run_leaves_nothing_out(folder):
-    assert data_of((folder / "view.html").read_text())["left_out"] == []
+    assert run_of((folder / "view.html").read_text())["left_out"] == []
 
 
 @pytest.mark.parametrize("name, text", [
@@ -291,179 +408,3 @@ def test_a_run_without_a_config_or_a_row_is_one_line_that_names_the_file(
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
         view.write_page(tmp_path / "run")
-
-
-# ---- in a browser ----
-
-
-@pytest.fixture
-def browser():
-    if not shutil.which("chromium"):
-        pytest.skip("needs Debian's chromium")
-    with pytest.importorskip("playwright.sync_api").sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=shutil.which("chromium"),
-                                    args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-def opened(browser, path, **how):
-    """-> the page, and a list of whatever goes wrong in it"""
-    page = browser.new_page(**how)
-    wrong = []
-    page.on("pageerror", lambda e: wrong.append(str(e)))
-    page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
-    page.goto(f"file://{path}")
-    return page, wrong
-
-
-def test_in_a_browser_nothing_runs_that_a_model_wrote(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    rows = page.locator("#rows tr")
-    page.fill("input[aria-label=item]", "<img")
-    assert rows.count() == 1 and EVIL in rows.inner_text()
-    rows.click()
-    page.wait_for_selector("article .assistant")
-    page.fill("input[aria-label=item]", "")
-    page.get_by_role("button", name="sample", exact=True).click()
-    page.select_option("select[aria-label=step]", "1")
-    rows.first.click()  # the first of the first group: its error and its reply
-    page.wait_for_function("document.querySelector('article .dim').textContent.includes('owned')")
-    assert EVIL in page.locator("article .dim").first.inner_text()
-    reply = page.locator("article .assistant").first.inner_text()
-    assert EVIL.replace(" ", "") in reply.replace(" ", "")
-    assert page.title() == "evil" and not wrong and page.locator("img").count() == 0
-
-
-def as_shown(value):
-    """A value of the table: two digits of a float, so that rounding makes no difference."""
-    return f"{value:.2g}" if isinstance(value, float) else str(value).lower()
-
-
-def test_in_a_browser_the_table_is_sorted_by_each_column(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    table = data_of((folder / "view.html").read_text())["table"]
-    for name in ("step", "env", "item", "sample", "reward", "success", "turns", "tokens"):
-        for descending in (False, True):
-            page.get_by_role("button", name=name, exact=True).click()
-            expected = sorted((row[name] for row in table), reverse=descending)
-            got = column(page, name)
-            if isinstance(expected[0], float):
-                got = [as_shown(float(text)) for text in got]
-            assert got == [as_shown(value) for value in expected], name
-    assert not wrong
-
-
-def column(page, name):
-    """The texts of a column of the table."""
-    place = page.locator("#head th").all_inner_texts().index(name) + 1
-    return page.locator(f"#rows td:nth-child({place})").all_inner_texts()
-
-
-def test_in_a_browser_the_table_is_filtered(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    rows = page.locator("#rows tr")
-    table = data_of((folder / "view.html").read_text())["table"]
-    assert rows.count() == 48
-    for name in ("step", "env", "success", "turns"):
-        value = str(table[-1][name]).lower()
-        page.select_option(f"select[aria-label={name}]", value)
-        assert rows.count() == sum(str(row[name]).lower() == value for row in table)
-        assert set(column(page, name)) == {value}
-        page.select_option(f"select[aria-label={name}]", "")
-    for text, passes in ((">0", lambda r: r > 0), ("<= 0", lambda r: r <= 0),
-                         ("1", lambda r: r == 1)):
-        page.fill("input[aria-label=reward]", text)
-        assert rows.count() == sum(passes(row["reward"]) for row in table)
-    assert not wrong
-
-
-def test_in_a_browser_a_damaged_run_opens(folder, browser, tmp_path):
-    out, expected = damaged(folder, tmp_path)
-    page, wrong = opened(browser, view.write_page(out))
-    assert expected[0] in page.locator("#left_out").inner_text()
-    rows = page.locator("#rows tr")
-    table = data_of((out / "view.html").read_text())["table"]
-    assert rows.count() == len(table)
-    rows.nth(column(page, "reward").index("not finite")).click()
-    page.wait_for_selector("article .turn")
-    text = page.locator("article").inner_text()
-    assert "[unknown token 1000000]" in text and "[unknown token -5]" in text
-    page.select_option("#colour", "logprob")
-    page.fill("input[aria-label=reward]", ">=0")
-    assert rows.count() == len(table) - 1
-    assert not wrong
-
-
-def test_in_a_browser_trajectories_are_opened_by_keyboard_side_by_side(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    rows = page.locator("#rows tr")
-    page.fill("input[aria-label=item]", "babyai")
-    rows.first.focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("svg.room")
-    assert rows.nth(1).get_attribute("aria-selected") == "true"
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("b")
-    page.wait_for_function("document.querySelectorAll('article').length == 2")
-    rows.first.click()
-    page.wait_for_function("document.querySelectorAll('article').length == 1")
-    page.locator("article button").first.click()  # another of its group
-    page.wait_for_function("document.querySelectorAll('article').length == 2")
-    for width in (1280, 390):  # a desk, a phone: nothing is wider than the screen
-        page.set_viewport_size({"width": width, "height": 844})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert not wrong
-
-
-def test_in_a_browser_tokens_are_coloured(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    rows = page.locator("#rows tr")
-    page.fill("input[aria-label=item]", "babyai")
-    rows.first.click()
-    page.wait_for_function("document.querySelectorAll('article').length == 1")
-    page.locator("article button").first.click()  # another of its group
-    page.wait_for_function("document.querySelectorAll('article').length == 2")
-    colours = ("new Set([...document.querySelectorAll('.t.m')]"
-               ".map(e => getComputedStyle(e).backgroundColor)).size")
-    assert page.evaluate(colours) == 1  # green letters alone
-    page.select_option("#colour", "logprob")
-    page.wait_for_function(f"{colours} > 3")
-    seen = page.evaluate(colours)
-    page.select_option("#colour", "advantage")
-    page.wait_for_function(f"{colours} < {seen}")
-    assert not wrong
-
-
-def test_in_a_browser_the_bytes_of_a_character_are_joined(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    page.evaluate("data.vocabulary.a = [0xc3], data.vocabulary.b = [0xa9], "
-                  "data.vocabulary.c = '!'")
-    texts = page.evaluate("texts(['a', 'b', 'c', 'a', 'c'])")
-    assert texts == ["", "\u00e9", "!", "", "\ufffd!"]
-    assert not wrong
-
-
-def test_in_a_browser_a_thousand_trajectories_weigh_little_and_open_by_day_and_by_night(
-        folder, browser, tmp_path):
-    shutil.copytree(folder, tmp_path / "run")
-    trajectories = [json.loads(line) for line in played_in(folder)]
-    first_row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    rows = []
-    for step in range(21):  # the same 48 trajectories in each step: more than a chunk holds
-        lines = [json.dumps(t | {"step": step}) + "\n" for t in trajectories]
-        (tmp_path / f"run/trajectories/step_{step:06d}.jsonl").write_text("".join(lines))
-        rows.append(first_row | {"step": step, "trajectories": 48, "horizon": 3 + step // 10})
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = view.write_page(tmp_path / "run")
-    assert path.stat().st_size < 10e6
-    backgrounds = set()
-    for scheme in ("light", "dark"):
-        page, wrong = opened(browser, path, color_scheme=scheme)
-        page.wait_for_selector("#rows tr")
-        assert page.locator("#count").inner_text().startswith("1008 of 1008") and not wrong
-        assert "at step 10, 20" in page.locator("#stages").inner_text()
-        assert page.locator("#curves svg").first.locator("line").count() == 2
-        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(backgrounds) == 2

@@ -305,6 +305,11 @@ class BabyAI(Env):
         completed = "\n The task is completed." if terminated else ""
         return self.description + completed
 
+    @staticmethod
+    def category(item: int) -> str:
+        """The name of the item's level."""
+        return LEVELS[item % len(LEVELS)]
+
     def valid_actions(self) -> list[str]:
         return list(self.actions)
 

@@ -442,6 +442,11 @@ class SciWorld(Env):
         )
         return self.last
 
+    @staticmethod
+    def category(item: int) -> str:
+        """The name of the item's task."""
+        return task_of(item)[0]
+
     def valid_actions(self) -> list[str]:
         """All actions that the simulator takes now, sorted: thousands.
 

@@ -237,6 +237,12 @@ class SearchQA(Env):
         self.read = set()
         return f"Question: {question}"
 
+    @staticmethod
+    def category(item: int) -> str:
+        """The source of the item's question in the almanac: "2_hops"."""
+        world, number = divmod(item, almanac.QUESTIONS)
+        return almanac.almanac(world).questions[number].source
+
     def _check_item(self, item):
         is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
         if is_number and (self.own is None or item < len(self.own)):

@@ -264,6 +264,15 @@ class _Plan:
             options.append((times + below, recipe))
         return min(options)
 
+    def branch(self, name, amount):
+        """-> (name, amount, the branches of its ingredients), by the cheapest recipes."""
+        _, recipe = self._cheapest(name, amount)
+        if recipe is None:
+            return _say(name), amount, []
+        times = -(-amount // recipe.amount)  # rounded up
+        needs = [self.branch(need, count * times) for need, count in recipe.needs]
+        return _say(recipe.makes), amount, needs
+
     def take(self, name, amount):
         """Set aside `amount` of an item or kind, and plan how to make it -> the item used."""
         for item in self.tree.kinds.get(name, (name,)):
@@ -504,6 +513,16 @@ class TextCraft(Env):
         if self.last is None or self.last.done:
             return None
         return _plan(self.tree, self.goal, self.inventory)[0]
+
+    @staticmethod
+    def category(item: int) -> str:
+        """The depth of the item's goal: "depth 2"."""
+        return f"depth {goal_depth(item)}"
+
+    def goal_tree(self) -> tuple[str, int, list]:
+        """A way to the goal: (name, amount, the same for each ingredient). Items without
+        ingredients can be got."""
+        return _Plan(self.tree, {}).branch(self.goal, 1)
 
     def valid_actions(self) -> list[str]:
         """Actions that would all be valid now, sorted; empty before a reset and after the end.

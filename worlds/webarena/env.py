@@ -312,6 +312,12 @@ class WebArena(Env):
 
     # ---- an episode ----
 
+    @staticmethod
+    def category(item: int) -> str:
+        """The site and the template of an item of the embedded sites: "shop: cheapest"."""
+        template = embedded.TEMPLATES[item % len(embedded.TEMPLATES)]
+        return f"{template.site}: {template.make.__name__}"
+
     def reset(self, item: int) -> str:
         """Begin task `item` -> the first observation.
 

@@ -1,0 +1,105 @@
+// ---- the runs and their trajectories ----
+
+// A page holds one or more runs. In a file, a run has its table (compressed columns) and the tokens
+// of some trajectories (compressed chunks). On a live page the server is asked instead.
+const runs = data.runs;
+let rows = [];  // one object for each trajectory of each run: its columns, `run` and `id`
+
+async function decompress(base64) {
+  const bytes = Uint8Array.from(atob(base64), character => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// Add rows to the table. `columns`: name -> values.
+function addRows(run, columns) {
+  const names = Object.keys(columns);
+  const first = run.count ?? 0;
+  for (let i = 0; i < columns.step.length; i++) {
+    const row = {run: runs.indexOf(run), id: first + i};
+    for (const name of names) row[name] = columns[name][i];
+    items.add(row.item);
+    rows.push(row);
+  }
+  run.count = first + columns.step.length;
+}
+
+// Whether the page can show the tokens of a trajectory.
+const isHeld = row => data.live || row.held >= 0;
+
+// The trajectory of a row: ids, mask, logprobs, entropies, rewards, advantage, scenes ...
+async function load(row) {
+  const run = runs[row.run];
+  if (data.live) {
+    const answer = await fetch(`/trajectory?run=${row.run}&id=${row.id}`);
+    if (!answer.ok) throw Error(await answer.text());
+    return answer.json();
+  }
+  const number = Math.floor(row.held / run.chunk);
+  run.open ??= {};
+  run.open[number] ??= decompress(run.chunks[number]);
+  const trajectory = (await run.open[number])[row.held % run.chunk];
+  trajectory.vocabulary ??= run.vocabulary;
+  return trajectory;
+}
+
+// The text of each token. The bytes of a character may be spread over several tokens. The character
+// is shown at the last of them, and the others are empty.
+function texts(ids, vocabulary) {
+  const utf8 = new TextDecoder();
+  return ids.map(id => {
+    // A string, or bytes if the token is a part of a character; the tokenizer may not have it.
+    const piece = vocabulary[id] ?? `[unknown token ${id}]`;
+    if (typeof piece === "string") return utf8.decode() + piece;
+    return utf8.decode(new Uint8Array(piece), {stream: true});
+  });
+}
+
+// Cut a trajectory where sampled tokens (a reply) and others (the environment's) meet.
+// -> [{sampled, start, end, turn}]; the environment's part before turn k has turn k, too.
+function segmentsOf(trajectory) {
+  const found = [];
+  let start = 0;
+  let turn = 1;
+  while (start < trajectory.ids.length) {
+    const sampled = Boolean(trajectory.mask[start]);
+    let end = start;
+    while (end < trajectory.ids.length && Boolean(trajectory.mask[end]) === sampled) end++;
+    found.push({sampled, start, end, turn});
+    if (sampled) turn += 1;
+    start = end;
+  }
+  return found;
+}
+
+// ---- search ----
+
+// Find `text` in all trajectories, upper and lower case alike. where: "anything", "replies",
+// "environment". -> Map: row -> what stands around the first place.
+async function search(text, where, progress) {
+  const found = new Map();
+  if (data.live) {
+    const query = new URLSearchParams({text, where});
+    const hits = await (await fetch(`/search?${query}`)).json();
+    const byKey = new Map(rows.map(row => [`${row.run} ${row.id}`, row]));
+    for (const [run, id, snippet] of hits) found.set(byKey.get(`${run} ${id}`), snippet);
+    return found;
+  }
+  const wanted = text.toLowerCase();
+  const held = rows.filter(isHeld);
+  for (const [count, row] of held.entries()) {
+    if (count % 200 === 0) progress(count / held.length);
+    const trajectory = await load(row);
+    trajectory.pieces ??= texts(trajectory.ids, trajectory.vocabulary);
+    for (const {sampled, start, end} of segmentsOf(trajectory)) {
+      if (where !== "anything" && sampled !== (where === "replies")) continue;
+      const written = trajectory.pieces.slice(start, end).join("");
+      const place = written.toLowerCase().indexOf(wanted);
+      if (place >= 0) {
+        found.set(row, written.slice(Math.max(0, place - 30), place + text.length + 50));
+        break;
+      }
+    }
+  }
+  return found;
+}

@@ -1,0 +1,180 @@
+"""The page of runs that are still going on: a small server on this machine alone.
+
+It only reads the runs' folders. The page asks for what is new, for the trajectories that are
+opened, and for what is searched.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from tqdm import tqdm
+
+from metrics import read_objects
+from page.run import DEFAULTS, Run, flaw
+
+HOST = "127.0.0.1"
+LOCAL_NAMES = ("127.0.0.1", "localhost")
+MAX_HITS = 2000
+
+
+class LiveRun(Run):
+    """A run, and where each row's trajectory is: (file, place among those that can be shown)."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        self.places: list[tuple[Path, int]] = []
+        self.stamps: dict[Path, tuple[int, int]] = {}  # file -> its size and time when it was read
+
+    def refresh(self) -> bool:
+        """Read what has come -> whether it can be added to what was there. It cannot if a step was
+        played again: then everything is read anew."""
+        changed = any(not file.exists() or stamp(file) != self.stamps[file] for file in self.read)
+        if changed:
+            self.rows.clear()
+            self.places.clear()
+            self.read.clear()
+            self.left_out.clear()
+        self.find_files()
+        for file in tqdm(self.unread, desc=self.folder.name, unit="step", disable=None):
+            self.stamps[file] = stamp(file)
+            self.places += [(file, place) for place in range(len(self.read_file(file)))]
+        return not changed
+
+    def trajectory(self, number: int) -> dict:
+        """The trajectory of a row, with the texts of its tokens. Raises IndexError if there is
+        none."""
+        if number < 0:
+            raise IndexError(f"no trajectory {number}")
+        file, place = self.places[number]
+        found = self.tokens_of(shown_in(file)[place])
+        found["vocabulary"] = {}
+        self.add_pieces(found["ids"], found["vocabulary"])
+        return found
+
+    def search(self, text: str, where: str) -> list[tuple[int, str]]:
+        """-> (number of the row, what stands around the text) for each trajectory whose messages
+        have `text`. where: "replies", "environment" or "anything"."""
+        hits = []
+        number = 0
+        for file in self.read:
+            for trajectory in shown_in(file):
+                snippet = find_in(trajectory["messages"], text.lower(), where)
+                if snippet:
+                    hits.append((number, snippet))
+                number += 1
+        return hits
+
+
+def stamp(file: Path) -> tuple[int, int]:
+    """What changes when a file is written again."""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def shown_in(file: Path) -> list[dict]:
+    """The trajectories of a file that can be shown."""
+    return [DEFAULTS | trajectory for trajectory in read_objects(file)[0] if not flaw(trajectory)]
+
+
+def find_in(messages: list[dict], text: str, where: str) -> str:
+    """What stands around the first `text` (lower case) in the messages; "" if it is not there."""
+    roles = {"replies": ("assistant",), "environment": ("user",)}.get(where, ("assistant", "user"))
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str) and message.get("role") in roles:
+            place = content.lower().find(text)
+            if place >= 0:
+                return content[max(0, place - 30):place + len(text) + 50] or " "
+    return ""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of `runs` on `HOST`. render: data of the page -> the page."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: list[str], port: int, render):
+        self.runs = [LiveRun(folder) for folder in folders]
+        self.generation = 0  # how often steps were played again
+        self.lock = threading.Lock()  # requests come in threads; the runs are read by one
+        self.render = render
+        self.refresh()
+        super().__init__((HOST, port), Handler)
+
+    def refresh(self) -> None:
+        """Read what has come."""
+        is_continued = [run.refresh() for run in self.runs]
+        self.generation += not all(is_continued)
+
+    def state(self, first: list[int]) -> dict:
+        """What the page shows; of each run the rows from number `first[k]` on."""
+        pairs = zip(self.runs, first)
+        return {"live": True, "generation": self.generation,
+                "runs": [run.about() | {"table": run.table(start)} for run, start in pairs]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET requests of pages on this machine."""
+
+    def do_GET(self):
+        # A page of another site that has its name point here may not read the runs.
+        name = (self.headers.get("Host") or "").rpartition(":")[0]
+        if name not in LOCAL_NAMES:
+            self.reply(403, "text/plain", "open this page under 127.0.0.1")
+            return
+        address = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(address.query).items()}
+        answers = {"/": self.page, "/update": self.update, "/trajectory": self.trajectory,
+                   "/search": self.search}
+        if address.path not in answers:
+            self.reply(404, "text/plain", "not found")
+            return
+        try:
+            with self.server.lock:
+                kind, text = answers[address.path](query)
+        except (ValueError, KeyError, IndexError, OSError) as e:
+            self.reply(400, "text/plain", f"{type(e).__name__}: {e}")
+            return
+        self.reply(200, kind, text)
+
+    def page(self, query):
+        self.server.refresh()
+        return "text/html", self.server.render(self.server.state([0] * len(self.server.runs)))
+
+    def update(self, query):
+        self.server.refresh()
+        first = [0] * len(self.server.runs)
+        if int(query["generation"]) == self.server.generation:
+            first = [max(0, int(number)) for number in query["rows"].split(",")]
+        return as_json(self.server.state(first))
+
+    def trajectory(self, query):
+        run = self.server.runs[int(query["run"])]
+        return as_json(run.trajectory(int(query["id"])))
+
+    def search(self, query):
+        hits = [(number, *hit) for number, run in enumerate(self.server.runs)
+                for hit in run.search(query["text"], query.get("where", "anything"))]
+        return as_json(hits[:MAX_HITS])
+
+    def reply(self, status: int, kind: str, text: str) -> None:
+        """Send an answer."""
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        """No line for each request."""
+
+
+def as_json(value: object) -> tuple[str, str]:
+    """-> content type and text."""
+    return "application/json", json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,96 @@
+"""Worlds that can be drawn: an episode is played again, and its states are recorded.
+
+BabyAI's state is its room from above, TextCraft's the inventory with a way to the goal. Both worlds
+run in this process and give the same episode for the same item and actions.
+"""
+
+from typing import Any
+
+from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
+from envs import Env, category_of, make_env, split_item
+
+# A cell as the simulator encodes it is (kind of object, colour, state).
+DOOR = 4
+LETTERS = {2: "#", 5: "k", 6: "o", 7: "b"}  # wall, key, ball, box; other kinds are a space
+DOOR_LETTERS = "dcl"  # by state: open, closed, locked
+
+
+def draw_room(world: Env) -> dict[str, Any]:
+    """BabyAI's room from above -> {"room": (width, cells, (x, y, direction) of the agent)}.
+
+    `cells` has two characters a cell, row by row: a letter and the colour's number.
+    """
+    env = world.env.unwrapped
+    cells = env.grid.encode().transpose(1, 0, 2).reshape(-1, 3).tolist()  # [H * W, 3]
+    drawn = []
+    for kind, colour, state in cells:
+        letter = DOOR_LETTERS[state] if kind == DOOR else LETTERS.get(kind, " ")
+        drawn.append(letter + str(colour))
+    x, y = env.agent_pos
+    return {"room": (env.grid.width, "".join(drawn), (int(x), int(y), int(env.agent_dir)))}
+
+
+def list_inventory(world: Env) -> dict[str, Any]:
+    """TextCraft's state -> {"inventory": {name: amount}} and, while it is empty, "tree": a way to
+    the goal."""
+    inventory = {name.replace("_", " "): amount for name, amount in world.inventory.items()}
+    if inventory:
+        return {"inventory": inventory}
+    return {"inventory": inventory, "tree": world.goal_tree()}
+
+
+DRAW = {"babyai": draw_room, "textcraft": list_inventory}
+
+
+class Replay:
+    """Plays the trajectories of a run again.
+
+    config: the run's flags. Without them, or with worlds on servers, nothing is drawn.
+    """
+
+    def __init__(self, config: dict):
+        self.config = config
+        self.arguments = str(config.get("env_args"))
+        self.on_servers = bool(config.get("env_url"))
+        names = str(config.get("env"))
+        # How replies were read must be known.
+        drawn = [name for name in DRAW if name in names and "action_format" in config]
+        self.worlds = {} if self.on_servers else {name: self._make(name) for name in drawn}
+
+    def _make(self, name: str) -> Env:
+        if name == "babyai":
+            return make_env(name, upstream=int("babyai.upstream=1" in self.arguments))
+        return make_env(name)
+
+    def category(self, item: str) -> str:
+        """The kind of task that an item is, "" if that is not known."""
+        has_own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
+        if self.on_servers or has_own_tasks:
+            return ""
+        return category_of(item)
+
+    def scenes(self, trajectory: dict) -> list[dict] | None:
+        """The state before each reply and after the last one; None if it cannot be drawn."""
+        world = self.worlds.get(trajectory["env"])
+        messages = trajectory["messages"]
+        if world is None or not messages or not isinstance(messages, list):
+            return None
+        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+            return None
+        try:
+            number = split_item(trajectory["item"])[1]
+        except ValueError:
+            return None
+        name = trajectory["env"]
+        lenient_as = name if self.config.get("parse") == "lenient" else ""
+        draw = DRAW[name]
+        world.reset(number)
+        drawn = [draw(world)]
+        for observation, reply in zip(messages[2::2], messages[3::2]):
+            asked = observation["content"]
+            if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
+                world.reset(number)
+            elif not asked.endswith((PLAN, REFLECT)):
+                world.step(parse(reply["content"], self.config["action_format"], lenient_as))
+            drawn.append(draw(world))
+        return drawn

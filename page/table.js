@@ -1,0 +1,297 @@
+// ---- the table: filters, search, groups ----
+
+const COLUMNS = ["run", "step", "item", "sample", "success", "reward", "turns", "invalid", "status",
+                 "env", "category", "tokens", "last_reply"];
+const TITLES = {invalid: "first invalid turn", last_reply: "last reply", env: "world"};
+const HINTS = {
+  invalid: "turn of the first invalid action",
+  last_reply: "the end of the last reply",
+  status: "how it ended: done, horizon (out of turns), length (out of tokens), env_error",
+};
+const TEXT = new Set(["category", "item", "status", "env", "last_reply"]);
+const MAX_ROWS = 500;
+const MENUS = ["status", "success", "env", "category", "run"];  // columns with a menu
+const RANGES = {step: "step: 20, 15-25, 20,80", reward: "reward: >0.5, 0", turns: "turns: 3, >5",
+                invalid: "first invalid: 1"};
+let order = {by: "step", up: false};
+let shown = [];  // rows that pass the filters, in the order shown
+let listed = [];  // what the table lists: rows, or groups of rows
+let opened = [];  // rows whose trajectories are open: at most two
+let groupBy = "";
+let found = null;  // what the search has found: Map of row -> snippet; null: no search
+const filters = {};  // column -> what its filter says
+const items = new Set();  // the ids of all items
+
+const byNumber = (a, b) => a - b;
+const byText = (a, b) => a < b ? -1 : 1;
+const title = name => TITLES[name] ?? name;
+const nameOf = (row, name) => name === "run" ? runs[row.run].name : String(row[name]);
+
+// The columns that say something: a page of one run and one world needs neither of both.
+function columns() {
+  const several = name => new Set(rows.map(row => nameOf(row, name))).size > 1;
+  return COLUMNS.filter(name => !["run", "env", "category"].includes(name) || several(name));
+}
+
+// Make the menus and fields above the table.
+function makeFilters() {
+  const controls = [];
+  for (const name of MENUS.filter(name => columns().includes(name))) {
+    const values = [...new Set(rows.map(row => nameOf(row, name)))].sort(byText);
+    const options = values.map(value => [value, `${title(name)}: ${value}`]);
+    controls.push(menu(name, [["", `${title(name)}: all`], ...options],
+      value => setFilter(name, value)));
+  }
+  for (const [name, placeholder] of [["item", "item"], ...Object.entries(RANGES)]) {
+    const oninput = event => setFilter(name, event.target.value);
+    controls.push(make("input", {placeholder, ariaLabel: name, oninput, title: HELP_OF_RANGES}));
+  }
+  for (const control of controls) control.value = filters[control.ariaLabel] ?? "";
+  const clear = make("button", {textContent: "clear", title: "remove all filters",
+    onclick: clearFilters});
+  $("filters").replaceChildren(...controls, clear);
+
+  if ($("search-line").children.length) return;
+  const text = make("input", {type: "search", placeholder: "search in the text of all trajectories",
+    ariaLabel: "search", id: "search"});
+  const where = menu("search in", [["anything", "in all text"], ["replies", "in replies"],
+    ["environment", "in the environment's text"]], () => find());
+  text.onchange = () => find();
+  text.onsearch = () => find();
+  const groups = [["", "trajectories"], ["item", "by item"], ["category", "by category"],
+    ["last_reply", "by last reply"], ["step", "by step"], ["status", "by status"],
+    ["run", "by run"]].filter(([name]) => name !== "run" || runs.length > 1);
+  const list = menu("group by", groups, value => {
+    groupBy = value;
+    order = value ? {by: value === "step" ? "step" : "success", up: true} : {by: "step", up: false};
+    draw();
+  });
+  $("search-line").append(text, where, list);
+}
+const HELP_OF_RANGES = "5   >0.5   <=3   15-25; several, with commas between them. "
+  + "By item, category or last reply, two steps (20, 80) are compared.";
+
+function setFilter(name, value) {
+  filters[name] = value;
+  const control = $("filters").querySelector(`[aria-label=${name}]`);
+  if (control && control.value !== value) control.value = value;
+  draw();
+}
+
+function clearFilters() {
+  for (const name in filters) delete filters[name];
+  found = null;
+  $("search").value = "";
+  makeFilters();
+  draw();
+}
+
+// A click on a curve: show a step; with Shift, compare it with the one before.
+function chooseStep(step, compare) {
+  const before = (filters.step ?? "").split(",")[0].trim();
+  if (compare && before) {
+    if (!groupBy) {
+      groupBy = rows.some(row => row.category) ? "category" : "item";
+      $("search-line").querySelector("[aria-label='group by']").value = groupBy;
+    }
+    setFilter("step", `${before}, ${step}`);
+  } else {
+    setFilter("step", String(step));
+  }
+}
+
+// Search, and show what was found.
+async function find() {
+  const text = $("search").value;
+  const where = document.querySelector("select[aria-label='search in']").value;
+  found = null;
+  if (text.trim()) {
+    found = await search(text, where, share =>
+      $("count").textContent = `searching: ${Math.round(100 * share)} %`);
+  }
+  draw();
+}
+
+const COMPARE = {
+  "<": (a, b) => a < b,
+  "<=": (a, b) => a <= b,
+  ">": (a, b) => a > b,
+  ">=": (a, b) => a >= b,
+  "=": (a, b) => a === b,
+};
+const NUMBER = "(-?\\d*\\.?\\d+(?:e-?\\d+)?)";
+
+// One part of a filter of numbers -> a function of a number; null: it cannot be read.
+function readRange(text) {
+  const range = text.match(RegExp(`^\\s*${NUMBER}\\s*(?:-|\\.\\.)\\s*${NUMBER}\\s*$`));
+  if (range) return x => x >= Number(range[1]) && x <= Number(range[2]);
+  const single = text.match(RegExp(`^\\s*([<>]?=?)\\s*${NUMBER}\\s*$`));
+  if (!single) return null;
+  const [, operator, number] = single;
+  // A number as the table shows it: three digits.
+  return x => COMPARE[operator || "="](Number(x.toPrecision(3)), Number(Number(number).toPrecision(3)));
+}
+
+// A filter of numbers -> functions, one for each part. Parts that cannot be read (they may be half
+// typed) are left out.
+const readRanges = text => text.split(",").map(readRange).filter(test => test);
+
+// Whether a row passes the filter `text` of the column `name`.
+function passes(row, name, text) {
+  if (!text) return true;
+  if (name === "item") return items.has(text) ? row.item === text : row.item.includes(text);
+  if (!(name in RANGES) && name !== "tokens") return nameOf(row, name) === text;
+  const tests = readRanges(text);
+  if (!tests.length) return true;
+  return row[name] !== null && tests.some(test => test(row[name]));
+}
+
+// The two parts of the step filter, if there are two: [["20", test], ["80", test]].
+function comparedSteps() {
+  const parts = (filters.step ?? "").split(",").map(text => [text.trim(), readRange(text)]);
+  return parts.length === 2 && parts.every(([, test]) => test) ? parts : null;
+}
+
+// ---- drawing the table ----
+
+function draw() {
+  const active = Object.entries(filters).filter(([, text]) => text);
+  shown = rows.filter(row => (!found || found.has(row))
+    && active.every(([name, text]) => passes(row, name, text)));
+  const names = groupBy ? drawGroups() : drawTrajectories();
+  drawHead(names);
+  markOpened();
+  drawCharts();
+}
+
+function drawTrajectories() {
+  shown.sort(compareRows);
+  listed = shown.slice(0, MAX_ROWS);
+  const cut = shown.length > MAX_ROWS ? `, the first ${MAX_ROWS} shown` : "";
+  const held = rows.filter(isHeld).length;
+  const note = held < rows.length ? `; ${held} of them with tokens` : "";
+  $("count").textContent = `${shown.length} of ${rows.length}${cut}${note}`;
+  const names = found ? [...columns().slice(0, -1), "found"] : columns();
+  $("rows").replaceChildren(...listed.map((row, index) => tableRow(row, index, names)));
+  return names;
+}
+
+// One row for each group of trajectories. With two steps, or parts of the run, in the step filter
+// the success of both is shown, and its change.
+function drawGroups() {
+  const pair = comparedSteps();
+  const groups = [...Map.groupBy(shown, row => nameOf(row, groupBy))];
+  const success = held => held.length ? mean(held.map(row => Number(row.success))) : null;
+  listed = groups.map(([key, held]) => {
+    const invalid = held.map(row => row.invalid).filter(turn => turn !== null);
+    const group = {key, trajectories: held.length, success: success(held),
+      reward: mean(held.map(row => row.reward ?? 0)), turns: mean(held.map(row => row.turns)),
+      invalid: invalid.length ? mean(invalid) : null};
+    group[groupBy] = groupBy === "step" ? Number(key) : key;
+    if (pair) {
+      for (const [text, test] of pair) {
+        const part = held.filter(row => test(row.step));
+        group[`number, ${text}`] = part.length;
+        group[`success, ${text}`] = success(part);
+      }
+      const [before, after] = pair.map(([text]) => group[`success, ${text}`]);
+      group.change = before === null || after === null ? null : after - before;
+    }
+    return group;
+  });
+  const compared = pair ? [...pair.flatMap(([text]) => [`number, ${text}`, `success, ${text}`]),
+    "change"] : ["success"];
+  const names = [groupBy, "trajectories", ...compared, "reward", "turns", "invalid"];
+  listed.sort((a, b) => compareBy(a, b) || byText(String(a.key), String(b.key)));
+  $("count").textContent = `${listed.length} groups of ${shown.length} trajectories`
+    + (listed.length > MAX_ROWS ? `, the first ${MAX_ROWS} shown` : "");
+  listed = listed.slice(0, MAX_ROWS);
+  $("rows").replaceChildren(...listed.map((group, index) => tableRow(group, index, names)));
+  return names;
+}
+
+// The head of the table: a click sorts by the column, a second click reverses the order.
+function drawHead(names) {
+  const cells = names.map(name => {
+    const isOrder = order.by === name;
+    const arrow = isOrder ? (order.up ? " ▲" : " ▼") : "";
+    const onclick = () => {
+      order = {by: name, up: isOrder ? !order.up : true};
+      draw();
+      $("head").children[names.indexOf(name)].firstChild.focus();
+    };
+    const button = make("button", {onclick, title: HINTS[name] ?? ""}, title(name),
+      make("span", {ariaHidden: "true", textContent: arrow}));
+    const sort = isOrder ? (order.up ? "ascending" : "descending") : "none";
+    return make("th", {scope: "col", ariaSort: sort}, button);
+  });
+  $("head").replaceChildren(...cells);
+}
+
+// Compare by the chosen column; what has no value comes last.
+function compareBy(a, b) {
+  const [x, y] = [a[order.by], b[order.by]];
+  const hasNone = value => value === null || value === undefined;
+  if (hasNone(x) || hasNone(y)) return hasNone(x) - hasNone(y);
+  if (x === y) return 0;
+  return (x < y ? -1 : 1) * (order.up ? 1 : -1);
+}
+
+// Rows that are equal in the chosen column are sorted by their position in the run.
+const compareRows = (a, b) => compareBy(a, b) || a.run - b.run || a.id - b.id;
+
+function tableRow(row, index, names) {
+  const cells = names.map(name => {
+    if (name === "found") return make("td", {className: "text", textContent: found.get(row)});
+    const isRun = name === "run" && row.key === undefined;
+    const value = isRun ? runs[row.run].name : row[name];
+    if (value === null || value === undefined) {
+      return make("td", {textContent: name === "reward" ? "not finite" : ""});
+    }
+    const isNumber = typeof value === "number";
+    return make("td", {className: TEXT.has(name) ? "text" : "",
+      textContent: isNumber ? short(value) : String(value), title: isNumber ? "" : String(value)});
+  });
+  return make("tr", {
+    className: row.key === undefined && !isHeld(row) ? "dim" : "",
+    tabIndex: index === 0 ? 0 : -1,
+    onclick: event => choose(row, event.shiftKey),
+    onkeydown: event => pressKey(event, row, index),
+  }, ...cells);
+}
+
+// Open a trajectory; of a group, list its trajectories.
+function choose(row, beside) {
+  if (row.key === undefined) {
+    open(row, beside);
+    return;
+  }
+  const name = groupBy;
+  groupBy = "";
+  $("search-line").querySelector("[aria-label='group by']").value = "";
+  order = {by: "step", up: false};
+  setFilter(name, row.key);
+}
+
+function markOpened() {
+  for (const [index, element] of [...$("rows").children].entries()) {
+    element.setAttribute("aria-selected", opened.includes(listed[index]));
+  }
+}
+
+function pressKey(event, row, index) {
+  const elements = $("rows").children;
+  const targets = {ArrowDown: index + 1, ArrowUp: index - 1, Home: 0, End: elements.length - 1};
+  const target = targets[event.key];
+  if (target !== undefined && elements[target]) {
+    event.preventDefault();
+    elements[index].tabIndex = -1;
+    elements[target].tabIndex = 0;
+    elements[target].focus();
+  }
+  if (event.key === "Enter" || event.key === "b") {
+    event.preventDefault();
+    event.stopPropagation();
+    choose(row, event.key === "b");
+  }
+}

@@ -1,0 +1,272 @@
+// ---- one or two trajectories ----
+
+// A link to a trajectory: #step/item/sample, with the run's number before it if there are several,
+// and with the group behind it if an item was named twice in a step. Two are joined by "&".
+function addressOf(row) {
+  const same = other => other.run === row.run && other.step === row.step && other.item === row.item
+    && other.sample === row.sample;
+  const parts = [row.step, row.item, row.sample];
+  if (rows.filter(same).length > 1) parts.push(row.group);
+  const run = runs.length > 1 ? `${row.run}:` : "";
+  return run + parts.map(encodeURIComponent).join("/");
+}
+
+function rowAt(address) {
+  const [, run, rest] = address.match(/^(?:(\d+):)?(.*)$/);
+  const [step, item, sample, group] = rest.split("/").map(decodeURIComponent);
+  return rows.find(row => row.run === Number(run ?? 0) && String(row.step) === step
+    && row.item === item && String(row.sample) === sample
+    && (group === undefined || String(row.group) === group));
+}
+
+// Open a trajectory alone, or beside the one that was opened last. The address of the page says
+// what is open, so that back, forward and links work.
+function open(row, beside) {
+  const wanted = beside ? [...opened.slice(-1), row] : [row];
+  location.hash = wanted.map(addressOf).join("&");
+}
+
+function close() {
+  location.hash = "";
+}
+
+// Show what the address says.
+async function followAddress() {
+  const parts = location.hash.slice(1).split("&").filter(part => part);
+  const before = opened.length;
+  opened = parts.map(rowAt).filter(row => row).slice(0, 2);
+  $("side").hidden = !opened.length;
+  $("explorer").classList.toggle("opened", opened.length > 0);
+  $("explorer").classList.toggle("two", opened.length > 1);
+  markOpened();
+  await render();
+  if (opened.length && !before) $("explorer").scrollIntoView();
+}
+
+let colouring = "mask";
+let marksDifferences = true;
+
+function makeTools() {
+  const colour = menu("colour of tokens", [["mask", "colour: sampled or not"],
+    ["logprob", "colour: improbable tokens"], ["entropy", "colour: entropy"],
+    ["advantage", "colour: advantage"]], value => { colouring = value; render() });
+  colour.id = "colour";
+  const differences = make("label", {id: "differences", hidden: true, title: "what the other "
+    + "trajectory has not, is underlined; turns that are equal in both are pale"},
+    make("input", {type: "checkbox", checked: true, style: "width: auto",
+      onchange: event => { marksDifferences = event.target.checked; render() }}),
+    " mark differences ");
+  const button = (textContent, titleText, onclick) =>
+    make("button", {textContent, title: titleText, onclick});
+  $("tools").replaceChildren(
+    button("‹", "previous in the table (k)", () => neighbour(-1)),
+    button("›", "next in the table (j)", () => neighbour(1)),
+    button("×", "close (Escape)", close),
+    colour, differences, make("button", {id: "first-difference", hidden: true,
+      textContent: "first difference", onclick: showFirstDifference}));
+}
+
+// Open the trajectory that stands before or after the opened one in the table.
+function neighbour(by) {
+  const place = listed.indexOf(opened[0]);
+  const row = listed[place + by];
+  if (row && row.key === undefined) open(row, false);
+}
+
+// Loading takes time. If `render` is called again meanwhile, only the last call shows its articles.
+let lastCall = 0;
+async function render() {
+  lastCall += 1;
+  const call = lastCall;
+  const wanted = [...opened];
+  let articles;
+  try {
+    const loaded = await Promise.all(wanted.map(row => isHeld(row) ? load(row) : null));
+    for (const trajectory of loaded.filter(trajectory => trajectory)) {
+      trajectory.pieces ??= texts(trajectory.ids, trajectory.vocabulary);
+    }
+    const isPair = loaded.length === 2 && loaded.every(trajectory => trajectory);
+    const marks = isPair && marksDifferences ? differences(...loaded) : [null, null];
+    articles = wanted.map((row, k) => loaded[k] ? article(loaded[k], row, marks[k]) : absent(row));
+    if (call === lastCall) {
+      $("differences").hidden = $("first-difference").hidden = !isPair;
+    }
+  } catch (error) {
+    articles = [make("p", {className: "bad", textContent: `cannot be shown: ${error.message}`})];
+  }
+  if (call === lastCall) $("pair").replaceChildren(...articles);
+}
+
+function absent(row) {
+  const run = runs[row.run];
+  return make("article", {}, ...heading({score: null, error: ""}, row),
+    make("p", {textContent: `Its tokens are not in this file, which has those of `
+      + `${rows.filter(isHeld).length} trajectories. All are shown by: `
+      + `python view.py --live ${run.folder}`}),
+    make("p", {textContent: `More are written by: python view.py ${run.folder} --most N`}));
+}
+
+// What stands above the turns: the title, the outcome, and buttons that open the group's others.
+function heading(trajectory, row) {
+  const group = rows.filter(other => other.run === row.run && other.step === row.step
+    && other.group === row.group && other !== row);
+  const buttons = group.map(other => make("button", {
+    textContent: `${other.sample}: ${short(other.reward)}`,
+    title: "open beside",
+    onclick: () => { opened = [row]; open(other, true) },
+  }));
+  const error = trajectory.error ? ", " + trajectory.error : "";
+  const score = trajectory.score === null ? "" : `, score ${short(trajectory.score)}`;
+  const outcome = `${row.status}, ${row.turns} turns, reward ${short(row.reward)}${score}${error}`;
+  const name = runs.length > 1 ? `${runs[row.run].name}, ` : "";
+  const link = make("a", {href: `#${addressOf(row)}`, textContent: "link",
+    title: "the address of this trajectory"});
+  return [
+    make("h3", {}, `${name}${row.item}, step ${row.step}, sample ${row.sample} `),
+    make("div", {className: "dim"}, row.category ? `${row.category}: ` : "", outcome, " · ", link),
+    make("div", {className: "group"}, ...(buttons.length ? ["its group (sample: reward): ", ...buttons] : [])),
+  ];
+}
+
+function article(trajectory, row, marks) {
+  const element = make("article", {}, ...heading(trajectory, row));
+  const segments = segmentsOf(trajectory);
+  for (const [place, segment] of segments.entries()) {
+    const next = segments[place + 1];
+    const box = segment.sampled
+      ? reply(trajectory, row, segment, marks?.[place])
+      : environment(trajectory, row, segment, next, marks?.[place]);
+    if (marks?.[place] && !marks[place].some(differs => differs)) box.classList.add("same");
+    element.append(box);
+  }
+  return element;
+}
+
+// The text of the environment before a reply.
+function environment(trajectory, row, {start, end, turn}, next, marks) {
+  const box = make("div", {className: "turn user"},
+    make("div", {className: "who", textContent: "environment"}));
+  const written = trajectory.pieces.slice(start, end).join("");
+  if (marks) {
+    for (const [k, word] of words(written).entries()) {
+      box.append(marks[k] ? make("span", {className: "differs", textContent: word}) : word);
+    }
+  } else {
+    const reply = next ? trajectory.pieces.slice(next.start, next.end).join("") : "";
+    box.append(...withElement(row.env, written, reply));
+  }
+  const scene = trajectory.scenes?.[turn - 1];
+  if (scene) box.append(...sceneElements(scene));
+  return box;
+}
+
+// What the policy wrote in a turn, with the turn's reward and advantage.
+function reply(trajectory, row, {start, end, turn}, marks) {
+  const sum = (values, from, to) => values.slice(from, to).reduce((a, b) => a + b, 0);
+  const reward = sum(trajectory.rewards, start, end);
+  const advantage = sum(trajectory.advantage, start, end) / (end - start);
+  const label = make("div", {className: "who"}, `turn ${turn}: reply, reward ${short(reward)}, `
+    + `advantage ${signed(advantage)}`);
+  const isInvalid = trajectory.invalid_turns.includes(turn);
+  const badge = (textContent, titleText) =>
+    label.append(make("span", {className: "badge", textContent, title: titleText}));
+  if (isInvalid) badge("invalid", "the world refused this action");
+  if (isInvalid && reward < 0) badge("penalised", "--invalid_penalty was taken off its reward");
+  if (trajectory.cut_turns.includes(turn)) badge("cut", "the reply reached --max_tokens");
+  const box = make("div", {className: `turn assistant${isInvalid ? " invalid" : ""}`}, label);
+  const strongest = Math.max(1e-9, ...trajectory.advantage.map(Math.abs));
+  for (let at = start; at < end; at++) {
+    const span = token(trajectory, at, strongest);
+    if (marks?.[at - start]) span.classList.add("differs");
+    box.append(span);
+  }
+  return box;
+}
+
+// A sampled token, with its colour. What is known of it is shown when it is pointed at.
+function token(trajectory, at, strongest) {
+  const span = make("span", {className: "t m", textContent: trajectory.pieces[at]});
+  const logprob = trajectory.logprobs[at];
+  const entropy = trajectory.entropies?.[at];
+  const advantage = trajectory.advantage[at];
+  const probability = Math.exp(logprob);
+  const parts = [`token ${trajectory.ids[at]}`, `probability ${probability.toFixed(3)}`,
+    `log-prob ${logprob.toFixed(3)}`];
+  if (entropy !== undefined) parts.push(`entropy ${entropy.toFixed(3)} nats`);
+  parts.push(`advantage ${advantage.toFixed(3)}`);
+  span.title = parts.join(", ");
+  const strengths = {
+    mask: 0,
+    logprob: 1 - probability,
+    entropy: Math.min(1, (entropy ?? 0) / 3),
+    advantage: Math.abs(advantage) / strongest,
+  };
+  const colour = colouring === "advantage" && advantage > 0 ? "#2a9d5c" : "#d9534f";
+  if (colouring === "mask") return span;
+  const percent = Math.round(60 * strengths[colouring]);
+  span.style = `color: var(--fg); background: color-mix(in srgb, ${colour} ${percent}%, transparent)`;
+  return span;
+}
+
+// ---- what differs between two trajectories ----
+
+const words = text => text.match(/\s+|[\w']+|[^\s\w]/g) ?? [];
+
+// For each segment of both trajectories, which of its parts the same segment of the other has not:
+// tokens of a reply, words of the environment. -> [marks of a, marks of b]
+function differences(a, b) {
+  const [ofA, ofB] = [segmentsOf(a), segmentsOf(b)];
+  const parts = (trajectory, {sampled, start, end}) => {
+    const pieces = trajectory.pieces.slice(start, end);
+    return sampled ? pieces : words(pieces.join(""));
+  };
+  const marks = [[], []];
+  for (let k = 0; k < Math.max(ofA.length, ofB.length); k++) {
+    const inA = ofA[k] ? parts(a, ofA[k]) : [];
+    const inB = ofB[k] ? parts(b, ofB[k]) : [];
+    const [first, second] = missing(inA, inB);
+    if (ofA[k]) marks[0].push(first);
+    if (ofB[k]) marks[1].push(second);
+  }
+  return marks;
+}
+
+// Which elements of `a` and of `b` are not in their longest common subsequence.
+function missing(a, b) {
+  let start = 0;
+  while (start < a.length && start < b.length && a[start] === b[start]) start++;
+  let end = 0;
+  while (end < Math.min(a.length, b.length) - start
+         && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
+  const [n, m] = [a.length - start - end, b.length - start - end];
+  const inBoth = [a.map((_, i) => i < start || i >= a.length - end),
+                  b.map((_, i) => i < start || i >= b.length - end)];
+  if (n * m <= 4e6) {
+    const length = Array.from({length: n + 1}, () => new Uint16Array(m + 1));
+    for (let i = n - 1; i >= 0; i--) {
+      for (let j = m - 1; j >= 0; j--) {
+        length[i][j] = a[start + i] === b[start + j] ? length[i + 1][j + 1] + 1
+          : Math.max(length[i + 1][j], length[i][j + 1]);
+      }
+    }
+    for (let i = 0, j = 0; i < n && j < m;) {
+      if (a[start + i] === b[start + j]) {
+        inBoth[0][start + i++] = inBoth[1][start + j++] = true;
+      } else if (length[i + 1][j] >= length[i][j + 1]) i++;
+      else j++;
+    }
+  }
+  return inBoth.map(flags => flags.map(flag => !flag));
+}
+
+// Scroll both trajectories to the first turn in which they differ.
+function showFirstDifference() {
+  const boxes = [...document.querySelectorAll("article .turn")];
+  for (const box of boxes) box.classList.remove("here");
+  const ofEach = [...document.querySelectorAll("article")].map(element =>
+    [...element.querySelectorAll(".turn")]);
+  const place = ofEach[0].findIndex(box => !box.classList.contains("same"));
+  const first = ofEach.map(list => list[place]).filter(box => box);
+  for (const box of first) box.classList.add("here");
+  first[0]?.scrollIntoView({block: "center"});
+}
