@@ -116,7 +116,8 @@ def render(data: dict) -> str:
     return page
 
 
-def write_page(folders: str | Path | list, most: int = 20_000, out: str | Path | None = None) -> Path:
+def write_page(folders: str | Path | list, most: int = 20_000,
+               out: str | Path | None = None) -> Path:
     """runs/NAME -> runs/NAME/view.html, with the tokens of about `most` trajectories.
 
     folders: one run or a list of several, whose page is compare.html in the first one's folder.
