@@ -538,7 +538,7 @@ FAULTS = [
           "A rank that is stopped leaves the others waiting for it.",
           "parallel::test_a_signal_while_trajectories_are_dealt_loses_nothing"),
     # ---- the page of a run ----
-    Fault("view.py", '.replace("<", "\\u003c")', "",
+    Fault("view.py", '.replace("<", "\\\\u003c")', "",
           "A </script> that a model wrote ends the page's data.",
           "view::test_nothing_that_was_written_is_markup_and_the_page_needs_no_network"),
     Fault("page/table.js", "textContent: found.get(row)", "innerHTML: found.get(row)",

@@ -1,78 +1,155 @@
-"""Pictures of a run's page: `python experiments/screenshots.py runs/NAME [FOLDER]`.
+"""Pictures of the page of runs: `python experiments/screenshots.py RUN OTHER_RUN [FOLDER]`.
 
-Writes FOLDER/view.png (a desk), view_dark.png and view_phone.png (default: docs/) with headless
-Chromium. Prints the size of a page of 1,000 trajectories and of one of 10,000, and how long they
-take to open. Shown: a failure and a success of one group, coloured by advantage (BabyAI). Needs
-playwright (pip install playwright) and Debian's chromium.
+RUN and OTHER_RUN are folders of finished BabyAI runs. Writes into FOLDER (default: shots/), at
+1400x900 and 390x844, light and dark: a failing group, a failure beside a success of its group
+("differences"), a search, both runs in one page, and a run of ten steps that is going on, after
+its third and its tenth step. Prints the size of RUN's page and how long it takes to open. Needs
+playwright (pip install playwright) and Debian's chromium. Takes two minutes.
 """
 
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 from view import write_page  # noqa: E402
 
-SIZES = {
-    "view": (1280, 900, "light"),
-    "view_dark": (1280, 900, "dark"),
-    "view_phone": (390, 844, "light"),
-}
+SIZES = {"desk": (1400, 900), "phone": (390, 844)}
+SCHEMES = ("light", "dark")
+LIVE_STEPS = 10
 
 
-def main(run, out="docs"):
-    with sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-        )
-        for most in (1000, 10_000):
-            path = write_page(run, most).resolve()
-            measure(browser, path)
-        for name, (width, height, scheme) in SIZES.items():
-            page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=scheme
-            )
-            page.goto(f"file://{path}")
-            show_pair(page)
-            options = {}
-            if name == "view":  # higher than the window
-                clip = {"x": 0, "y": 0, "width": width, "height": 2650}
-                options = {"full_page": True, "clip": clip}
-            page.screenshot(path=f"{out}/{name}.png", **options)
-            print(f"{out}/{name}.png")
+def main(run, other, out="shots"):
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as p, tempfile.TemporaryDirectory() as folder:
+        browser = p.chromium.launch(executable_path="/usr/bin/chromium",
+                                    args=["--no-sandbox", "--disable-gpu"])
+        page = write_page(run).resolve()
+        both = write_page([run, other], out=Path(folder) / "both.html").resolve()
+        measure(browser, page)
+        for name, path, show in (("failing_group", page, show_failing_group),
+                                 ("differences", page, show_differences),
+                                 ("search", page, show_search),
+                                 ("two_runs", both, show_two_runs)):
+            for shot, tab in tabs(browser, f"file://{path}"):
+                show(tab)
+                save(tab, out / f"{name}_{shot}.png")
+        follow_a_run(browser, Path(folder) / "run", out)
         browser.close()
+
+
+def tabs(browser, address):
+    """-> (name of size and scheme, a tab with the page) for each of both."""
+    for size, (width, height) in SIZES.items():
+        for scheme in SCHEMES:
+            tab = browser.new_page(viewport={"width": width, "height": height},
+                                   color_scheme=scheme)
+            tab.goto(address)
+            tab.wait_for_selector("#rows tr")
+            yield f"{size}_{scheme}", tab
+
+
+def save(tab, path):
+    """Take the picture, and close the tab."""
+    tab.wait_for_timeout(300)
+    tab.screenshot(path=path)
+    tab.close()
+    print(path)
 
 
 def measure(browser, path):
     """Print the size of the page and how long it takes to open."""
-    page = browser.new_page()
+    tab = browser.new_page()
     begin = time.perf_counter()
-    page.goto(f"file://{path}")
-    page.wait_for_selector("#rows tr")
-    count = page.locator("#count").inner_text()
+    tab.goto(f"file://{path}")
+    tab.wait_for_selector("#rows tr")
     seconds = time.perf_counter() - begin
+    count = tab.locator("#count").inner_text()
     print(f"{count}: {path.stat().st_size / 1e6:.2f} MB, opened in {seconds:.2f} s")
 
 
-def show_pair(page):
-    """Open a failure whose rooms are drawn, and beside it a success of its group."""
-    page.select_option("select[aria-label=success]", "false")
-    page.locator("#colour").select_option("advantage")
-    for row in page.locator("#rows tr").all()[:200]:
+def show_failing_group(tab):
+    """The items that succeed least, and a failure with its rooms."""
+    tab.select_option("select[aria-label=success]", "false")
+    open_one(tab, lambda: tab.locator("svg.room").count() and tab.locator(".badge").count())
+    tab.locator(".badge").first.scroll_into_view_if_needed()
+
+
+def show_differences(tab):
+    """A failure, and beside it a success of its group, from the first turn in which they differ."""
+    tab.select_option("select[aria-label=success]", "false")
+    success = tab.locator("article .group button").filter(has_text=re.compile(": [1-9]"))
+    open_one(tab, lambda: tab.locator("svg.room").count() and success.count())
+    success.first.click()
+    tab.wait_for_selector("article:nth-child(2) .turn")
+    tab.locator("#colour").select_option("logprob")
+    tab.wait_for_timeout(300)
+    tab.locator("#first-difference").click()
+
+
+def open_one(tab, suits):
+    """Open the first of the listed trajectories that suits."""
+    for row in tab.locator("#rows tr:not(.dim)").all()[:200]:
         row.click()
-        page.wait_for_selector("article .assistant")
-        successes = page.locator("article button").filter(has_text=re.compile(": 1$"))
-        if page.locator("svg.room").count() and successes.count():
-            successes.first.click()
-            break
-    page.wait_for_function("document.querySelectorAll('article').length == 2")
-    page.locator("#pair").scroll_into_view_if_needed()
+        tab.wait_for_selector("article .assistant")
+        tab.wait_for_timeout(100)
+        if suits():
+            return
+
+
+def show_search(tab):
+    """Replies that name a yellow door, by category."""
+    tab.select_option("select[aria-label='search in']", "replies")
+    tab.fill("#search", "yellow door")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("th:last-child:has-text('found')")
+    tab.locator("#rows tr").first.click()
+    tab.wait_for_selector("article .assistant")
+
+
+def show_two_runs(tab):
+    """The curves of both, and the success of each by category."""
+    tab.select_option("select[aria-label='group by']", "category")
+    tab.locator("#distributions summary").click()
+    tab.evaluate("scrollTo(0, 0)")
+
+
+def follow_a_run(browser, run, out):
+    """Train for a few steps while the page is served, and take pictures on the way."""
+    flags = ["--env", "babyai", "--algo", "grpo", "--steps", str(LIVE_STEPS), "--out", str(run)]
+    training = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (run / "config.json").exists():
+        time.sleep(0.1)
+    serve = [sys.executable, "view.py", "--live", str(run), "--port", "0"]
+    server = subprocess.Popen(serve, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL)
+    try:
+        address = server.stdout.readline().split()[0]
+        for steps in (3, LIVE_STEPS):
+            tab = browser.new_page()
+            tab.goto(address)
+            while int(re.search(r"\d+|$", tab.locator("#live").inner_text())[0] or 0) < steps:
+                tab.wait_for_timeout(100)
+            tab.close()
+            for shot, tab in tabs(browser, address):
+                tab.locator("#rows tr").first.click()
+                tab.wait_for_selector("article .assistant")
+                tab.evaluate("scrollTo(0, 0)")
+                save(tab, out / f"live_{steps}_steps_{shot}.png")
+    finally:
+        server.terminate()
+        training.wait()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+    if len(sys.argv) not in (3, 4) or not all(Path(run).is_dir() for run in sys.argv[1:3]):
         sys.exit(__doc__)
     main(*sys.argv[1:])
