@@ -1,8 +1,9 @@
 # %% [markdown]
 # # One training step, by hand
 # A rollout, its mask, the advantages of each algorithm, one update, and what the update changed.
-# Run it cell by cell (VS Code, or `jupytext --to ipynb notebook.py`) or as a script:
-# `python notebook.py`. It takes half a minute on a laptop and downloads nothing.
+# `notebook.ipynb` shows what the cells of `notebook.py` print and draw; after a change,
+# `python experiments/render_notebook.py` makes it again. `python notebook.py` is the same as a
+# script. It takes half a minute on a laptop and downloads nothing.
 
 # %%
 import matplotlib.pyplot as plt
@@ -87,7 +88,7 @@ for ax, (name, x) in zip(axes[1:], [("rewards", rewards), *advantages.items()]):
     ax.set(title=name, xlabel="sampled token", facecolor="lightgrey")
     ax.set(yticks=[7.5, 15.5, 23.5], yticklabels=[])  # lines between the groups
     ax.grid(axis="y", color="black", lw=0.5)
-fig.colorbar(image, ax=axes[-1])
+fig.colorbar(image, ax=axes[-1], label="reward or advantage of a token (grey: none)")
 plt.show()
 
 # %% [markdown]
