@@ -79,7 +79,7 @@ def sampled_only(x):
     return np.array([row + [np.nan] * (most - len(row)) for row in rows])
 
 
-fig, axes = plt.subplots(1, 6, figsize=(16, 5), constrained_layout=True)
+fig, axes = plt.subplots(1, 6, figsize=(12.5, 4.5), constrained_layout=True)
 axes[0].imshow(mask, aspect="auto", cmap="Greens", vmax=2, interpolation="nearest")
 axes[0].set(title="mask", ylabel="trajectory (eight of each item)", xlabel="token")
 colours = dict(cmap="RdBu", vmin=-2.5, vmax=2.5)
@@ -123,10 +123,16 @@ mean_better = change[better].mean()
 mean_worse = change[worse].mean()
 print(f"better than their group {mean_better:+.3f} nats, worse {mean_worse:+.3f}")
 plt.figure(figsize=(6, 3.5))
-plt.scatter(advantage, change, c=np.where(better, "tab:blue", "tab:red"))
+for label, chosen, colour in [
+    ("better than their group", better, "tab:blue"),
+    ("worse", worse, "tab:red"),
+    ("all of the group equal", advantage == 0, "grey"),
+]:
+    plt.scatter(advantage[chosen], change[chosen], color=colour, label=label)
 plt.axhline(0, color="grey", lw=0.5)
-plt.xlabel("advantage")
-plt.ylabel("change of log-prob (nats)")
+plt.xlabel("advantage (GRPO)")
+plt.ylabel("change of the log-prob (nats)")
+plt.legend(title="trajectories")
 plt.tight_layout()
 plt.show()
 assert mean_better > mean_worse

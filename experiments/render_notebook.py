@@ -48,7 +48,7 @@ def run(source, names):
     for number in plt.get_fignums():
         image = io.BytesIO()
         # Without matplotlib's version, which is the default for Software, in the file.
-        plt.figure(number).savefig(image, dpi=80, metadata={"Software": None})
+        plt.figure(number).savefig(image, dpi=90, metadata={"Software": None})
         data = {"image/png": base64.b64encode(image.getvalue()).decode()}
         outputs.append({"output_type": "display_data", "metadata": {}, "data": data})
     plt.close("all")
