@@ -254,6 +254,20 @@ def write_atomically(path: Path, text: str) -> None:
 PLOTS = (["success"], ["reward"], ["turns", "horizon"], ["entropy"], ["kl"], ["valid_actions"])
 SFT_PLOTS = (["loss"], ["held_out_loss"], ["grad_norm"], ["eval/success"], ["eval/valid_actions"],
              ["eval/turns"])
+TITLES = {
+    "success": "success (share of trajectories)",
+    "reward": "reward of a trajectory",
+    "turns": "turns of a trajectory; grey: horizon",
+    "entropy": "entropy (nats a token)",
+    "kl": "KL divergence (nats a token)",
+    "valid_actions": "valid actions (share of turns)",
+    "loss": "loss (nats a token)",
+    "held_out_loss": "held-out loss (nats a token)",
+    "grad_norm": "gradient norm",
+    "eval/success": "held-out success (share of trajectories)",
+    "eval/valid_actions": "held-out valid actions (share of turns)",
+    "eval/turns": "held-out turns of a trajectory",
+}
 
 
 def stages(rows: list[dict]) -> list[int]:
@@ -272,7 +286,8 @@ def stages(rows: list[dict]) -> list[int]:
 
 def draw_curves(run: str | Path) -> None:
     """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
-    each; measures on held-out items are drawn as dots. Rows without a step are left out."""
+    each; measures on held-out items are drawn as dots. Axes of values that are not negative start
+    at 0. Rows without a step are left out."""
     run = Path(run)
     rows = [row for row in read_objects(run / "metrics.jsonl")[0] if is_number(row.get("step"))]
     names_of_columns = all_columns(rows)
@@ -281,7 +296,7 @@ def draw_curves(run: str | Path) -> None:
              if columns_of(names[0], names_of_columns)]
     if not plots:
         raise ValueError(f"{run}/metrics.jsonl holds no row to draw")
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
+    figure = Figure(figsize=(10.5, 5.8), layout="constrained")
     shape = (1 if len(plots) <= 3 else 2, min(3, len(plots)))
     axes = list(figure.subplots(*shape, sharex=True, squeeze=False).flat)
     for ax, names in zip(axes, plots):
@@ -293,15 +308,19 @@ def draw_curves(run: str | Path) -> None:
             ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
         if ax is axes[0] and ax.get_legend_handles_labels()[0]:
             ax.legend()
-        title = " and ".join(names).replace("_", " ").replace("eval/", "held-out ")
-        ax.set_title(title)
+        ax.set_title(TITLES[names[0]], fontsize=11)
+        if ax.dataLim.ymin >= 0:
+            ax.set_ylim(bottom=0)
+    for ax in axes[-shape[1]:]:
         ax.set_xlabel("training step")
+    for ax in axes[len(plots):]:
+        ax.remove()
     caption = "dark: mean of 5 steps; light: each step"
     if any(key.startswith("eval/") for key in names_of_columns):
         caption += "; dots: held-out items"
     if not is_sft:
         caption = f"training trajectories; {caption}; vertical lines: the horizon changes"
-    figure.suptitle(f"{run.name}: {caption}")
+    figure.suptitle(f"{run.name}: {caption}", fontsize=11)
     figure.savefig(run / "curves.png.tmp", format="png", dpi=110)
     os.replace(run / "curves.png.tmp", run / "curves.png")
 

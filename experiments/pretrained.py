@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from eval import bootstrap  # noqa: E402
 from experiments.studies import rows  # noqa: E402
+from experiments.studies.report import in_words  # noqa: E402
 
 STUDY = "pretrained"
 STAGES = {"raw": "as it comes", "warm": "warm start", "rl": "GRPO"}
@@ -76,23 +77,28 @@ def report():
     for place, world in enumerate(worlds):
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
             summary = kept.get(f"{world}_{stage}")
+            x = place + 0.25 * (number - 1)
             if summary is None:
+                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
                 continue
             steps = len(rows.load(STUDY)[f"{world}_{stage}"]) - 1
             print(line(world, label, summary, steps))
             success = summary["evaluation"]["success"]
             low, high = summary["evaluation"]["ci95"]["success"]
             if stage in STAGES:
-                axes.bar(place + 0.25 * (number - 1), success, 0.22, color=f"C{number}",
-                         label=label if place == 0 else None,
-                         yerr=[[success - low], [high - success]], capsize=3)
+                axes.bar(x, success, 0.22, color=f"C{number}", label=label if place == 0 else None)
+                bar = axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
+                                    color="black", capsize=3)
+                axes.text(x, high + 0.01, f"{success:.3f}", ha="center", va="bottom")
             else:
                 axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
                             linestyles="--" if stage == "expert" else ":",
                             label=label if place == 0 else None)
     horizons = [kept[f"{world}_warm"]["evaluation"]["config"]["horizon"] for world in worlds]
-    axes.set_xticks(range(len(worlds)), [f"{w}, horizon {h}" for w, h in zip(worlds, horizons)])
-    axes.set(ylabel="held-out success, 95 % interval", ylim=(0, 1.02), title="SmolLM2-135M")
+    names = [" ".join(map(in_words, world.split())) for world in worlds]
+    axes.set_xticks(range(len(worlds)), [f"{n}, horizon {h}" for n, h in zip(names, horizons)])
+    bar.set_label("95 % interval\nover items")
+    axes.set(ylabel="success on held-out items", ylim=(0, 1.04), title="SmolLM2-135M, seed 0")
     figure.legend(loc="outside right upper")
     figure.savefig(ROOT / "docs/pretrained.png", dpi=110)
     print("docs/pretrained.png")

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from eval import bootstrap, pass_at_k  # noqa: E402
 from experiments.studies import rows  # noqa: E402
 from experiments.studies.play import revision  # noqa: E402
+from experiments.studies.report import in_words  # noqa: E402
 
 WORK = ROOT / "runs/test_time"  # for eval.py's output, which is not kept
 SAMPLES = 16
@@ -105,7 +106,7 @@ def play(world, model):
 def draw(results):
     """Write docs/test_time.png and print a table, from {world: [row per model]}."""
     figure, axes = plt.subplots(
-        len(results), 2, figsize=(10, 3.6 * len(results)), layout="constrained", squeeze=False
+        len(results), 2, figsize=(9.2, 3.4 * len(results)), layout="constrained", squeeze=False
     )
     print("| world | model | turns allowed: success (avg@16) | pass@1, 4, 16 |\n|---|---|---|---|")
     for (world, models), (left, right) in zip(sorted(results.items()), axes):
@@ -113,13 +114,16 @@ def draw(results):
             by_horizon = {int(h): figures for h, figures in model["horizons"].items()}
             plot_model(left, right, number, by_horizon, SHOWN[world])
             print(f"| {world} | {model['model']} | {cells(by_horizon, SHOWN[world])} |")
-        title = f"{world}, horizon {SHOWN[world]}"
-        left.set(xlabel="samples k", ylabel="pass@k", title=title, xscale="log", ylim=(0, None))
+        name = in_words(world)
+        left.set(title=f"{name}: more samples, {SHOWN[world]} turns allowed", xscale="log")
+        left.set(xlabel="samples of an item, k", ylabel="success of at least one (pass@k)")
         left.set_xticks(KS, map(str, KS))
         left.minorticks_off()
-        right.set(xlabel="turns allowed at test", ylabel="success", title=world, ylim=(0, None))
-        left.legend()
-        right.legend()
+        right.set(title=f"{name}: more turns", xlabel="turns allowed", ylabel="success (avg@16)")
+        for ax in (left, right):
+            ax.set_ylim(bottom=0)
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle("held-out items", fontsize=11)
     figure.savefig(ROOT / "docs/test_time.png", dpi=110)
     print("docs/test_time.png")
 
@@ -141,7 +145,8 @@ def plot_model(left, right, number, by_horizon, shown):
     horizons = list(by_horizon)
     right.plot(horizons, [figures["success"] for figures in by_horizon.values()], "o-", **line)
     low, high = zip(*(figures["ci95"] for figures in by_horizon.values()))
-    right.fill_between(horizons, low, high, alpha=0.15, color=color, lw=0)
+    band = "95 % interval over items (right)" if number == 1 else None
+    right.fill_between(horizons, low, high, alpha=0.15, color=color, lw=0, label=band)
 
 
 def cells(by_horizon, shown):

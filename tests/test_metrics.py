@@ -66,15 +66,30 @@ def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
     monkeypatch.setattr(metrics, "Figure", Kept)
     metrics.draw_curves(tmp_path)
     axes = {ax.get_title(): ax for ax in figures[0].axes}
-    titles = {"loss", "grad norm", "held-out success"} if of_sft else {
-        "success", "reward", "turns and horizon", "entropy", "kl", "valid actions"}
-    assert set(axes) == titles
-    ax = axes["grad norm" if of_sft else "reward"]
+    shown = ["loss", "grad_norm", "eval/success"] if of_sft else [
+        "success", "reward", "turns", "entropy", "kl", "valid_actions"]
+    assert list(axes) == [metrics.TITLES[name] for name in shown]
+    ax = axes["gradient norm" if of_sft else "reward of a trajectory"]
     assert list(ax.lines[0].get_ydata()) == [10.0, 11.0, 12.0]
-    held_out = axes["held-out success" if of_sft else "success"].lines
-    assert [7.0, 9.0] in [list(line.get_ydata()) for line in held_out]
+    success = axes[metrics.TITLES["eval/success" if of_sft else "success"]]
+    assert [7.0, 9.0] in [list(line.get_ydata()) for line in success.lines]
     if worlds:
-        assert [text.get_text() for text in axes["success"].get_legend().get_texts()] == ["a", "b"]
+        assert [text.get_text() for text in success.get_legend().get_texts()] == ["a", "b"]
+
+
+def test_only_a_curve_below_0_has_an_axis_that_does_not_start_there(tmp_path, monkeypatch):
+    values = {"success": 0.5, "reward": -0.5, "turns": 2.0, "horizon": 4, "entropy": 0.0}
+    rows = [{"step": step} | {name: x * (step + 1) for name, x in values.items()}
+            for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+    monkeypatch.setattr(metrics.Figure, "savefig", lambda *args, **kw: figures.append(args[0]))
+    monkeypatch.setattr(metrics.os, "replace", lambda *args: None)
+    metrics.draw_curves(tmp_path)
+    bottoms = {ax.get_title(): ax.get_ylim()[0] for ax in figures[0].axes}
+    below = bottoms.pop("reward of a trajectory")
+    assert below < -4.5
+    assert list(bottoms.values()) == [0.0, 0.0, 0.0]
 
 
 def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
@@ -207,3 +208,37 @@ def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
             steps = [row["step"] for row in run_rows[:-1]]
             assert steps == list(range(len(steps))), run_name
     assert (ROOT / "experiments/results/test_time.jsonl.gz").exists()
+
+
+# ---- pictures ----
+
+
+def words_of(figure):
+    """The titles, axis labels, names of settings and legends of a figure."""
+    texts = [figure.get_suptitle()]
+    for ax in figure.axes:
+        texts += [ax.get_title(), ax.get_xlabel(), ax.get_ylabel()]
+        texts += [label.get_text() for label in ax.get_yticklabels()]
+    for legend in figure.legends:
+        texts += [text.get_text() for text in legend.get_texts()]
+    return texts
+
+
+@pytest.mark.parametrize("name", ["algorithms", "horizon", "collapse", "recipe"])
+def test_a_picture_says_what_its_bars_are_starts_at_0_and_has_words_for_names(name, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
+    report.draw(name, rows.load(name))
+    assert len(figures) == (2 if name == "horizon" else 1)
+    for figure in figures:
+        plt.close(figure)
+        words = words_of(figure)
+        assert any("standard deviation" in text or "95 % interval" in text for text in words)
+        keys = {"babyai", "textcraft", "grpo", "scaling"}
+        assert not [text for text in words if "_" in text or keys & set(text.split())]
+        for ax in figure.axes:
+            if ax.axison:
+                is_success = "success" in ax.get_ylabel()
+                assert is_success or "success" in ax.get_xlabel() or "horizon" in ax.get_ylabel()
+                assert ax.get_xlim()[0] == 0
+                assert name == "recipe" or ax.get_ylim()[0] == 0

@@ -17,6 +17,41 @@ from config import TINY_HORIZONS  # noqa: E402
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
+# What pictures call the worlds and the labels of the runs.
+WORDS = {
+    "babyai": "BabyAI",
+    "textcraft": "TextCraft",
+    "searchqa": "SearchQA",
+    "sciworld": "SciWorld",
+    "webarena": "WebArena",
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "scaling": "growing (ScalingInter)",
+    "long": "fixed, long",
+    "short": "fixed, short",
+    "lr_2e-4": "learning rate 2e-4",
+    "lr_8e-4": "learning rate 8e-4",
+    "8x16": "8 items x 16 samples",
+    "32x4": "32 items x 4 samples",
+    "minibatches_1": "1 mini-batch",
+    "minibatches_4": "4 mini-batches",
+    "kl_0.01": "KL coefficient 0.01",
+    "clip_high_0.28": "upper clip 0.28",
+    "entropy_0.01": "entropy bonus 0.01",
+    "penalty_0": "no penalty for invalid actions",
+    "penalty_0.2": "penalty for invalid actions 0.2",
+    "no_std": "advantage without the deviation",
+    "sequence": "loss averaged by sequence",
+    "horizon_4": "horizon 4 from the start",
+}
+
+
+def in_words(name):
+    """A world, several of them with commas, or a label, as pictures call it."""
+    return ", ".join(WORDS.get(part, part) for part in name.split(","))
+
 # 97.5 % quantiles of Student's t, by the number of pairs.
 STUDENT = {
     2: 12.706,
@@ -201,41 +236,49 @@ def sweep(worlds, results, path):
         if run.label != "base" and run.name in results:
             found.setdefault(run.label, []).append(results[run.name])
 
-    def after_training(rows):
-        return rows[-1]["success"]
-
     def first_steps(rows):
         return statistics.mean(row["success"] for row in rows[:20])
 
-    figure, axes = plt.subplots(
-        1, 2, figsize=(9.2, 1 + 0.3 * len(found)), layout="constrained", sharey=True
+    figure, (after, early) = plt.subplots(
+        1, 2, figsize=(9.2, 1.2 + 0.32 * len(found)), layout="constrained", sharey=True
     )
-    views = (
-        ("held-out success after training", after_training),
-        ("success in the first 20 steps of training", first_steps),
-    )
-    for ax, (title, value) in zip(axes, views):
-        for y, seeds in enumerate(found.values()):
-            values = [value(rows) for rows in seeds]
-            ax.plot(values, [y] * len(values), "o", color="C0", alpha=0.6)
-            ax.plot(statistics.mean(values), y, "|", color="black", ms=14)
-        default = statistics.mean(map(value, found["default"]))
-        ax.axvline(default, color="grey", ls=":", label="default")
-        ax.set_title(f"{', '.join(worlds)}: {title}", fontsize=10)
+    for line, seeds in enumerate(found.values()):
+        for number, rows in enumerate(seeds):
+            y = line + 0.3 * number  # the bars of two seeds stand apart
+            success = rows[-1]["success"]
+            low, high = rows[-1]["ci95"]
+            label = "one seed; bar: 95 % interval over items" if y == 0 else None
+            after.errorbar(success, y, xerr=[[success - low], [high - success]], fmt="o",
+                           color="C0", ms=4, label=label)
+            early.plot(first_steps(rows), y, "o", color="C0", ms=4)
+    base = results.get(Run("babyai", "base", 0).name)
+    if base:
+        after.axvline(base[-1]["success"], color="grey", ls=":", label="before training")
+    default = statistics.mean(map(first_steps, found["default"]))
+    early.axvline(default, color="black", ls="--", lw=1, label="mean of the default's seeds")
+    default = statistics.mean(rows[-1]["success"] for rows in found["default"])
+    after.axvline(default, color="black", ls="--", lw=1)
+    world = " and ".join(map(in_words, worlds))
+    figure.suptitle(f"{world}: 40 steps of GRPO with one setting changed", fontsize=11)
+    after.set_title("held-out items, after training", fontsize=11)
+    early.set_title("training, mean of the first 20 steps", fontsize=11)
+    for ax in (after, early):
+        ax.set(xlabel="success", xlim=(0, 1.02))
         ax.grid(axis="x", alpha=0.3)
 
     names = []
     for label, seeds in found.items():
-        names.append(f"{label} ({len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'})")
-    axes[0].set_yticks(range(len(found)), names)
-    axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8)
+        names.append(f"{in_words(label)} ({len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'})")
+    after.set_yticks(range(len(found)), names)
+    after.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
     save(figure, path)
 
 
 def picture(study, worlds, results, path):
     """Mean and standard deviation over the seeds. Per world a row with the training, and in
-    studies that evaluate on the way a second row with the success on held-out items."""
+    studies that evaluate on the way a second row with the success on held-out items. One legend
+    for all: every world has runs of the same labels."""
     midway = study in EVALUATED_MIDWAY
     columns = 4 if midway else 2
     figure, axes = plt.subplots(
@@ -255,21 +298,33 @@ def picture(study, worlds, results, path):
         draw_training(line[0], world, labels, "turns", what)
         if midway:
             draw_training(line[1], world, labels, "turns", "horizon")
+            line[1].yaxis.get_major_locator().set_params(integer=True)
             base = results.get(Run(world, "base", 0).name)
             draw_held_out(line[2:], world, labels, base)
         elif len({rows[-1].get("machine", "not said") for s in labels.values() for rows in s}) > 1:
-            message = "rows of different machines:\nno minutes to compare"
+            message = "These runs come from different machines:\ntheir minutes cannot be compared."
             line[1].text(0.5, 0.5, message, ha="center", transform=line[1].transAxes)
             line[1].set_axis_off()
         else:
             draw_training(line[1], world, labels, "minutes", what)
-        for ax in line[:columns]:
-            if ax.has_data():
-                ax.legend(fontsize=8)
+    for ax in axes.flat:
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
+    marks = "bands and bars" if midway else "bands"
+    figure.suptitle(f"mean over the seeds; {marks}: ± one standard deviation "
+                    "(bands within the seeds' range)", fontsize=10)
+    # The last axes of a study with held-out items name the built-in model, too.
+    handles, names = axes.flat[-1 if midway else 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3 if midway else 4, fontsize=9)
     save(figure, path)
 
 
-UNITS = {"turns": "thousands of environment turns", "minutes": "minutes"}
+UNITS = {"turns": "environment turns (thousands)", "minutes": "training time (minutes)"}
+MEASURES = {
+    "success": "success within the run's horizon",
+    "score": "score within the run's horizon",
+    "horizon": "horizon (turns)",
+}
 
 
 def draw_training(ax, world, labels, cost, what):
@@ -278,14 +333,17 @@ def draw_training(ax, world, labels, cost, what):
         grid, curves = resampled([rows[:-1] for rows in seeds], cost, what)
         mean = np.nanmean(curves, 0)
         spread = np.nanstd(curves, 0, ddof=min(1, len(curves) - 1))
-        ax.plot(grid, mean, label=f"{label} ({len(seeds)} seeds)", color=f"C{number}")
+        ax.plot(grid, mean, label=name_of(label, seeds), color=f"C{number}")
         # The band of one standard deviation is cut where the lowest and the highest seed are.
         low = np.maximum(mean - spread, curves.min(0))
         high = np.minimum(mean + spread, curves.max(0))
         ax.fill_between(grid, low, high, alpha=0.15, color=f"C{number}", lw=0)
-    ax.set_xlabel(UNITS[cost])
-    suffix = "" if what == "horizon" else " in training, at its own horizon"
-    ax.set_title(f"{world}: {what}{suffix}")
+    title = f"{in_words(world)}: training"
+    ax.set(xlabel=UNITS[cost], ylabel=MEASURES[what], title=title)
+
+
+def name_of(label, seeds):
+    return f"{in_words(label)} ({len(seeds)} seeds)"
 
 
 def resampled(trainings, cost, what):
@@ -329,14 +387,14 @@ def draw_held_out(axes, world, labels, base):
         mean = np.mean(points, 0)
         spread = np.std(points, 0, ddof=min(1, len(points) - 1))
         style = {"fmt": "o-", "capsize": 3, "color": f"C{number}"}
-        name = f"{label} ({len(seeds)} seeds)"
+        name = name_of(label, seeds)
         for column, ax in enumerate(axes):
             ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], label=name, **style)
-    title = f"{world}: held-out success, horizon {TINY_HORIZONS[world].eval_horizon}"
+    ylabel = f"success within {TINY_HORIZONS[world].eval_horizon} turns"
     for unit, ax in zip(UNITS.values(), axes):
-        ax.set(xlabel=unit, title=title)
+        ax.set(xlabel=unit, ylabel=ylabel, title=f"{in_words(world)}: held-out items")
         if base:
-            ax.axhline(base[-1]["success"], color="grey", ls=":", label="built-in model")
+            ax.axhline(base[-1]["success"], color="grey", ls=":", label="before training")
 
 
 def save(figure, path):
