@@ -3,7 +3,7 @@
     python experiments/render_notebook.py
 
 Jupyter is not needed. The value of a cell's last line is not shown, and stderr is left out. On one
-machine, the same code gives the same bytes.
+machine, with one number of threads, the same code gives the same bytes.
 """
 
 import base64
