@@ -95,9 +95,10 @@ def show_differences(tab):
 
 
 def open_one(tab, suits):
-    """Open the first of the listed trajectories that suits."""
+    """Open the first trajectory of the run that is listed and suits."""
+    tab.get_by_role("button", name="step", exact=True).click()
     for row in tab.locator("#rows tr:not(.dim)").all()[:200]:
-        row.click()
+        row.click(position={"x": 20, "y": 8})
         tab.wait_for_selector("article .assistant")
         tab.wait_for_timeout(100)
         if suits():
@@ -109,8 +110,8 @@ def show_search(tab):
     tab.select_option("select[aria-label='search in']", "replies")
     tab.fill("#search", "yellow door")
     tab.keyboard.press("Enter")
-    tab.wait_for_selector("th:last-child:has-text('found')")
-    tab.locator("#rows tr").first.click()
+    tab.wait_for_selector("th:has-text('found')")
+    tab.locator("#rows tr").first.click(position={"x": 20, "y": 8})
     tab.wait_for_selector("article .assistant")
 
 

@@ -40,6 +40,7 @@ function curve(name) {
   let low = Math.min(...values);
   let high = Math.max(...values);
   if (SHARES.test(name) && low >= 0 && high <= 1) [low, high] = [0, 1];
+  if (low > 0) low = 0;
   if (low === high) [low, high] = [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
   const first = Math.min(...steps);
   const last = Math.max(...steps, first + 1);

@@ -171,7 +171,8 @@ function drawTrajectories() {
   const held = rows.filter(isHeld).length;
   const note = held < rows.length ? `; ${held} of them with tokens` : "";
   $("count").textContent = `${shown.length} of ${rows.length}${cut}${note}`;
-  const names = found ? [...columns().slice(0, -1), "found"] : columns();
+  const names = columns();
+  if (found) names.splice(names.indexOf("sample") + 1, 0, "found");
   $("rows").replaceChildren(...listed.map((row, index) => tableRow(row, index, names)));
   return names;
 }

@@ -40,7 +40,9 @@ async function followAddress() {
   $("explorer").classList.toggle("two", opened.length > 1);
   markOpened();
   await render();
-  if (opened.length && !before) $("explorer").scrollIntoView();
+  const isNarrow = matchMedia("(max-width: 999px)").matches;
+  if (opened.length && isNarrow) $("side").scrollIntoView();
+  else if (opened.length && !before) $("explorer").scrollIntoView();
 }
 
 let colouring = "mask";
@@ -213,7 +215,8 @@ function token(trajectory, at, strongest) {
 const words = text => text.match(/\s+|[\w']+|[^\s\w]/g) ?? [];
 
 // For each segment of both trajectories, which of its parts the same segment of the other has not:
-// tokens of a reply, words of the environment. -> [marks of a, marks of b]
+// tokens of a reply, words of the environment. A segment that only one of them has gets no marks.
+// -> [marks of a, marks of b]
 function differences(a, b) {
   const [ofA, ofB] = [segmentsOf(a), segmentsOf(b)];
   const parts = (trajectory, {sampled, start, end}) => {
@@ -221,12 +224,10 @@ function differences(a, b) {
     return sampled ? pieces : words(pieces.join(""));
   };
   const marks = [[], []];
-  for (let k = 0; k < Math.max(ofA.length, ofB.length); k++) {
-    const inA = ofA[k] ? parts(a, ofA[k]) : [];
-    const inB = ofB[k] ? parts(b, ofB[k]) : [];
-    const [first, second] = missing(inA, inB);
-    if (ofA[k]) marks[0].push(first);
-    if (ofB[k]) marks[1].push(second);
+  for (let k = 0; k < Math.min(ofA.length, ofB.length); k++) {
+    const [first, second] = missing(parts(a, ofA[k]), parts(b, ofB[k]));
+    marks[0].push(first);
+    marks[1].push(second);
   }
   return marks;
 }

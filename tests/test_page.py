@@ -202,9 +202,14 @@ def test_trajectories_are_grouped_and_a_group_lists_its_own(folder, browser):
     assert not wrong
 
 
-def test_two_steps_are_compared(folder, browser):
-    page, wrong = opened(browser, folder / "view.html")
-    table = run_of((folder / "view.html").read_text())["table"]
+def test_two_steps_are_compared(folder, browser, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    path = tmp_path / "run/trajectories/step_000002.jsonl"
+    lines = [json.loads(line) | {"success": True} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = view.write_page(tmp_path / "run")
+    page, wrong = opened(browser, path)
+    table = run_of(path.read_text())["table"]
     page.select_option("select[aria-label='group by']", "category")
     page.fill("input[aria-label=step]", "0, 2")
     keys = column(page, "category")
@@ -220,6 +225,7 @@ def test_two_steps_are_compared(folder, browser):
         change = after - before if None not in means else None
         for text, value in zip(texts, (before, after, change)):
             assert text == "" if value is None else abs(float(text) - value) < 5e-3
+    assert any(float(text) > 0 for text in column(page, "change") if text)
     assert len(keys) > 3 and not wrong
 
 
@@ -369,6 +375,8 @@ def test_what_differs_between_two_trajectories_is_marked(folder, browser):
     page, wrong = opened(browser, folder / "view.html")
     assert page.evaluate("missing(['a','b','c','x'], ['a','c','d','x'])") == [
         [False, True, False, False], [False, False, True, False]]
+    assert page.evaluate("missing(['p','q','r'], ['r','p','q'])") == [
+        [False, False, True], [True, False, False]]
     assert page.evaluate("missing([], ['a'])") == [[], [True]]
     assert page.evaluate("missing(['a','a'], ['a'])") == [[False, True], [False]]
     page.fill("input[aria-label=item]", "babyai")
@@ -506,6 +514,129 @@ def test_two_runs_are_in_one_page(folder, browser, tmp_path):
     page.select_option("select[aria-label='group by']", "run")
     assert sorted(column(page, "run")) == ["evil", "other"]
     assert not wrong
+
+
+# ---- the ten questions of docs/view.md ----
+
+
+class Clicks:
+    """Counts what a person does; a choice in a menu is one click."""
+
+    def __init__(self, page):
+        self.page = page
+        self.count = 0
+
+    def click(self, selector, **how):
+        self.page.locator(selector).first.click(**how)
+        self.count += 1
+
+    def choose(self, menu, value):
+        self.page.select_option(f"select[aria-label='{menu}']", value)
+        self.count += 1
+
+    def head(self, name):
+        self.page.get_by_role("button", name=name, exact=True).click()
+        self.count += 1
+
+
+def ask_items(c, table):
+    c.choose("group by", "item")
+    successes = {}
+    for row in table:
+        successes.setdefault(row["item"], []).append(row["success"])
+    never = {item for item, found in successes.items() if not any(found)}
+    assert set(column(c.page, "item")[:len(never)]) == never
+
+
+def ask_categories(c, table):
+    c.click("#distributions summary")
+    texts = c.page.locator("#charts figure", has_text="success by category").locator("title")
+    hardest = texts.all_text_contents()[-1].split(":")[0]
+    held = [row["success"] for row in table if row["category"] == hardest]
+    assert sum(held) / len(held) <= sum(row["success"] for row in table) / len(table)
+
+
+def ask_first_invalid(c, table):
+    c.click("#distributions summary")
+    texts = c.page.locator("#charts figure", has_text="first invalid").locator("title")
+    turns = [row["invalid"] for row in table if row["invalid"] is not None]
+    label = f"first invalid turn {min(turns)}: {turns.count(min(turns))},"
+    assert texts.all_text_contents()[0].startswith(label)
+
+
+def ask_last_reply(c, table):
+    c.choose("success", "false")
+    c.choose("group by", "last_reply")
+    c.head("trajectories")
+    c.head("trajectories")
+    said = [row["last_reply"] for row in table if not row["success"]]
+    assert int(column(c.page, "trajectories")[0]) == max(said.count(text) for text in said)
+
+
+def ask_change(c, table):
+    box = c.page.locator("#curves svg").first.bounding_box()
+    at = [{"x": box["width"] * (34 + step / 2 * 260) / 300, "y": 40} for step in (0, 2)]
+    c.click("#curves svg", position=at[0])
+    c.click("#curves svg", position=at[1], modifiers=["Shift"])
+    c.head("change")
+    changes = [float(text) for text in column(c.page, "change") if text]
+    assert changes == sorted(changes) and changes
+
+
+def ask_why(c, table):
+    c.click("#rows tr")
+    wait_for_articles(c.page, 1)
+    c.click("article .group button")
+    wait_for_articles(c.page, 2)
+    c.click("#first-difference")
+    assert c.page.locator(".turn.here").count() or not c.page.locator(".differs").count()
+
+
+def ask_unsure(c, table):
+    c.click("#rows tr")
+    wait_for_articles(c.page, 1)
+    c.choose("colour of tokens", "entropy")
+    c.page.locator("article .t.m").first.hover()
+    assert "nats" in c.page.locator("#readout").inner_text()
+
+
+def ask_status(c, table):
+    c.choose("group by", "status")
+    counts = dict(zip(column(c.page, "status"), column(c.page, "trajectories")))
+    assert int(counts["horizon"]) == sum(row["status"] == "horizon" for row in table)
+
+
+def ask_search(c, table):
+    c.choose("search in", "replies")
+    c.page.fill("#search", "turn left")
+    c.page.keyboard.press("Enter")
+    until(c.page, "[...document.querySelectorAll('#head th')].some("
+                  "th => th.textContent == 'found')")
+    assert all("turn left" in text.lower() for text in column(c.page, "found"))
+
+
+def ask_runs(c, table):
+    c.choose("run", "other")
+    c.choose("group by", "category")
+    assert sum(map(int, column(c.page, "trajectories"))) == len(table)
+
+
+@pytest.mark.parametrize("ask", [
+    ask_items, ask_categories, ask_first_invalid, ask_last_reply, ask_change, ask_why, ask_unsure,
+    ask_status, ask_search, ask_runs])
+def test_a_question_is_answered_within_four_clicks(folder, browser, two_runs, ask):
+    page, wrong = opened(browser, two_runs if ask is ask_runs else folder / "view.html")
+    clicks = Clicks(page)
+    ask(clicks, run_of((folder / "view.html").read_text())["table"])
+    assert 1 <= clicks.count <= 4 and not wrong
+
+
+@pytest.fixture(scope="module")
+def two_runs(folder, tmp_path_factory):
+    """The page of the run and a copy of it, "other"."""
+    out = tmp_path_factory.mktemp("two")
+    shutil.copytree(folder, out / "other")
+    return view.write_page([folder, out / "other"], out=out / "both.html")
 
 
 # ---- size, and a live run ----
