@@ -23,6 +23,14 @@ function tickText(x) {
   return String(Number(x.toPrecision(3)));
 }
 
+// The lines and numbers of a vertical axis. y: value -> its height in the picture.
+function scale(values, y) {
+  const {width, left, right} = BOX;
+  return values.flatMap(value => [
+    svg("line", {x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--line)"}),
+    svg("text", {x: left - 4, y: y(value) + 3, "text-anchor": "end"}, tickText(value))]);
+}
+
 function drawCurves() {
   const names = [...new Set(runs.flatMap(run => Object.keys(run.metrics)))];
   $("curves").replaceChildren(...names.map(curve));
@@ -55,11 +63,7 @@ function curve(name) {
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name}, ${ends.join("; ")}`,
   });
-  for (const value of ticks(low, high, 3)) {
-    picture.append(
-      svg("line", {x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--line)"}),
-      svg("text", {x: left - 4, y: y(value) + 3, "text-anchor": "end"}, tickText(value)));
-  }
+  picture.append(...scale(ticks(low, high, 3), y));
   for (const step of ticks(first, last, 5).filter(Number.isInteger)) {
     picture.append(
       svg("text", {x: x(step), y: height - 5, "text-anchor": "middle"}, String(step)));
@@ -103,7 +107,8 @@ function curve(name) {
     const parts = lines.map(({run, number, values}) => {
       const place = run.steps.indexOf(step);
       const text = place < 0 || values[place] === null ? "none" : short(values[place]);
-      return make("span", {className: lines.length > 1 ? `swatch run${number % 4}` : ""}, text, " ");
+      const className = lines.length > 1 ? `swatch run${number % 4}` : "";
+      return make("span", {className}, text, " ");
     });
     range.replaceChildren(`step ${step}: `, ...parts);
   };
@@ -156,11 +161,7 @@ function histogram(name, title, held) {
   const y = count => height - bottom - count / most * (height - top - bottom);
   const step = (width - left - right) / bins.length;
   const picture = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title});
-  for (const count of ticks(0, most, 3).filter(Number.isInteger)) {
-    picture.append(
-      svg("line", {x1: left, x2: width - right, y1: y(count), y2: y(count), stroke: "var(--line)"}),
-      svg("text", {x: left - 4, y: y(count) + 3, "text-anchor": "end"}, tickText(count)));
-  }
+  picture.append(...scale(ticks(0, most, 3).filter(Number.isInteger), y));
   const every = Math.ceil(bins.length / 6);
   for (const [k, [from, to]] of bins.entries()) {
     const [failed, succeeded] = counts[k];

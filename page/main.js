@@ -68,7 +68,8 @@ const SECONDS = 2;
 async function follow() {
   try {
     const counts = runs.map(run => run.count).join(",");
-    const answer = await (await fetch(`/update?generation=${data.generation}&rows=${counts}`)).json();
+    const address = `/update?generation=${data.generation}&rows=${counts}`;
+    const answer = await (await fetch(address)).json();
     if (answer.generation !== data.generation) {
       location.reload();  // steps have been played again
       return;
@@ -84,7 +85,10 @@ async function follow() {
       drawHeader();
       drawCurves();
       makeFilters();
+      const place = [...$("rows").children].indexOf(document.activeElement);
+      const focused = listed[place];
       draw();
+      $("rows").children[listed.indexOf(focused)]?.focus();
     }
     const steps = runs.map(run => `${run.steps.length} of ${run.total_steps} steps`).join(", ");
     $("live").textContent = `live: ${steps}`;

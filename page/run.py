@@ -170,6 +170,7 @@ class Run:
         self.metrics: list[dict] = []
         self.rows: list[dict] = []
         self.left_out: Counter[str] = Counter()  # what -> how many
+        self.damaged_rows: Counter[str] = Counter()  # the same, of the metrics as last read
         self.unread: list[Path] = []  # files of complete steps whose trajectories are not in `rows`
         self.read: list[Path] = []
         self.tokenizer: PreTrainedTokenizerBase | None = None

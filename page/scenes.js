@@ -62,7 +62,9 @@ function room([width, cells, [agentX, agentY, direction]]) {
 function shapes(kind, colour, x, y) {
   const cx = x + CELL / 2;
   const cy = y + CELL / 2;
-  if (kind === "#") return [svg("rect", {x, y, width: CELL, height: CELL, fill: "#5b636c"})];  // wall
+  if (kind === "#") {  // wall
+    return [svg("rect", {x, y, width: CELL, height: CELL, fill: "#5b636c"})];
+  }
   if (kind === "o") return [svg("circle", {cx, cy, r: 5, fill: colour})];  // ball
   if (kind === "b") {  // box
     return [svg("rect", {x: x + 3, y: y + 3, width: 10, height: 10, fill: "none", stroke: colour,

@@ -13,6 +13,8 @@ const MAX_ROWS = 500;
 const MENUS = ["status", "success", "env", "category", "run"];  // columns with a menu
 const RANGES = {step: "step: 20, 15-25, 20,80", reward: "reward: >0.5, 0", turns: "turns: 3, >5",
                 invalid: "first invalid: 1"};
+const HELP_OF_RANGES = "5   >0.5   <=3   15-25; several, with commas between them. "
+  + "By item, category or last reply, two steps (20, 80) are compared.";
 let order = {by: "step", up: false};
 let shown = [];  // rows that pass the filters, in the order shown
 let listed = [];  // what the table lists: rows, or groups of rows
@@ -22,7 +24,6 @@ let found = null;  // what the search has found: Map of row -> snippet; null: no
 const filters = {};  // column -> what its filter says
 const items = new Set();  // the ids of all items
 
-const byNumber = (a, b) => a - b;
 const byText = (a, b) => a < b ? -1 : 1;
 const title = name => TITLES[name] ?? name;
 const nameOf = (row, name) => name === "run" ? runs[row.run].name : String(row[name]);
@@ -33,25 +34,31 @@ function columns() {
   return COLUMNS.filter(name => !["run", "env", "category"].includes(name) || several(name));
 }
 
-// Make the menus and fields above the table.
+// Make the menus and fields above the table. On a live page menus get new values; the fields stay.
+let menuValues = "";
 function makeFilters() {
-  const controls = [];
-  for (const name of MENUS.filter(name => columns().includes(name))) {
-    const values = [...new Set(rows.map(row => nameOf(row, name)))].sort(byText);
-    const options = values.map(value => [value, `${title(name)}: ${value}`]);
-    controls.push(menu(name, [["", `${title(name)}: all`], ...options],
-      value => setFilter(name, value)));
+  const names = MENUS.filter(name => columns().includes(name));
+  const choices = names.map(name =>
+    [name, [...new Set(rows.map(row => nameOf(row, name)))].sort(byText)]);
+  if (menuValues !== JSON.stringify(choices)) {
+    menuValues = JSON.stringify(choices);
+    const menus = choices.map(([name, values]) => {
+      const options = values.map(value => [value, `${title(name)}: ${value}`]);
+      const control = menu(name, [["", `${title(name)}: all`], ...options],
+        value => setFilter(name, value));
+      control.value = filters[name] ?? "";
+      return control;
+    });
+    $("menus").replaceChildren(...menus);
   }
+  if ($("search-line").children.length) return;
   for (const [name, placeholder] of [["item", "item"], ...Object.entries(RANGES)]) {
     const oninput = event => setFilter(name, event.target.value);
-    controls.push(make("input", {placeholder, ariaLabel: name, oninput, title: HELP_OF_RANGES}));
+    $("filters").append(
+      make("input", {placeholder, ariaLabel: name, oninput, title: HELP_OF_RANGES}));
   }
-  for (const control of controls) control.value = filters[control.ariaLabel] ?? "";
-  const clear = make("button", {textContent: "clear", title: "remove all filters",
-    onclick: clearFilters});
-  $("filters").replaceChildren(...controls, clear);
-
-  if ($("search-line").children.length) return;
+  $("filters").append(make("button", {textContent: "clear", title: "remove all filters",
+    onclick: clearFilters}));
   const text = make("input", {type: "search", placeholder: "search in the text of all trajectories",
     ariaLabel: "search", id: "search"});
   const where = menu("search in", [["anything", "in all text"], ["replies", "in replies"],
@@ -68,9 +75,6 @@ function makeFilters() {
   });
   $("search-line").append(text, where, list);
 }
-const HELP_OF_RANGES = "5   >0.5   <=3   15-25; several, with commas between them. "
-  + "By item, category or last reply, two steps (20, 80) are compared.";
-
 function setFilter(name, value) {
   filters[name] = value;
   const control = $("filters").querySelector(`[aria-label=${name}]`);
@@ -82,7 +86,7 @@ function clearFilters() {
   for (const name in filters) delete filters[name];
   found = null;
   $("search").value = "";
-  makeFilters();
+  for (const control of $("filters").querySelectorAll("input, select")) control.value = "";
   draw();
 }
 
@@ -129,7 +133,8 @@ function readRange(text) {
   if (!single) return null;
   const [, operator, number] = single;
   // A number as the table shows it: three digits.
-  return x => COMPARE[operator || "="](Number(x.toPrecision(3)), Number(Number(number).toPrecision(3)));
+  const rounded = value => Number(Number(value).toPrecision(3));
+  return x => COMPARE[operator || "="](rounded(x), rounded(number));
 }
 
 // A filter of numbers -> functions, one for each part. Parts that cannot be read (they may be half

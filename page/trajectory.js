@@ -126,7 +126,8 @@ function heading(trajectory, row) {
   return [
     make("h3", {}, `${name}${row.item}, step ${row.step}, sample ${row.sample} `),
     make("div", {className: "dim"}, row.category ? `${row.category}: ` : "", outcome, " · ", link),
-    make("div", {className: "group"}, ...(buttons.length ? ["its group (sample: reward): ", ...buttons] : [])),
+    make("div", {className: "group"}, buttons.length ? "its group (sample: reward): " : "",
+      ...buttons),
   ];
 }
 
@@ -206,7 +207,8 @@ function token(trajectory, at, strongest) {
   const colour = colouring === "advantage" && advantage > 0 ? "#2a9d5c" : "#d9534f";
   if (colouring === "mask") return span;
   const percent = Math.round(60 * strengths[colouring]);
-  span.style = `color: var(--fg); background: color-mix(in srgb, ${colour} ${percent}%, transparent)`;
+  const background = `color-mix(in srgb, ${colour} ${percent}%, transparent)`;
+  span.style = `color: var(--fg); background: ${background}`;
   return span;
 }
 

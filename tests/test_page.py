@@ -472,6 +472,7 @@ def test_a_bar_of_a_distribution_filters_the_table(folder, browser):
     page, wrong = opened(browser, folder / "view.html")
     table = run_of((folder / "view.html").read_text())["table"]
     page.locator("#distributions summary").click()
+    page.wait_for_selector("#charts figure")
     turns = page.locator("#charts figure", has_text="turns").first
     titles = turns.locator("g title").all_text_contents()
     values = sorted({row["turns"] for row in table})
@@ -550,6 +551,7 @@ def ask_items(c, table):
 
 def ask_categories(c, table):
     c.click("#distributions summary")
+    c.page.wait_for_selector("#charts figure")
     texts = c.page.locator("#charts figure", has_text="success by category").locator("title")
     hardest = texts.all_text_contents()[-1].split(":")[0]
     held = [row["success"] for row in table if row["category"] == hardest]
@@ -558,6 +560,7 @@ def ask_categories(c, table):
 
 def ask_first_invalid(c, table):
     c.click("#distributions summary")
+    c.page.wait_for_selector("#charts figure")
     texts = c.page.locator("#charts figure", has_text="first invalid").locator("title")
     turns = [row["invalid"] for row in table if row["invalid"] is not None]
     label = f"first invalid turn {min(turns)}: {turns.count(min(turns))},"
@@ -709,8 +712,10 @@ def test_a_live_page_follows_its_run(live, browser):
     rows_of(page).first.click()
     page.wait_for_selector("article .assistant")
     where = page.url
+    page.focus("input[aria-label=item]")
     (run / "metrics.jsonl").write_text("".join(lines))
     until(page, "document.querySelectorAll('#rows tr').length == 48")
+    assert page.evaluate("document.activeElement.ariaLabel") == "item"  # typing goes on
     assert "3 of 3" in page.locator("#live").inner_text()
     assert page.url == where and page.locator("article").count() == 1  # still open
     page.fill("#search", "onerror")
