@@ -76,6 +76,7 @@ def contents(folder: str | Path, most: int) -> dict:
     chunks = []
     chunk = []
     held = 0
+    num_drawn = 0
     vocabulary = {}
     for file in tqdm(run.unread, desc="view", unit="step"):
         first = len(run.rows)
@@ -86,7 +87,9 @@ def contents(folder: str | Path, most: int) -> dict:
                 continue
             run.rows[row]["held"] = held
             held += 1
-            chunk.append(run.tokens_of(trajectory, (number // every) % every_drawn == 0))
+            is_drawn = (number // every) % every_drawn == 0
+            num_drawn += is_drawn
+            chunk.append(run.tokens_of(trajectory, is_drawn))
             run.add_pieces(trajectory["tokens"], vocabulary)
             unknown = sum(token not in vocabulary for token in trajectory["tokens"])
             run.left_out["texts of token ids that the tokenizer does not have"] += unknown
@@ -98,8 +101,10 @@ def contents(folder: str | Path, most: int) -> dict:
     found = run.about() | {"table": compress(run.table()), "chunk": CHUNK, "chunks": chunks,
                            "vocabulary": vocabulary}
     if held < len(run.rows):
-        found["note"] = (f"; tokens of {held} of {len(run.rows)} trajectories: one group in "
-                         f"{every} (--most, or --live for all)")
+        found["note"] += (f"; tokens of {held} of {len(run.rows)} trajectories: one group in "
+                          f"{every} (--most, or --live for all)")
+    if num_drawn < held and run.replay.worlds:
+        found["note"] += f"; states drawn for {num_drawn} (--live: for all)"
     return found
 
 

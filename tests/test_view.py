@@ -210,6 +210,16 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(folder, tmp_pa
     assert f"tokens of {len(held)} of 48" in run["note"] and "one group in 2" in run["note"]
 
 
+def test_the_page_says_for_how_many_trajectories_states_are_drawn(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "MAX_DRAWN", 24)
+    run = run_of(view.write_page(folder, out=tmp_path / "view.html").read_text())
+    drawn = [t for t in trajectories_of(run) if t["scenes"]]
+    assert 0 < len(drawn) < 40
+    # One trajectory of a group that is drawn has a damaged item.
+    assert f"states drawn for {len(drawn)} " in run["note"] or (
+        f"states drawn for {len(drawn) + 1} " in run["note"])
+
+
 def test_several_runs_make_one_page(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "other")
     done = run_script("view.py", folder, tmp_path / "other", "--out", tmp_path / "both.html")
