@@ -187,7 +187,7 @@ function histogram(name, title, held) {
 
 // Success for each category: a bar from 0 to 1. A click filters the table.
 function successChart(kind) {
-  const groups = Map.groupBy(shown, row => row[kind]);
+  const groups = Map.groupBy(shown, row => nameOf(row, kind));
   const means = [...groups].map(([key, held]) =>
     [key, mean(held.map(row => Number(row.success))), held.length]);
   means.sort((a, b) => b[1] - a[1]);

@@ -3,7 +3,16 @@
 // A page holds one or more runs. In a file, a run has its table (compressed columns) and the tokens
 // of some trajectories (compressed chunks). On a live page the server is asked instead.
 const runs = data.runs;
+nameRuns();
 let rows = [];  // one object for each trajectory of each run: its columns, `run` and `id`
+
+// Runs whose folders have the same name are told apart by the whole path.
+function nameRuns() {
+  const names = runs.map(run => run.name);
+  for (const run of runs) {
+    if (names.filter(name => name === run.name).length > 1) run.name = run.folder;
+  }
+}
 
 async function decompress(base64) {
   const bytes = Uint8Array.from(atob(base64), character => character.charCodeAt(0));

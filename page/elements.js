@@ -32,7 +32,9 @@ function short(x) {
 // A number with its sign.
 const signed = x => (x > 0 ? "+" : "") + short(x);
 
-const mean = values => values.reduce((sum, value) => sum + value, 0) / values.length;
+// The mean of some numbers; null of none.
+const mean = values =>
+  values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
 // A menu. options: [[value, text], ...].
 function menu(label, options, onchange) {

@@ -5,6 +5,7 @@ opened, and for what is searched.
 """
 
 import json
+import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,11 +14,11 @@ from urllib.parse import parse_qs, urlsplit
 from tqdm import tqdm
 
 from metrics import read_objects
-from page.run import DEFAULTS, Run, flaw
+from page.run import Run, complete, flaw
 
 HOST = "127.0.0.1"
 LOCAL_NAMES = ("127.0.0.1", "localhost")
-MAX_HITS = 2000
+MAX_HITS = 5000  # trajectories of a run that a search finds at most
 
 
 class LiveRun(Run):
@@ -27,12 +28,15 @@ class LiveRun(Run):
         super().__init__(folder)
         self.places: list[tuple[Path, int]] = []
         self.stamps: dict[Path, tuple[int, int]] = {}  # file -> its size and time when it was read
+        # Rows of different generations do not belong together; those of another server neither.
+        self.generation = secrets.randbelow(2**40)
 
-    def refresh(self) -> bool:
-        """Read what has come -> whether it can be added to what was there. It cannot if a step was
-        played again: then everything is read anew."""
+    def refresh(self) -> None:
+        """Read what has come. If a step was played again, everything is read anew, and a new
+        generation begins."""
         changed = any(not file.exists() or stamp(file) != self.stamps[file] for file in self.read)
         if changed:
+            self.generation += 1
             self.rows.clear()
             self.places.clear()
             self.read.clear()
@@ -41,7 +45,6 @@ class LiveRun(Run):
         for file in tqdm(self.unread, desc=self.folder.name, unit="step", disable=None):
             self.stamps[file] = stamp(file)
             self.places += [(file, place) for place in range(len(self.read_file(file)))]
-        return not changed
 
     def trajectory(self, number: int) -> dict:
         """The trajectory of a row, with the texts of its tokens. Raises IndexError if there is
@@ -62,7 +65,7 @@ class LiveRun(Run):
         for file in self.read:
             for trajectory in shown_in(file):
                 snippet = find_in(trajectory["messages"], text.lower(), where)
-                if snippet:
+                if snippet and len(hits) < MAX_HITS:
                     hits.append((number, snippet))
                 number += 1
         return hits
@@ -76,13 +79,16 @@ def stamp(file: Path) -> tuple[int, int]:
 
 def shown_in(file: Path) -> list[dict]:
     """The trajectories of a file that can be shown."""
-    return [DEFAULTS | trajectory for trajectory in read_objects(file)[0] if not flaw(trajectory)]
+    return [complete(trajectory, file) for trajectory in read_objects(file)[0]
+            if not flaw(trajectory)]
 
 
 def find_in(messages: list[dict], text: str, where: str) -> str:
     """What stands around the first `text` (lower case) in the messages; "" if it is not there."""
     roles = {"replies": ("assistant",), "environment": ("user",)}.get(where, ("assistant", "user"))
-    for message in messages if isinstance(messages, list) else []:
+    for place, message in enumerate(messages if isinstance(messages, list) else []):
+        if place == 1:  # the fixed reply to the instructions
+            continue
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str) and message.get("role") in roles:
             place = content.lower().find(text)
@@ -98,7 +104,6 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, folders: list[str], port: int, render):
         self.runs = [LiveRun(folder) for folder in folders]
-        self.generation = 0  # how often steps were played again
         self.lock = threading.Lock()  # requests come in threads; the runs are read by one
         self.render = render
         self.refresh()
@@ -106,13 +111,17 @@ class Server(ThreadingHTTPServer):
 
     def refresh(self) -> None:
         """Read what has come."""
-        is_continued = [run.refresh() for run in self.runs]
-        self.generation += not all(is_continued)
+        for run in self.runs:
+            run.refresh()
+
+    def generation(self) -> int:
+        """Changes when a step was played again."""
+        return sum(run.generation for run in self.runs)
 
     def state(self, first: list[int]) -> dict:
         """What the page shows; of each run the rows from number `first[k]` on."""
         pairs = zip(self.runs, first)
-        return {"live": True, "generation": self.generation,
+        return {"live": True, "generation": self.generation(),
                 "runs": [run.about() | {"table": run.table(start)} for run, start in pairs]}
 
 
@@ -135,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.server.lock:
                 kind, text = answers[address.path](query)
-        except (ValueError, KeyError, IndexError, OSError) as e:
+        except Exception as e:  # a damaged file must not end the thread without an answer
             self.reply(400, "text/plain", f"{type(e).__name__}: {e}")
             return
         self.reply(200, kind, text)
@@ -146,9 +155,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def update(self, query):
         self.server.refresh()
-        first = [0] * len(self.server.runs)
-        if int(query["generation"]) == self.server.generation:
-            first = [max(0, int(number)) for number in query["rows"].split(",")]
+        first = [max(0, int(number)) for number in query["rows"].split(",")]
+        if int(query["generation"]) != self.server.generation():
+            first = [0] * len(self.server.runs)
         return as_json(self.server.state(first))
 
     def trajectory(self, query):
@@ -158,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
     def search(self, query):
         hits = [(number, *hit) for number, run in enumerate(self.server.runs)
                 for hit in run.search(query["text"], query.get("where", "anything"))]
-        return as_json(hits[:MAX_HITS])
+        return as_json(hits)
 
     def reply(self, status: int, kind: str, text: str) -> None:
         """Send an answer."""

@@ -81,6 +81,7 @@ async function follow() {
       Object.assign(runs[number], rest);
       addRows(runs[number], table);
     }
+    nameRuns();
     if (isNew) {
       drawHeader();
       drawCurves();

@@ -37,7 +37,8 @@ def read_config(run: Path) -> dict:
         raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
     try:
         config = json.loads((run / "config.json").read_text())
-        model_path(config["model"])
+        if not isinstance(config["model"], str):
+            raise ValueError(f"model {config['model']!r}")
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f"{run}/config.json is damaged: {type(e).__name__}: {e}") from e
     return config
@@ -78,14 +79,19 @@ def count_bad(values: list) -> int:
     try:
         if math.isfinite(sum(values)):
             return 0
-    except TypeError:  # one of them is no number
+    except (TypeError, OverflowError):  # one of them is no number, or a huge one
         pass
     return sum(not is_number(value) for value in values)
 
 
-def finite(values: list, digits: int) -> list[float]:
-    """The values, rounded; 0 for those that are not finite, for which JSON has no number."""
-    return [round(x, digits) if is_number(x) else 0.0 for x in values]
+def rounded(values: list, digits: int) -> list[float | None]:
+    """The values, rounded; None for those that are not finite, for which JSON has no number."""
+    return [round(x, digits) if is_number(x) else None for x in values]
+
+
+def whole_numbers(values: object) -> list[int]:
+    """Those of a list that are whole numbers; none of anything else."""
+    return [x for x in values if type(x) is int] if isinstance(values, list) else []
 
 
 def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | None]]:
@@ -118,6 +124,8 @@ def flaw(trajectory: dict) -> str:
             return f"no field '{name}'"
         if not isinstance(trajectory[name], kind):
             return f"a '{name}' of another kind"
+    if not isinstance(trajectory.get("sample", 0), int):
+        return "a 'sample' of another kind"
     for name in ("tokens", "mask"):
         if not set(map(type, trajectory[name])) <= {int, bool}:
             return f"a '{name}' of another kind"
@@ -138,8 +146,8 @@ def advantages(trajectory: dict) -> list[float]:
 def invalid_turns(trajectory: dict) -> list[int]:
     """The turns whose action was not valid. In runs that did not record it: those with a reward
     below zero."""
-    if isinstance(trajectory["invalid_turns"], list):
-        return trajectory["invalid_turns"]
+    if trajectory["invalid_turns"] is not None:
+        return whole_numbers(trajectory["invalid_turns"])
     found = []
     turn = 1
     mask = trajectory["mask"]
@@ -157,6 +165,14 @@ def last_reply(trajectory: dict) -> str:
     replies = [m["content"] for m in messages[3:] if isinstance(m, dict)
                and m.get("role") == "assistant" and isinstance(m.get("content"), str)]
     return " ".join(replies[-1].split())[-LAST_REPLY:] if replies else ""
+
+
+def complete(trajectory: dict, file: Path) -> dict:
+    """A trajectory with all fields, and the step of its file: a supervised run learns from
+    trajectories that were played at other steps."""
+    digits = file.stem.removeprefix("step_")
+    step = int(digits) if digits.isdecimal() else trajectory["step"]
+    return DEFAULTS | trajectory | {"step": step}
 
 
 class Run:
@@ -192,9 +208,8 @@ class Run:
             if why:
                 self.left_out[f"trajectories with {why}"] += 1
                 continue
-            trajectory = DEFAULTS | trajectory
-            self.rows.append(self._row(trajectory))
-            kept.append(trajectory)
+            kept.append(complete(trajectory, file))
+            self.rows.append(self._row(kept[-1]))
         self.read.append(file)
         return kept
 
@@ -230,7 +245,8 @@ class Run:
             "metrics": metrics,
             "steps": steps,
             "total_steps": self.config.get("steps") or len(steps),
-            "stages": stages(self.metrics),
+            "stages": [steps[place] for place in stages(self.metrics)],
+            "invalid_penalty": number_or_none(self.config.get("invalid_penalty")),
         }
 
     def table(self, first: int = 0) -> dict[str, list]:
@@ -243,20 +259,26 @@ class Run:
         entropies = trajectory["entropies"]
         has_entropies = isinstance(entropies, list) and any(entropies) and (
             len(entropies) == len(trajectory["tokens"]))
+        # Replies that are not learnt (sft.py's random actions) are not told from the environment's
+        # text. The turns of such a trajectory cannot be numbered.
+        mask = trajectory["mask"]
+        replies = sum(bool(b) and not a for a, b in zip([0, *mask], mask))
+        has_all_turns = replies in (trajectory["turns"], trajectory["turns"] + 1)
         found = {
             "ids": trajectory["tokens"],
             "mask": [int(sampled) for sampled in trajectory["mask"]],
-            "logprobs": finite(trajectory["logprobs"], 5),
+            "logprobs": rounded(trajectory["logprobs"], 5),
             "rewards": [x if is_number(x) else 0.0 for x in trajectory["rewards"]],
-            "advantage": finite(advantages(trajectory), 4),
+            "advantage": rounded(advantages(trajectory), 4),
             "score": number_or_none(trajectory["score"]),
             "error": str(trajectory["error"] or ""),
-            "invalid_turns": invalid_turns(trajectory),
-            "cut_turns": trajectory["cut_turns"],
-            "scenes": self.replay.scenes(trajectory) if draws else None,
+            "invalid_turns": invalid_turns(trajectory) if has_all_turns else [],
+            "cut_turns": whole_numbers(trajectory["cut_turns"]) if has_all_turns else [],
+            "scenes": self.replay.scenes(trajectory) if draws and has_all_turns else None,
+            "has_all_turns": has_all_turns,
         }
         if has_entropies:
-            found["entropies"] = finite(entropies, 3)
+            found["entropies"] = rounded(entropies, 3)
         return found
 
     def add_pieces(self, ids: list[int], pieces: dict[int, str | list[int]]) -> None:

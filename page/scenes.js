@@ -23,7 +23,8 @@ function branch([name, amount, needs], inventory) {
 
 // The text of a web page; the line of the element that the reply acts on is marked.
 function withElement(env, text, reply) {
-  const target = env === "webarena" && reply.match(/(?:click|type|hover)\s*\[(\d+)\]/);
+  const targets = [...reply.matchAll(/(?:click|type|hover)\s*\[(\d+)\]/g)];
+  const target = env === "webarena" && targets.at(-1);  // a thought may name others before it
   if (!target) return [text];
   const line = RegExp(`^[ \\t]*\\[${target[1]}\\].*$`, "m").exec(text);
   if (!line) return [text];

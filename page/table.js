@@ -26,7 +26,8 @@ const items = new Set();  // the ids of all items
 
 const byText = (a, b) => a < b ? -1 : 1;
 const title = name => TITLES[name] ?? name;
-const nameOf = (row, name) => name === "run" ? runs[row.run].name : String(row[name]);
+const nameOf = (row, name) =>
+  (name === "run" ? runs[row.run].name : String(row[name])) || "(none)";
 
 // The columns that say something: a page of one run and one world needs neither of both.
 function columns() {
@@ -84,6 +85,7 @@ function setFilter(name, value) {
 
 function clearFilters() {
   for (const name in filters) delete filters[name];
+  lastSearch += 1;
   found = null;
   $("search").value = "";
   for (const control of $("filters").querySelectorAll("input, select")) control.value = "";
@@ -105,14 +107,19 @@ function chooseStep(step, compare) {
 }
 
 // Search, and show what was found.
+let lastSearch = 0;
 async function find() {
+  lastSearch += 1;
+  const call = lastSearch;
   const text = $("search").value;
   const where = document.querySelector("select[aria-label='search in']").value;
-  found = null;
+  let result = null;
   if (text.trim()) {
-    found = await search(text, where, share =>
+    result = await search(text, where, share =>
       $("count").textContent = `searching: ${Math.round(100 * share)} %`);
   }
+  if (call !== lastSearch) return;  // another search has begun, or the filters were cleared
+  found = result;
   draw();
 }
 
@@ -133,7 +140,8 @@ function readRange(text) {
   if (!single) return null;
   const [, operator, number] = single;
   // A number as the table shows it: three digits.
-  const rounded = value => Number(Number(value).toPrecision(3));
+  const rounded = value =>
+    Number.isInteger(Number(value)) ? Number(value) : Number(Number(value).toPrecision(3));
   return x => COMPARE[operator || "="](rounded(x), rounded(number));
 }
 
@@ -191,7 +199,7 @@ function drawGroups() {
   listed = groups.map(([key, held]) => {
     const invalid = held.map(row => row.invalid).filter(turn => turn !== null);
     const group = {key, trajectories: held.length, success: success(held),
-      reward: mean(held.map(row => row.reward ?? 0)), turns: mean(held.map(row => row.turns)),
+      reward: mean(held.map(row => row.reward).filter(reward => reward !== null)), turns: mean(held.map(row => row.turns)),
       invalid: invalid.length ? mean(invalid) : null};
     group[groupBy] = groupBy === "step" ? Number(key) : key;
     if (pair) {

@@ -13,7 +13,13 @@ function addressOf(row) {
 
 function rowAt(address) {
   const [, run, rest] = address.match(/^(?:(\d+):)?(.*)$/);
-  const [step, item, sample, group] = rest.split("/").map(decodeURIComponent);
+  let parts;
+  try {
+    parts = rest.split("/").map(decodeURIComponent);
+  } catch {  // not an address of this page
+    return undefined;
+  }
+  const [step, item, sample, group] = parts;
   return rows.find(row => row.run === Number(run ?? 0) && String(row.step) === step
     && row.item === item && String(row.sample) === sample
     && (group === undefined || String(row.group) === group));
@@ -86,12 +92,15 @@ async function render() {
     const loaded = await Promise.all(wanted.map(row => isHeld(row) ? load(row) : null));
     for (const trajectory of loaded.filter(trajectory => trajectory)) {
       trajectory.pieces ??= texts(trajectory.ids, trajectory.vocabulary);
+      // Demonstrations have no log-probs: they are all 0.
+      trajectory.was_sampled = trajectory.logprobs.some(logprob => logprob !== 0);
     }
     const isPair = loaded.length === 2 && loaded.every(trajectory => trajectory);
     const marks = isPair && marksDifferences ? differences(...loaded) : [null, null];
     articles = wanted.map((row, k) => loaded[k] ? article(loaded[k], row, marks[k]) : absent(row));
     if (call === lastCall) {
-      $("differences").hidden = $("first-difference").hidden = !isPair;
+      $("differences").hidden = !isPair;
+      $("first-difference").hidden = !(isPair && marksDifferences);
     }
   } catch (error) {
     articles = [make("p", {className: "bad", textContent: `cannot be shown: ${error.message}`})];
@@ -115,7 +124,7 @@ function heading(trajectory, row) {
   const buttons = group.map(other => make("button", {
     textContent: `${other.sample}: ${short(other.reward)}`,
     title: "open beside",
-    onclick: () => { opened = [row]; open(other, true) },
+    onclick: () => { location.hash = [row, other].map(addressOf).join("&") },
   }));
   const error = trajectory.error ? ", " + trajectory.error : "";
   const score = trajectory.score === null ? "" : `, score ${short(trajectory.score)}`;
@@ -133,6 +142,10 @@ function heading(trajectory, row) {
 
 function article(trajectory, row, marks) {
   const element = make("article", {}, ...heading(trajectory, row));
+  if (!trajectory.has_all_turns) {
+    element.append(make("div", {className: "dim", textContent: "Some replies are not learnt and "
+      + "stand in the environment's text: turns count the learnt ones."}));
+  }
   const segments = segmentsOf(trajectory);
   for (const [place, segment] of segments.entries()) {
     const next = segments[place + 1];
@@ -174,7 +187,7 @@ function reply(trajectory, row, {start, end, turn}, marks) {
   const badge = (textContent, titleText) =>
     label.append(make("span", {className: "badge", textContent, title: titleText}));
   if (isInvalid) badge("invalid", "the world refused this action");
-  if (isInvalid && reward < 0) badge("penalised", "--invalid_penalty was taken off its reward");
+  if (isInvalid && reward < 0 && runs[row.run].invalid_penalty > 0) badge("penalised", "--invalid_penalty was taken off its reward");
   if (trajectory.cut_turns.includes(turn)) badge("cut", "the reply reached --max_tokens");
   const box = make("div", {className: `turn assistant${isInvalid ? " invalid" : ""}`}, label);
   const strongest = Math.max(1e-9, ...trajectory.advantage.map(Math.abs));
@@ -193,10 +206,14 @@ function token(trajectory, at, strongest) {
   const entropy = trajectory.entropies?.[at];
   const advantage = trajectory.advantage[at];
   const probability = Math.exp(logprob);
-  const parts = [`token ${trajectory.ids[at]}`, `probability ${probability.toFixed(3)}`,
-    `log-prob ${logprob.toFixed(3)}`];
-  if (entropy !== undefined) parts.push(`entropy ${entropy.toFixed(3)} nats`);
-  parts.push(`advantage ${advantage.toFixed(3)}`);
+  const digits = x => x === null ? "not finite" : x.toFixed(3);
+  const parts = [`token ${trajectory.ids[at]}`];
+  if (trajectory.was_sampled) {
+    parts.push(`probability ${logprob === null ? "not finite" : digits(probability)}`,
+      `log-prob ${digits(logprob)}`);
+  }
+  if (entropy !== undefined) parts.push(`entropy ${digits(entropy)} nats`);
+  parts.push(`advantage ${digits(advantage)}`);
   span.title = parts.join(", ");
   const strengths = {
     mask: 0,
@@ -264,6 +281,7 @@ function missing(a, b) {
 
 // Scroll both trajectories to the first turn in which they differ.
 function showFirstDifference() {
+  if ($("first-difference").hidden) return;
   const boxes = [...document.querySelectorAll("article .turn")];
   for (const box of boxes) box.classList.remove("here");
   const ofEach = [...document.querySelectorAll("article")].map(element =>

@@ -104,8 +104,8 @@ def test_evil_text_in_every_field_of_a_run_stays_text(folder, browser, tmp_path)
     path = tmp_path / "run/trajectories/step_000002.jsonl"
     trajectories = [json.loads(line) for line in path.read_text().splitlines()]
     for t in trajectories[:4]:
-        t |= {"item": EVIL, "env": EVIL, "status": EVIL, "error": EVIL, "sample": EVIL,
-              "invalid_turns": [1], "cut_turns": [1]}
+        t |= {"item": EVIL, "env": EVIL, "status": EVIL, "error": EVIL,
+              "invalid_turns": [1, EVIL], "cut_turns": [1, EVIL]}
         t["messages"] = [{"role": "assistant", "content": EVIL}] * 5
     path.write_text("".join(json.dumps(t) + "\n" for t in trajectories))
     config = json.loads((tmp_path / "run/config.json").read_text())
@@ -187,7 +187,7 @@ def test_trajectories_are_grouped_and_a_group_lists_its_own(folder, browser):
         page.select_option("select[aria-label='group by']", name)
         groups = {}
         for row in table:
-            groups.setdefault(str(row[name]), []).append(row["success"])
+            groups.setdefault(str(row[name]) or "(none)", []).append(row["success"])
         keys = column(page, title)
         assert sorted(keys) == sorted(groups)
         for key, count, success in zip(keys, column(page, "trajectories"),

@@ -210,6 +210,40 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(folder, tmp_pa
     assert f"tokens of {len(held)} of 48" in run["note"] and "one group in 2" in run["note"]
 
 
+def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alone(
+        folder, tmp_path):
+    """sft.py learns from trajectories of other steps, and not from their random actions."""
+    shutil.copytree(folder, tmp_path / "run")
+    file = tmp_path / "run/trajectories/step_000002.jsonl"
+    lines = [json.loads(line) | {"step": 0} for line in file.read_text().splitlines()]
+    several = next(t for t in lines if t["turns"] > 1)
+    first = several["mask"].index(True)
+    end = several["mask"].index(False, first)
+    several["mask"][first:end] = [False] * (end - first)
+    several["invalid_turns"] = [2]
+    file.write_text("".join(json.dumps(t) + "\n" for t in lines))
+    run = run_of(view.write_page(tmp_path / "run").read_text())
+    assert [row["step"] for row in run["table"][-16:]] == [2] * 16
+    held = trajectories_of(run)[-16:][lines.index(several)]
+    assert not held["has_all_turns"] and held["scenes"] is None and held["invalid_turns"] == []
+    assert sum(t["has_all_turns"] for t in trajectories_of(run)) == 47
+
+
+def test_fields_of_another_kind_do_not_stop_the_page(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    file = tmp_path / "run/trajectories/step_000002.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    odd = ({"invalid_turns": [1, "a", float("nan")]}, {"cut_turns": None}, {"sample": "x"},
+           {"reward": 10**400}, {"entropies": [None]}, {"messages": [1]})
+    for t, change in zip(lines, odd):
+        t |= change
+    file.write_text("".join(json.dumps(t) + "\n" for t in lines))
+    run = run_of(view.write_page(tmp_path / "run").read_text())
+    assert set(run["left_out"]) == {"1 trajectories with a 'sample' of another kind",
+                                    "1 numbers of trajectories that are not finite"}
+    assert len(run["table"]) == 47 and run["table"][32]["invalid"] == 1
+
+
 def test_the_page_says_for_how_many_trajectories_states_are_drawn(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(view, "MAX_DRAWN", 24)
     run = run_of(view.write_page(folder, out=tmp_path / "view.html").read_text())
@@ -310,9 +344,12 @@ def test_a_live_run_reads_steps_as_they_come_and_starts_anew_when_one_is_played_
     lines = metrics_file.read_text().splitlines(keepends=True)
     metrics_file.write_text(lines[0])
     run = LiveRun(tmp_path / "run")
-    assert run.refresh() and len(run.rows) == 16
+    run.refresh()
+    generation = run.generation
+    assert len(run.rows) == 16
     metrics_file.write_text("".join(lines))
-    assert run.refresh() and len(run.rows) == 48 and len(run.table(16)["step"]) == 32
+    run.refresh()
+    assert len(run.rows) == 48 and len(run.table(16)["step"]) == 32
     played = [json.loads(line) for line in played_in(folder)]
     for number in (0, 17, 47):
         found = run.trajectory(number)
@@ -320,8 +357,9 @@ def test_a_live_run_reads_steps_as_they_come_and_starts_anew_when_one_is_played_
         assert set(found["vocabulary"]) == set(found["ids"])
     file = tmp_path / "run/trajectories/step_000002.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:8]))
-    assert not run.refresh() and len(run.rows) == 40
-    assert run.refresh()
+    assert run.generation == generation
+    run.refresh()
+    assert len(run.rows) == 40 and run.generation == generation + 1
 
 
 def test_a_search_says_where_a_text_stands():
