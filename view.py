@@ -151,6 +151,8 @@ def serve(folders: list[str], port: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command. argv: its arguments, by default those of the process. Raises ValueError or
+    OSError for what cannot be shown or written."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="the folder of a run: runs/NAME; or several")
