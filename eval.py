@@ -698,6 +698,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
     cancelled = threading.Event()  # set when the evaluation ends early
     failures = []  # exceptions, the earliest first
     played = []
+    reporting = threading.Lock()  # `progress` writes files: one thread at a time
 
     def play_item(group: int, sample: int) -> Trajectory:
         try:
@@ -710,7 +711,8 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
             raise
         played.append(t)
         if progress is not None:
-            progress(t)
+            with reporting:
+                progress(t)
         return t
 
     executor = ThreadPoolExecutor(config.slots)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -111,6 +112,23 @@ def test_replies_end_at_the_worlds_stop_strings():
         (t,) = play(url, ["searchqa_0"], 1)
     assert t.messages[3]["content"] == "<search> Tavi </search>"
     assert t.status == "horizon" and t.valid_actions == 1
+
+
+def test_finished_trajectories_are_reported_by_one_thread_at_a_time():
+    """What is reported is written to a file: two threads at once would lose a trajectory."""
+    under_way = []
+    overlaps = []
+
+    def progress(t):
+        overlaps.extend(under_way)
+        under_way.append(t)
+        time.sleep(0.05)
+        under_way.remove(t)
+
+    with server(lambda *_: (200, LOOK)) as url, EnvPool() as pool:
+        play_served(ServedModel("m", url), pool, items("textcraft", "test")[:8], 1,
+                    RolloutConfig(slots=8), progress)
+    assert overlaps == []
 
 
 def test_a_failed_environment_is_no_reward_of_zero():
