@@ -583,7 +583,7 @@ FAULTS = [
           "page::test_a_live_page_is_for_this_machine_alone"),
     Fault("page/live.py", "stamp(file) != self.stamps[file]", "stamp(file) == ()",
           "A live page mixes a step with the same step played again.",
-          "view::test_a_live_run_reads_steps_as_they_come_and_starts_anew_when_one_is_played_again"),
+          "view::test_a_live_run_reads_steps_as_they_come_and_anew_if_one_is_played_again"),
     Fault("page/run.py", "is_number(reward) and reward < 0", "is_number(reward) and reward <= 0",
           "In older runs every turn without a reward counts as invalid.",
           "view::test_runs_that_did_not_record_invalid_turns_show_those_with_a_negative_reward"),

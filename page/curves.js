@@ -75,11 +75,19 @@ function curve(name) {
     }));
   }
   for (const {run, number, values} of lines) {
-    const points = values.map((value, i) => value === null ? "" : `${x(run.steps[i])},${y(value)}`);
+    const points = [];
+    for (const [i, value] of values.entries()) {
+      if (value !== null) points.push(`${x(run.steps[i])},${y(value)}`);
+    }
     picture.append(svg("polyline", {
       points: points.join(" "), class: `run${number % 4}`,
       fill: "none", stroke: "var(--run)", "stroke-width": 1.5,
     }));
+    if (points.length === 1) {  // a line needs two
+      const [cx, cy] = points[0].split(",");
+      picture.append(
+        svg("circle", {cx, cy, r: 2.5, class: `run${number % 4}`, fill: "var(--run)"}));
+    }
   }
 
   // The value under the cursor, and a line there.

@@ -7,6 +7,7 @@ opened, and for what is searched.
 import json
 import secrets
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -86,8 +87,8 @@ def shown_in(file: Path) -> list[dict]:
 def find_in(messages: list[dict], text: str, where: str) -> str:
     """What stands around the first `text` (lower case) in the messages; "" if it is not there."""
     roles = {"replies": ("assistant",), "environment": ("user",)}.get(where, ("assistant", "user"))
-    for place, message in enumerate(messages if isinstance(messages, list) else []):
-        if place == 1:  # the fixed reply to the instructions
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        if number == 1:  # the fixed reply to the instructions
             continue
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str) and message.get("role") in roles:
@@ -102,7 +103,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folders: list[str], port: int, render):
+    def __init__(self, folders: list[str], port: int, render: Callable[[dict], str]):
         self.runs = [LiveRun(folder) for folder in folders]
         self.lock = threading.Lock()  # requests come in threads; the runs are read by one
         self.render = render

@@ -76,6 +76,7 @@ function makeFilters() {
   });
   $("search-line").append(text, where, list);
 }
+
 function setFilter(name, value) {
   filters[name] = value;
   const control = $("filters").querySelector(`[aria-label=${name}]`);
@@ -195,12 +196,13 @@ function drawTrajectories() {
 function drawGroups() {
   const pair = comparedSteps();
   const groups = [...Map.groupBy(shown, row => nameOf(row, groupBy))];
-  const success = held => held.length ? mean(held.map(row => Number(row.success))) : null;
+  const success = held => mean(held.map(row => Number(row.success)));
+  const meanOf = (held, name) =>
+    mean(held.map(row => row[name]).filter(value => value !== null));
   listed = groups.map(([key, held]) => {
-    const invalid = held.map(row => row.invalid).filter(turn => turn !== null);
     const group = {key, trajectories: held.length, success: success(held),
-      reward: mean(held.map(row => row.reward).filter(reward => reward !== null)), turns: mean(held.map(row => row.turns)),
-      invalid: invalid.length ? mean(invalid) : null};
+      reward: meanOf(held, "reward"), turns: meanOf(held, "turns"),
+      invalid: meanOf(held, "invalid")};
     group[groupBy] = groupBy === "step" ? Number(key) : key;
     if (pair) {
       for (const [text, test] of pair) {

@@ -155,6 +155,14 @@ function article(trajectory, row, marks) {
     if (marks?.[place] && !marks[place].some(differs => differs)) box.classList.add("same");
     element.append(box);
   }
+  // An episode's last observation has no tokens, as no reply follows it.
+  const last = segments.at(-1);
+  const scene = last?.sampled && trajectory.scenes?.[last.turn];
+  if (scene) {
+    element.append(make("div", {className: "turn user"},
+      make("div", {className: "who", textContent: "environment, at the end"}),
+      ...sceneElements(scene)));
+  }
   return element;
 }
 
@@ -176,18 +184,21 @@ function environment(trajectory, row, {start, end, turn}, next, marks) {
   return box;
 }
 
-// What the policy wrote in a turn, with the turn's reward and advantage.
+// What the policy wrote in a turn, with the turn's reward and the mean advantage of its tokens.
 function reply(trajectory, row, {start, end, turn}, marks) {
   const sum = (values, from, to) => values.slice(from, to).reduce((a, b) => a + b, 0);
   const reward = sum(trajectory.rewards, start, end);
-  const advantage = sum(trajectory.advantage, start, end) / (end - start);
+  const isFinite = !trajectory.advantage.slice(start, end).includes(null);
+  const advantage = isFinite ? sum(trajectory.advantage, start, end) / (end - start) : null;
   const label = make("div", {className: "who"}, `turn ${turn}: reply, reward ${short(reward)}, `
     + `advantage ${signed(advantage)}`);
   const isInvalid = trajectory.invalid_turns.includes(turn);
   const badge = (textContent, titleText) =>
     label.append(make("span", {className: "badge", textContent, title: titleText}));
   if (isInvalid) badge("invalid", "the world refused this action");
-  if (isInvalid && reward < 0 && runs[row.run].invalid_penalty > 0) badge("penalised", "--invalid_penalty was taken off its reward");
+  if (isInvalid && reward < 0 && runs[row.run].invalid_penalty > 0) {
+    badge("penalised", "--invalid_penalty was taken off its reward");
+  }
   if (trajectory.cut_turns.includes(turn)) badge("cut", "the reply reached --max_tokens");
   const box = make("div", {className: `turn assistant${isInvalid ? " invalid" : ""}`}, label);
   const strongest = Math.max(1e-9, ...trajectory.advantage.map(Math.abs));

@@ -427,6 +427,21 @@ def test_the_bytes_of_a_character_are_joined(folder, browser):
     assert not wrong
 
 
+def test_the_last_room_is_drawn_and_a_single_step_is_a_dot(folder, browser, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    path = tmp_path / "run/metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    page, wrong = opened(browser, view.write_page(tmp_path / "run"))
+    figures = page.locator("#curves figure").count()
+    assert page.locator("#curves circle").count() == figures > 5
+    page.fill("input[aria-label=item]", "babyai")
+    rows_of(page).first.click()
+    wait_for_articles(page, 1)
+    turns = page.locator("article .assistant").count()
+    assert page.locator("article svg.room").count() == turns + 1
+    assert not wrong
+
+
 def test_a_damaged_run_opens(folder, browser, tmp_path):
     out, expected = damaged(folder, tmp_path)
     page, wrong = opened(browser, view.write_page(out))

@@ -337,7 +337,7 @@ def test_a_number_of_trajectories_that_is_none_is_one_line(folder):
 # ---- the live page's run ----
 
 
-def test_a_live_run_reads_steps_as_they_come_and_starts_anew_when_one_is_played_again(
+def test_a_live_run_reads_steps_as_they_come_and_anew_if_one_is_played_again(
         folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     metrics_file = tmp_path / "run/metrics.jsonl"
