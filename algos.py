@@ -19,7 +19,8 @@ Differences from the papers or from the usual implementations:
   step infinite.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -224,23 +225,141 @@ def rloo_advantage(scores: Tensor, groups: Tensor, valid: Tensor | None = None) 
     return advantages
 
 
+def turn_numbers(mask: Tensor) -> Tensor:
+    """The number 0, 1, 2 ... of the turn within its row that each sampled token belongs to.
+
+    A turn is a run of sampled tokens. mask [B, T] bool -> [B, T] long, -1 outside the mask.
+
+    >>> turn_numbers(torch.tensor([[False, True, True, False, True]]))
+    tensor([[-1,  0,  0, -1,  1]])
+    """
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return torch.where(mask, starts.cumsum(1) - 1, -1)
+
+
+@torch.no_grad()
+def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """The return from each turn on: R_k = r_k + gamma R_{k+1}, where r_k is the turn's reward.
+
+    rewards [B, T] float, mask [B, T] bool -> [B, K] for at most K turns, 0 after the last turn of
+    a row. gamma discounts once per turn. Sums are rounded to nine decimals: the same rewards in
+    another order must give equal returns.
+
+    >>> mask = torch.tensor([[False, True, True, False, True]])
+    >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), mask, gamma=0.5)
+    tensor([[2., 2.]])
+    """
+    _check_mask(mask, rewards)
+    turns = turn_numbers(mask)
+    num_turns = int(turns.max()) + 1
+    returns = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
+    row, column = mask.nonzero(as_tuple=True)
+    returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
+    for k in reversed(range(num_turns - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    return returns.round(decimals=9).to(_as_float(rewards).dtype)
+
+
+@torch.no_grad()
+def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Tensor | None = None,
+                   gamma: float = 1.0,
+                   compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
+    """An advantage for each turn: the return from it on, compared with those of its group of turns.
+
+    turn_groups [B, K] long: arbitrary ids. Two choices of them:
+      - (item, number of the turn): turn k against turn k of the item's other trajectories;
+      - (item, state of the environment before the turn): the step-level advantage of GiGPO (arXiv
+        2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner is better.
+    rewards [B, T] float, mask [B, T] bool; valid [B] bool as for `grpo_advantage`. compare:
+    `grpo_advantage` or `rloo_advantage`. -> [B, T], zero outside the mask.
+
+    >>> mask = torch.tensor([[True, False, True], [True, False, True]])
+    >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
+    >>> turn_advantage(rewards, mask, torch.tensor([[0, 1], [0, 2]]))
+    tensor([[ 0.7071,  0.0000,  0.0000],
+            [-0.7071,  0.0000,  0.0000]])
+    """
+    returns = turn_returns(rewards, mask, gamma)  # [B, K]
+    turns = turn_numbers(mask)
+    row, column = mask.nonzero(as_tuple=True)
+    played = torch.zeros_like(returns, dtype=torch.bool)
+    played[row, turns[row, column]] = True
+    of_row = played.nonzero()[:, 0]  # [N], N turns in the batch
+    advantages = torch.zeros_like(returns)
+    advantages[played] = compare(returns[played], turn_groups[played],
+                                 None if valid is None else valid[of_row])
+    out = torch.zeros_like(_as_float(rewards))
+    out[row, column] = advantages[row, turns[row, column]]
+    return out
+
+
+@torch.no_grad()
+def groups_with_signal(scores: Tensor, groups: Tensor, valid: Tensor | None = None,
+                       share: float = 1.0) -> Tensor:
+    """Which trajectories belong to a group whose scores differ: the others have no advantage.
+
+    share < 1 keeps only so many of all groups, those with the largest standard deviation of their
+    scores (StarPO-S in RAGEN, arXiv 2504.20073, section 4.2).
+    Arguments are those of `grpo_advantage`. -> [B] bool
+
+    >>> scores, groups = torch.tensor([1., 0., 1., 1., 3., 0.]), torch.tensor([7, 7, 2, 2, 5, 5])
+    >>> groups_with_signal(scores, groups)
+    tensor([ True,  True, False, False,  True,  True])
+    >>> groups_with_signal(scores, groups, share=0.3)
+    tensor([False, False, False, False,  True,  True])
+    """
+    found = list(_comparable_groups(_as_float(scores), groups, valid))
+    found.sort(key=lambda rows: -float(_as_float(scores)[rows].std()))
+    keep = torch.zeros_like(groups, dtype=torch.bool)
+    for rows in found[: math.ceil(share * len(groups.unique()))]:
+        keep[rows] = True
+    return keep
+
+
+@torch.no_grad()
+def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor,
+                       cap: float = 2.0) -> Tensor:
+    """min(p(token) / behaviour(token), cap): truncated importance sampling.
+
+    The policy's gradient is that of `logprobs`, but the tokens were drawn from another
+    distribution, such as its nucleus (--top_p). Source: F. Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training".
+    All [B, T] -> [B, T], 1 outside the mask.
+
+    >>> p, nucleus = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.8, 0.1]]).log()
+    >>> importance_weights(p, nucleus, torch.tensor([[True, True]]))
+    tensor([[0.7500, 2.0000]])
+    """
+    _check_mask(mask, logprobs, behaviour_logprobs)
+    log_ratio = torch.where(mask, _as_float(logprobs) - _as_float(behaviour_logprobs), 0.0)
+    return log_ratio.clamp(max=math.log(cap)).exp()
+
+
 # ---- losses: per token, differentiable in their first argument, zero outside the mask ----
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated so that it is minimised.
+                clip_low: float = 0.2, clip_high: float = 0.2,
+                kind: str = "ppo") -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss, to be minimised. With ratio_t = exp(logp_t - old_t) and
+    clip(x) = min(max(x, 1 - clip_low), 1 + clip_high):
 
-        ratio = exp(logp - old)
-        loss = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A)
+        ppo        max(-ratio_t A_t, -clip(ratio_t) A_t)              (arXiv 1707.06347, eq. 7)
+        gspo       the same with s_t, which has the value of exp(mean of log ratio) over the
+                   trajectory, and the gradient of s ratio_t: GSPO-token (arXiv 2507.18071, eq. 14)
+        gspo_turn  the same with the mean over each turn
+        cispo      -clip(ratio_t) A_t logp_t, no gradient through clip(ratio_t): large steps are
+                   damped and no token loses its gradient (arXiv 2506.13585, eq. 4 and 5)
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1).
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
-    trajectory -> per-token loss [B, T] (pass it to `aggregate`) and stats.
+    trajectory -> per-token loss [B, T] (pass it to `aggregate`; the papers of GSPO average
+    "sequence") and stats. Raises ValueError for an unknown kind.
     stats is a dict of 0-d detached tensors. They are *sums* over the masked tokens, so that they
     can be added over micro-batches and ranks; divide by stats["tokens"] at the end:
-    "clip_fraction" (tokens whose gradient is removed by the clip), "approx_kl" (the k3 estimate of
-    KL(old || new)), "ratio".
+    "clip_fraction" (tokens whose gradient is removed by the clip, with cispo whose weight is
+    clipped), "approx_kl" (the k3 estimate of KL(old || new)), "ratio".
 
     >>> old, new = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 0.9, 0.1]]).log()
     >>> mask = torch.tensor([[True, True, False]])
@@ -249,6 +368,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     tensor([[-1.0000, -1.2000,  0.0000]])
     >>> stats["clip_fraction"] / stats["tokens"]
     tensor(0.5000)
+    >>> policy_loss(new, old, torch.tensor([[1.0]]), mask, clip_high=1.0, kind="gspo")[0]
+    tensor([[-1.3416, -1.3416,  0.0000]])
     """
     _check_mask(mask, logprobs, old_logprobs)
     if advantages.dim() != mask.dim():
@@ -260,16 +381,39 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    unclipped = -ratio * adv
-    clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv
+    if kind in ("gspo", "gspo_turn"):
+        turns = turn_numbers(mask).clamp(min=0)  # [B, T]
+        segments = turns if kind == "gspo_turn" else torch.zeros_like(turns)
+        mean = _segment_mean(log_ratio.detach(), mask, segments)
+        ratio = (mean + logp - logp.detach()).exp()
+    clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    if kind == "cispo":
+        loss = -clipped_ratio.detach() * adv * logp
+        is_clipped = mask & (clipped_ratio != ratio)
+    elif kind in ("ppo", "gspo", "gspo_turn"):
+        loss = torch.max(-ratio * adv, -clipped_ratio * adv)
+        is_clipped = -clipped_ratio * adv > -ratio * adv
+    else:
+        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn, cispo")
     with torch.no_grad():
         stats = {
-            "clip_fraction": (clipped > unclipped).sum().to(ratio.dtype),
+            "clip_fraction": is_clipped.sum().to(ratio.dtype),
             "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
             "ratio": torch.where(mask, ratio, 0.0).sum(),
             "tokens": mask.sum().to(ratio.dtype),
         }
-    return torch.where(mask, torch.max(unclipped, clipped), 0.0), stats
+    return torch.where(mask, loss, 0.0), stats
+
+
+def _segment_mean(x: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """The mean of x over the masked tokens of each segment of a row, at every token of the segment.
+
+    x [B, T], mask [B, T] bool, segments [B, T] long ids, from 0 on -> [B, T]
+    """
+    sums, counts = torch.zeros(2, len(x), int(segments.max()) + 1, dtype=x.dtype, device=x.device)
+    sums.scatter_add_(1, segments, x * mask)
+    counts.scatter_add_(1, segments, mask.to(x.dtype))
+    return (sums / counts.clamp(min=1)).gather(1, segments)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor,
@@ -385,3 +529,22 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     denominator = torch.as_tensor(denominator, dtype=x.dtype, device=x.device)
     # A count of 0 comes with a total of 0. Dividing by 1 then gives 0 instead of NaN.
     return total / torch.where(denominator == 0, 1.0, denominator)
+
+
+def mutual_information(scores: Tensor) -> float:
+    """How much a reply says about the item that it was written for, in nats.
+
+        I = mean_i [log p(z_i | x_i) - log (1/M sum_j p(z_i | x_j))]
+
+    scores [M, M]: log p(z_i | x_j) in row i and column j, the log-prob of the reply to item i,
+    given the prompt of item j. At most log M. 0 if the replies do not depend on the item, however
+    high their entropy is: the template collapse of RAGEN-2 (arXiv 2604.06268).
+
+    >>> round(mutual_information(torch.tensor([[0.0, -50.0], [-50.0, 0.0]])), 4)  # log 2
+    0.6931
+    >>> mutual_information(torch.tensor([[-1.0, -1.0], [-3.0, -3.0]]))
+    0.0
+    """
+    scores = scores.double()
+    marginal = scores.logsumexp(1) - math.log(len(scores))  # [M]
+    return float((scores.diagonal() - marginal).mean())

@@ -276,6 +276,9 @@ class WorldSettings:
 # Flags that hold for every world of a mixture if they are given, and are each world's own
 # otherwise.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
+# --loss -> --clip_low and --clip_high, as in the papers. CISPO has no lower clip; for the upper one
+# ScaleRL (arXiv 2510.13786) found 4 to 8 alike.
+CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 EVAL_ITEMS = 64  # of --eval_every
 
 
@@ -368,8 +371,8 @@ class Config(RunConfig):
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
                              f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
                              "weights: babyai:2,textcraft:1")
-    algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp")] = arg(
-        "grpo", "ppo | grpo | rloo | reinforce_pp")
+    algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp", "distill")] = arg(
+        "grpo", "ppo | grpo | rloo | reinforce_pp | distill (rewards do not count, only --teacher)")
     env_url: str = arg(
         "", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on instead of in "
             "this process; of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
@@ -383,6 +386,14 @@ class Config(RunConfig):
         None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
     epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
+    sampler: Annotated[str, one_of("uniform", "frontier")] = arg(
+        "uniform", "uniform | frontier: prefer items that have been solved now and then so far; "
+                   "for an item that has not been played its category counts")
+    dynamic_sampling: Annotated[int, not_negative] = arg(
+        0, "replace groups whose rewards are all equal by further items, until this many items "
+           "have been played in the step (DAPO); 0: off")
+    keep_groups: Annotated[float, fraction] = arg(
+        1.0, "train on this share of the groups, those whose rewards differ most (StarPO-S)")
 
     flags_of("horizon")
     horizon_steps: int | None = arg(
@@ -426,8 +437,19 @@ class Config(RunConfig):
         None, "AdamW's learning rate for PPO's critic")
     gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
     lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
-    clip_low: Annotated[float, not_negative] = arg(0.2, "the ratio is clipped below 1 - clip_low")
-    clip_high: Annotated[float, not_negative] = arg(0.2, "and above 1 + clip_high")
+    credit: Annotated[str, one_of("trajectory", "turn", "state")] = arg(
+        "trajectory", "trajectory | turn: the return from a turn on, against the same turn of the "
+                      "item's other trajectories | state: besides the trajectory's advantage, "
+                      "turns from equal states are compared (GiGPO) (grpo, rloo)")
+    loss: Annotated[str, one_of("ppo", "gspo", "gspo_turn", "cispo")] = arg(
+        "ppo", "ppo | gspo (ratio of a trajectory) | gspo_turn (of a turn) | cispo (clipped "
+               "weights, a gradient for every token)")
+    clip_low: Annotated[float | None, not_negative] = arg(
+        None, "the ratio is clipped below 1 - clip_low; default: " + ", ".join(
+            f"{loss} {low:g}" for loss, (low, _) in CLIPS.items()))
+    clip_high: Annotated[float | None, not_negative] = arg(
+        None, "and above 1 + clip_high; default: " + ", ".join(
+            f"{loss} {high:g}" for loss, (_, high) in CLIPS.items()))
     value_clip: Annotated[float, not_negative] = arg(
         0.5, "how far a value may move in one step (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
@@ -436,6 +458,10 @@ class Config(RunConfig):
         "k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
     kl_in: Annotated[str, one_of("loss", "reward")] = arg("loss", "loss | reward")
     entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
+    teacher: str = arg("", "a model with the same tokenizer: its log-probs of the sampled tokens "
+                           "are part of the advantage (on-policy distillation)")
+    kl_to_teacher: Annotated[float, positive] = arg(
+        1.0, "weight of the reverse KL to --teacher in the advantage")
     normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small "
                                     "differences count as much as large")
     aggregation: Annotated[str, one_of("token", "sequence")] = arg(
@@ -446,6 +472,8 @@ class Config(RunConfig):
         1e-4, "stop when the policy's entropy, nats a token, falls below this")
     max_kl: Annotated[float, not_negative] = arg(
         10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this")
+    min_information: Annotated[float, not_negative] = arg(
+        0.0, "stop when `mutual_information`, nats, falls below this; 0: never")
 
 
 # What may differ between a run and its continuation by --resume. `worlds` is compared entry by
@@ -453,7 +481,7 @@ class Config(RunConfig):
 MAY_CHANGE = {
     "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
     "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
-    "report_to", "min_entropy", "max_kl", "graphs",
+    "report_to", "min_entropy", "max_kl", "min_information", "graphs",
 }
 
 
@@ -596,6 +624,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
         cfg.items_per_step = presets(cfg.model, first)["items_per_step"] * len(weights)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
+    if cfg.clip_low is None:
+        cfg.clip_low = CLIPS[cfg.loss][0]
+    if cfg.clip_high is None:
+        cfg.clip_high = CLIPS[cfg.loss][1]
     fill_in(cfg, weights, [world for world in weights if not urls[world]], cfg.algo)
     check(cfg)
     return cfg
@@ -756,6 +788,20 @@ def check_combinations(cfg: Config) -> None:
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
+    if cfg.credit != "trajectory" and cfg.algo not in ("grpo", "rloo"):
+        raise ValueError(f"--credit {cfg.credit} is for --algo grpo and rloo: "
+                         f"{cfg.algo} has an advantage for each token")
+    if cfg.credit == "state":
+        for world, urls in servers(cfg.env_url, cfg.worlds).items():
+            if urls or not envs.has_states(world):
+                where = "on a server" if urls else "in this process"
+                raise ValueError(f"--credit state: {world}, {where}, does not tell its states "
+                                 "(Env.state)")
+    if cfg.algo == "distill" and not cfg.teacher:
+        raise ValueError("--algo distill needs a --teacher")
+    if cfg.dynamic_sampling and cfg.dynamic_sampling <= cfg.items_per_step:
+        raise ValueError(f"--dynamic_sampling is {cfg.dynamic_sampling}: it must exceed "
+                         f"--items_per_step, {cfg.items_per_step}")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping is for --gamma 1")

@@ -84,6 +84,15 @@ class Env:
         """
         return None
 
+    def state(self) -> str | None:
+        """A short text that is the same in equal states of the episode, for `--credit state`. None:
+        this world has none.
+
+        What is equal behind different observations is equal, and what has merely been said before
+        does not count.
+        """
+        return None
+
     def refused_actions(self) -> list[str]:
         """Actions that look right but are refused now. `sft.py --noise` takes some of them, so that
         the expert shows the way on from a refusal."""
@@ -292,6 +301,11 @@ def category_of(item: str) -> str:
         return _world_class(name).category(number) if name in WORLDS else ""
     except (ValueError, LookupError, ImportError):
         return ""
+
+
+def has_states(name: str) -> bool:
+    """Whether the world `name`, played in this process, tells its states."""
+    return name in WORLDS and _world_class(name).state is not Env.state
 
 
 def split_item(item: str) -> tuple[str, int]:

@@ -71,14 +71,24 @@ class Trajectory:
     mask: list[bool] = field(default_factory=list)  # True: sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # of sampled tokens as drawn; 0 elsewhere
     entropies: list[float] = field(default_factory=list)  # where it was drawn, nats; 0 elsewhere
+    # [T] with top_p, top_k or min_p: log-probs in the truncated distribution; else empty.
+    behaviour_logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # a turn's, on its last sampled token
     progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
+    states: list[str | None] = field(default_factory=list)  # `Env.state` before each reply, or []
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
 
     def append(self, ids: list[int], logprobs: list[float] | None = None,
-               entropies: list[float] | None = None) -> None:
-        """Add prompt or observation tokens, or, with log-probs, tokens that the policy sampled."""
+               entropies: list[float] | None = None,
+               behaviour_logprobs: list[float] | None = None) -> None:
+        """Add prompt or observation tokens, or, with log-probs, tokens that the policy sampled.
+
+        behaviour_logprobs: of all tokens of the trajectory or of none.
+        """
         zeros = [0.0] * len(ids)
+        if behaviour_logprobs is not None:
+            missing = len(self.tokens) - len(self.behaviour_logprobs)
+            self.behaviour_logprobs += [0.0] * missing + behaviour_logprobs
         self.tokens += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += zeros if logprobs is None else logprobs
@@ -120,7 +130,9 @@ class Trajectory:
 
     def to_json(self) -> dict:
         """All fields; log-probs to five digits, entropies to three."""
+        behaviour = [round(x, 5) for x in self.behaviour_logprobs]
         return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
+                               "behaviour_logprobs": behaviour,
                                "entropies": [round(x, 3) for x in self.entropies]}
 
 
@@ -145,6 +157,7 @@ class RolloutConfig:
     plan: bool = False  # ask for a plan before the first action
     reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
     invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
+    record_states: bool = False  # ask the environments for `Trajectory.states`
     deadline: float = 60.0  # seconds that an environment has to answer
     create_deadline: float = 300.0  # seconds that the making of an environment may take
     retries: int = 2  # how often an episode is played again after its environment failed
@@ -157,6 +170,11 @@ class RolloutConfig:
         `changes`."""
         own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
         return cls(**own | changes)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def dialogue(self, item: str, horizon: int) -> agent.Dialogue:
         """The conversation of an episode of `item`, "babyai_17"."""
@@ -209,6 +227,7 @@ class Episode:
         self.reply: list[int] = []
         self.reply_logprobs: list[float] = []
         self.reply_entropies: list[float] = []
+        self.reply_behaviour: list[float] = []
         self.dialogue = config.dialogue(trajectory.item, horizon)
         self.worker = pool.take(trajectory.env)
         self._call(self._reset)
@@ -234,18 +253,23 @@ class Episode:
 
     # The next two run in the environment's thread, so the main thread spends no time on text.
 
-    def _reset(self, env: Env) -> tuple[str, str, list[int]]:
+    def _reset(self, env: Env) -> tuple[str, str, list[int], str | None]:
         instructions, observation = self.dialogue.begin(env)
         ids = self.chat.start(instructions, observation, self.max_length,
                               self.dialogue.first_reply)
-        return instructions, observation, ids
+        return instructions, observation, ids, self._state_of(env)
 
-    def _step(self, env: Env, ids: list[int], closed: bool) -> tuple[str, Step, list[int]]:
+    def _step(self, env: Env, ids: list[int],
+              closed: bool) -> tuple[str, Step, list[int], str | None]:
         written = ids[:-1] if closed else ids
         answer = self.chat.answer(written)
         text = self.chat.tokenizer.decode(answer, skip_special_tokens=True)
         step = self.dialogue.reply(env, text)
-        return text, step, self.chat.turn(step.observation, closed, self.max_length)
+        ids = self.chat.turn(step.observation, closed, self.max_length)
+        return text, step, ids, self._state_of(env)
+
+    def _state_of(self, env: Env) -> str | None:
+        return env.state() if self.config.record_states else None
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never
@@ -256,18 +280,21 @@ class Episode:
         """Whether the environment has answered or missed its deadline."""
         return self.future.done() or self.seconds_left() <= 0
 
-    def add_token(self, token: int, logprob: float, entropy: float) -> bool:
+    def add_token(self, token: int, logprob: float, entropy: float,
+                  behaviour_logprob: float) -> bool:
         """Take a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
         self.reply_entropies.append(entropy)
+        self.reply_behaviour.append(behaviour_logprob)
         self.pending = [token]
         if not self.reply_is_complete():
             return False
         closed = self.chat.is_ended(self.reply)
         cut = not closed and len(self.reply) >= self.max_tokens
-        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies)
+        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies,
+                               self.reply_behaviour if self.config.truncates else None)
         if cut:
             self.trajectory.cut_turns.append(self.trajectory.turns + 1)
         # Threads of one process take turns at running Python. For an instant world a change of
@@ -277,6 +304,7 @@ class Episode:
         self.reply = []
         self.reply_logprobs = []
         self.reply_entropies = []
+        self.reply_behaviour = []
         return True
 
     def reply_is_complete(self) -> bool:
@@ -302,10 +330,10 @@ class Episode:
             self._raise_if_item_is_unknown(resetting)
             return self._end(Status.ENV_ERROR, error)
         if resetting:
-            instructions, observation, ids = result
+            instructions, observation, ids, state = result
             t.record_start(instructions, observation, self.dialogue.first_reply)
         else:
-            reply, step, ids = result
+            reply, step, ids, state = result
             t.record_turn(reply, step, self.dialogue.restarts, self.invalid_penalty)
             if step.done:
                 return self._end(Status.DONE)
@@ -314,6 +342,8 @@ class Episode:
         if len(t.tokens) + len(ids) >= self.max_length:  # no room for a single token of a reply
             return self._end(Status.LENGTH)
         t.append(ids)
+        if self.config.record_states:
+            t.states.append(state)
         self.pending += ids
         return True
 
@@ -408,13 +438,14 @@ class TrajectoryQueue:
             self.progress(t)
 
     def draw_tokens(self, logits: Tensor,
-                    episodes: list[Episode]) -> list[tuple[int, float, float]]:
-        """logits [n, V] -> (token, log-prob, entropy) for each of the n episodes, each by its own
-        random number. Raises FloatingPointError if the logits are not finite."""
+                    episodes: list[Episode]) -> list[tuple[int, float, float, float]]:
+        """logits [n, V] -> (token, log-prob, entropy, behaviour log-prob) for each of the n
+        episodes, each by its own random number. Raises FloatingPointError if the logits are not
+        finite."""
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
         c = self.config
         drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
-        tokens, logprobs, entropies = (values.tolist() for values in drawn)
+        tokens, logprobs, *others = (values.tolist() for values in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
         unfinished = len(self.todo) + len(self.alive)
@@ -425,7 +456,7 @@ class TrajectoryQueue:
             self.stats[name] = self.stats.get(name, 0) + count
         if self.watch is not None:
             self.watch(self)
-        return list(zip(tokens, logprobs, entropies))
+        return list(zip(tokens, logprobs, *others))
 
 
 def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
 from parallel import gathered, init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
-from update import advantages_of, shape_rewards, update
+from update import advantages_of, item_information, shape_rewards, update, with_signal
 
 
 @dataclass
@@ -60,9 +61,11 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     trained: rl.Trained  # "policy" and, with PPO, "critic" -> (module, its optimizer)
     reference: PreTrainedModel | None  # the model that the KL refers to
+    teacher: PreTrainedModel | None  # the model of --teacher
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    record: dict[str, list[int]]  # for --sampler frontier, see `schedule.frontier_items`
     notes: list[str]  # what is wrong with the newest checkpoints
     lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
@@ -123,8 +126,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
-            trajectories, decoded = play_items(run, pool, signals, items, horizons,
-                                               cfg.rollouts_per_item, step)
+            trajectories, decoded = play_step(run, pool, signals, items, horizons)
             if trajectories is None:  # a stop signal came
                 stop(run, signals)
                 break
@@ -132,21 +134,25 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
-            shape_rewards(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic)
+            used = trajectories
+            if cfg.dynamic_sampling or cfg.keep_groups < 1:
+                used = with_signal(trajectories, cfg.keep_groups) or trajectories
+            batch = advantages_of(used, cfg, run.device, run.reference, critic, run.teacher)
+            information = item_information(trajectories, policy, cfg)
 
             # Update.
-            changes = update(trajectories, batch, cfg, step, policy, optimizer,
-                             critic, critic_optimizer)
+            changes = update(used, batch, cfg, step, policy, optimizer, critic, critic_optimizer)
             seconds = time.perf_counter() - began
 
             # Log.
-            by_world = world_metrics(trajectories, horizons)
+            by_world = world_metrics(trajectories, horizons, information)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
                    **rollout_metrics(trajectories), **changes, **decoded,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
                    "memory_gb": memory_gb(run.device), **mixture_columns(by_world), **held_out}
+            if information:
+                row["mutual_information"] = min(information.values())
             log_step(run, row, trajectories)
             bar.set_postfix_str(summary(row))
 
@@ -155,6 +161,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 sys.exit(f"train.py: stopped at step {step}: {problem}; "
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
+            count_successes(run, trajectories)
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(run, step + 1)
         else:
@@ -184,10 +191,11 @@ def start(cfg: Config) -> Run | None:
         prepare(run)
     except ValueError as e:
         usage_error(e)
-    if run.rank == 0 and (cfg.top_p < 1 or cfg.top_k or cfg.min_p):
-        print("warning: truncated sampling makes training off-policy", file=sys.stderr)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
     prepare_rollouts(run, cfg.engine, min(cfg.slots, trajectories_of_a_rank))
+    if run.rank == 0 and run.rollouts.truncates:
+        print("warning: truncated sampling makes training off-policy; importance weights correct "
+              "for it where the policy could have drawn a token", file=sys.stderr)
     return run
 
 
@@ -198,12 +206,13 @@ def load(cfg: RunConfig) -> Run:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     newest, notes = rl.newest_intact(cfg.out)
-    policy, tokenizer, trained, reference = load_for_training(cfg, newest, device)
-    state = {"step": 0, "horizon": {}}
+    policy, tokenizer, trained, reference, teacher = load_for_training(cfg, newest, device)
+    state = {"step": 0, "horizon": {}, "record": {}}
     if newest:
         state |= rl.resume(newest, trained)
-    return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, state["step"],
-               saved=state["step"] if newest else None, adaptive=state["horizon"], notes=notes)
+    return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, teacher,
+               state["step"], saved=state["step"] if newest else None,
+               adaptive=state["horizon"], record=state["record"], notes=notes)
 
 
 def is_finished(run: Run, steps: int) -> bool:
@@ -240,12 +249,14 @@ def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
         run.engine = make_engine(run.policy, slots, run.cfg.graphs)
     limits = {name: {world: getattr(settings, name) for world, settings in run.cfg.worlds.items()}
               for name in ("max_tokens", "max_length", "invalid_penalty")}
-    run.rollouts = RolloutConfig.from_flags(run.cfg, **limits)
+    run.rollouts = RolloutConfig.from_flags(
+        run.cfg, record_states=getattr(run.cfg, "credit", "") == "state", **limits)
 
 
 def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device) -> tuple:
-    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, reference
-    model or None. Raises ValueError for a model that cannot be loaded or trained."""
+    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, the reference
+    model and the teacher, each or None. Raises ValueError for a model that cannot be loaded or
+    trained."""
     compute_dtype = getattr(torch, cfg.dtype)
     # Trained weights are float32; LoRA's base and the reference are frozen, and may stay in the
     # compute dtype. What will be sharded is read in the dtype of its files: `shard` says why.
@@ -272,17 +283,29 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
         critic = rl.Critic(cfg.model, "cpu", trained_dtype)
         rl.set_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
+
+    def frozen(name):
+        model = rl.load_model(name, "cpu", frozen_dtype).eval()
+        model_paths = paths
+        if model.config.model_type != policy.config.model_type:
+            model_paths = of_rank_0(lambda: find_paths(model, cfg.dtype, device))
+        rl.set_paths(model, model_paths)
+        model = placed(model, cfg, device)
+        if cfg.shard:
+            cast_weights(model, compute_dtype)
+        return model
+
     reference = None
     kl_coef = getattr(cfg, "kl_coef", 0.0)
-    if kl_coef and cfg.lora_rank:
-        reference = policy  # without its adapters
-    elif kl_coef:
-        reference = rl.load_model(cfg.model, "cpu", frozen_dtype).eval()
-        rl.set_paths(reference, paths)
-        reference = placed(reference, cfg, device)
-        if cfg.shard:
-            cast_weights(reference, compute_dtype)
-    return policy, tokenizer, trained, reference
+    if kl_coef:
+        # With LoRA the reference is the policy without its adapters.
+        reference = policy if cfg.lora_rank else frozen(cfg.model)
+    teacher = None
+    if name := getattr(cfg, "teacher", ""):
+        if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
+        teacher = frozen(name)
+    return policy, tokenizer, trained, reference, teacher
 
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None,
@@ -395,9 +418,25 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
 
 def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
-    counts = items_per_world(run.cfg, run.cfg.items_per_step)
-    return [item for world, count in counts.items()
-            for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
+    items = []
+    for world, count in items_per_world(run.cfg, run.cfg.items_per_step).items():
+        if run.cfg.sampler == "frontier":
+            items += schedule.frontier_items(run.items[world], run.cfg.seed, step, count,
+                                             run.record, envs.category_of)
+        else:
+            items += schedule.items_at(run.items[world], run.cfg.seed, step, count)
+    return items
+
+
+def count_successes(run: Run, trajectories: list[Trajectory]) -> None:
+    """Update the record of --sampler frontier with a step's trajectories."""
+    if run.cfg.sampler != "frontier":
+        return
+    for t in trajectories:
+        if t.status != "env_error":
+            for name in (t.item, envs.category_of(t.item)):
+                solved, played = run.record.get(name, (0, 0))
+                run.record[name] = [solved + t.success, played + 1]
 
 
 def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
@@ -409,12 +448,50 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
                 group["lr"] = getattr(run.cfg, flag) * factor
 
 
+def play_step(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
+              horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
+    """Play a step's items, and with --dynamic_sampling further items until each world has its
+    number of groups with a gradient -> all trajectories, with shaped rewards, and what a row of
+    metrics says about decoding. None in place of the trajectories if a stop signal came.
+
+    Further items do not depend on how their own trajectories end, so statistics over all
+    trajectories have no bias.
+    """
+    cfg = run.cfg
+    wanted = items_per_world(cfg, cfg.items_per_step)
+    most = items_per_world(cfg, max(cfg.items_per_step, cfg.dynamic_sampling))
+    played: list[str] = []
+    trajectories: list[Trajectory] = []
+    rounds = []  # the stats of each call of `play_items`
+    while items:
+        more, stats = play_items(run, pool, signals, items, horizons, cfg.rollouts_per_item,
+                                 run.step)
+        if more is None:
+            return None, {}
+        for t in more:
+            t.group += len(played)
+        shape_rewards(more, cfg.shaping, cfg.turn_cost, cfg.gamma)
+        played += items
+        trajectories += more
+        rounds.append(stats)
+
+        items = []
+        if cfg.dynamic_sampling:
+            found = Counter(env for env, _ in {(t.env, t.group) for t in with_signal(trajectories)})
+            tried = Counter(envs.split_item(item)[0] for item in played)
+            for world in wanted:
+                missing = min(wanted[world] - found[world], most[world] - tried[world])
+                items += schedule.further_items(run.items[world], played, cfg.seed, run.step,
+                                                max(0, missing))
+    return trajectories, decode_stats(trajectories, rounds, run.rollouts.slots)
+
+
 def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
                horizons: dict[str, int], samples: int,
-               step: int) -> tuple[list[Trajectory] | None, dict[str, float]]:
-    """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and how
-    many positions were computed for them. None in place of the trajectories if a stop signal came
-    on any rank."""
+               step: int) -> tuple[list[Trajectory] | None, list[dict[str, int]]]:
+    """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and the
+    stats of `rollout` on each rank. None in place of the trajectories if a stop signal came on any
+    rank."""
     own: list[Trajectory] = []
     stats: dict[str, int] = {}
     dealer = None
@@ -432,22 +509,22 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
         if dealer:
             dealer.leave()
     if on_any_rank(bool(signals.received)):
-        return None, {}
-    trajectories = sorted(gather(own), key=lambda t: (t.group, t.sample))
-    return trajectories, decode_stats(trajectories, gather([stats]), run.rollouts.slots)
+        return None, []
+    return sorted(gather(own), key=lambda t: (t.group, t.sample)), gather([stats])
 
 
-def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
+def decode_stats(trajectories: list[Trajectory], rounds: list[list[dict[str, int]]],
                  slots: int) -> dict[str, float]:
-    """What a row of metrics says about decoding. stats: of each rank."""
+    """What a row of metrics says about decoding. rounds: for each call of `play_items` the stats of
+    each rank."""
     tokens = sum(len(t.tokens) for t in trajectories)
-    forwarded = sum(own.get("forwarded", 0) for own in stats)
+    forwarded = sum(own.get("forwarded", 0) for stats in rounds for own in stats)
     # A rank that has nothing left to play waits for the one that takes the most steps.
-    room = slots * max(own.get("steps", 0) for own in stats)
-    busy = [own.get("busy", 0) for own in stats]
+    room = slots * sum(max(own.get("steps", 0) for own in stats) for stats in rounds)
+    busy = [sum(own.get("busy", 0) for own in of_rank) for of_rank in zip(*rounds)]
     row = {"forwarded_per_kept": forwarded / max(1, tokens),
-           "occupancy": sum(busy) / max(1, room * len(stats)), "tokens": tokens}
-    if len(stats) > 1:
+           "occupancy": sum(busy) / max(1, room * len(busy)), "tokens": tokens}
+    if len(busy) > 1:
         row |= {f"occupancy/rank{rank}": own / max(1, room) for rank, own in enumerate(busy)}
     return row
 
@@ -525,7 +602,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
             {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
-             "horizon": run.adaptive}, run.trained)
+             "horizon": run.adaptive, "record": run.record}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)
         if (run.folder / "metrics.jsonl").stat().st_size:

@@ -32,6 +32,8 @@ Batch = dict[str, Tensor]
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
+GIGPO_GAMMA = 0.95  # discount per turn of --credit state, as in GiGPO's experiments
+INFORMATION_ITEMS = 8  # of each world in `item_information`: 64 short rows
 
 # ---- rewards and advantages of a step ----
 
@@ -61,14 +63,45 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
             t.reward = math.fsum(t.rewards)
 
 
+def with_signal(trajectories: "Sequence[Trajectory]", share: float = 1.0) -> "list[Trajectory]":
+    """The trajectories of those groups whose rewards differ, with share < 1 of the groups with the
+    largest differences alone: see `algos.groups_with_signal`."""
+    scores = torch.tensor([t.reward for t in trajectories])
+    groups = torch.tensor([t.group for t in trajectories])
+    valid = torch.tensor([t.status != "env_error" for t in trajectories])
+    keep = algos.groups_with_signal(scores, groups, valid, share).tolist()
+    return [t for t, kept in zip(trajectories, keep) if kept]
+
+
+def turn_groups(trajectories: "Sequence[Trajectory]", credit: str) -> Tensor:
+    """Which turns are compared with each other -> ids [B, K] long, for at most K turns, for
+    `algos.turn_advantage`.
+
+    credit "turn": those with the same number in an item's trajectories; "state": those that an
+    item's trajectories begin in equal states. A turn whose state is unknown is alone.
+    """
+    ids = {}
+    starts = [np.diff(np.array([False, *t.mask]).astype(int)) == 1 for t in trajectories]
+    num_turns = [int(own.sum()) for own in starts]
+    out = torch.full((len(trajectories), max(num_turns, default=0)), -1)
+    for b, t in enumerate(trajectories):
+        for k in range(num_turns[b]):
+            name = k
+            if credit == "state":
+                name = t.states[k] if t.states[k] is not None else (b, k)
+            out[b, k] = ids.setdefault((t.group, name), len(ids))
+    return out
+
+
 def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: torch.device,
-                  reference: PreTrainedModel | None = None,
-                  critic: rl.Critic | None = None) -> Batch:
+                  reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
+                  teacher: PreTrainedModel | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
     reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are
-    switched off. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a
-    critic also "old_values" and "returns". Each trajectory's `advantage` is set for its record.
+    switched off. teacher: the model of --teacher. -> the batch, with "advantages"; with a reference
+    also "ref_logprobs"; with a critic also "old_values" and "returns". Each trajectory's
+    `advantage` is set for its record.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])  # [B]
@@ -81,21 +114,29 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:
-        def logprobs(model, ids, mask):
-            return rl.token_logprobs(model, ids, mask, cfg.temperature)[0]
-
-        with rl.compute_in(cfg.dtype, device), rl.adapters_off(reference):
-            batch["ref_logprobs"] = map_rows(logprobs, reference, batch, cfg.microbatch_tokens)
+        with rl.adapters_off(reference):
+            batch["ref_logprobs"] = logprobs_of(reference, batch, cfg)
         if cfg.kl_in == "reward":
             kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
             penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
             rewards, scores = rewards - penalty, scores - penalty.sum(1)
 
-    # One number for all tokens of a trajectory, or one for each token.
-    if cfg.algo == "grpo":
-        advantages = algos.grpo_advantage(scores, groups, valid, cfg.normalize_std)[:, None] * mask
-    elif cfg.algo == "rloo":
-        advantages = algos.rloo_advantage(scores, groups, valid)[:, None] * mask
+    # One number for all tokens of a trajectory, of a turn, or one for each token.
+    if cfg.algo in ("grpo", "rloo"):
+        compare = algos.rloo_advantage
+        if cfg.algo == "grpo":
+            compare = partial(algos.grpo_advantage, normalize_std=cfg.normalize_std)
+        if cfg.credit == "turn":
+            turns = turn_groups(trajectories, cfg.credit)
+            advantages = algos.turn_advantage(rewards, mask, turns, valid, compare=compare)
+        else:
+            advantages = compare(scores, groups, valid)[:, None] * mask
+        if cfg.credit == "state":
+            turns = turn_groups(trajectories, cfg.credit)
+            advantages = advantages + algos.turn_advantage(rewards, mask, turns, valid,
+                                                           GIGPO_GAMMA, compare)
+    elif cfg.algo == "distill":
+        advantages = torch.zeros(mask.shape)
     elif cfg.algo == "reinforce_pp":
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
     else:  # ppo
@@ -105,9 +146,57 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         advantages, returns = algos.gae(rewards * mask, values, mask, cfg.gamma, cfg.lam)
         advantages = algos.whiten(advantages, mask)
         batch |= {"old_values": values, "returns": returns}
+
+    # Reverse KL to the teacher: each token's own log-ratio, without credit for what follows it.
+    if teacher is not None:
+        teacher_logprobs = logprobs_of(teacher, batch, cfg)
+        kl = algos.kl(batch["old_logprobs"], teacher_logprobs, "k1", mask)
+        advantages = advantages - cfg.kl_to_teacher * kl
+
+    per_trajectory = cfg.algo in ("grpo", "rloo") and cfg.credit == "trajectory" and teacher is None
+    record_advantages(trajectories, advantages, per_token=not per_trajectory)
+    if any(t.behaviour_logprobs for t in trajectories):
+        behaviour = collate(trajectories, behaviour=[
+            t.behaviour_logprobs + [0.0] * (len(t.tokens) - len(t.behaviour_logprobs))
+            for t in trajectories])["behaviour"]
+        advantages = advantages * algos.importance_weights(batch["old_logprobs"], behaviour, mask)
     batch["advantages"] = advantages
-    record_advantages(trajectories, advantages, per_token=cfg.algo in ("ppo", "reinforce_pp"))
     return batch
+
+
+def logprobs_of(model: PreTrainedModel, batch: Batch, cfg: "Config") -> Tensor:
+    """A model's log-probs of a whole batch's sampled tokens, in micro-batches, shared among the
+    ranks. -> [B, T] float32 on the CPU"""
+    def of_rows(model, ids, mask):
+        return rl.token_logprobs(model, ids, mask, cfg.temperature)[0]
+
+    with rl.compute_in(cfg.dtype, device_of(model)):
+        return map_rows(of_rows, model, batch, cfg.microbatch_tokens)
+
+
+def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedModel,
+                     cfg: "Config") -> dict[str, float]:
+    """World -> the mutual information of an item and the first reply to it, in nats
+    (`algos.mutual_information`), over the first INFORMATION_ITEMS items of the step. Each reply is
+    scored after each item's first prompt. Worlds with fewer than two items played are left out."""
+    found = {}
+    for world in dict.fromkeys(t.env for t in trajectories):
+        first = {}  # group -> (first prompt, first reply)
+        for t in trajectories:
+            if t.env == world and t.group not in first and any(t.mask):
+                start = t.mask.index(True)
+                end = (t.mask + [False]).index(False, start)
+                first[t.group] = t.tokens[:start], t.tokens[start:end]
+        pairs = list(first.values())[:INFORMATION_ITEMS]
+        if len(pairs) < 2:
+            continue
+        rows = [(prompt, reply) for _, reply in pairs for prompt, _ in pairs]
+        batch = pad_rows([prompt + reply for prompt, reply in rows],
+                         [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
+        logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)
+        scores = logprobs.sum(1).reshape(len(pairs), len(pairs))
+        found[world] = algos.mutual_information(scores)
+    return found
 
 
 def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor,
@@ -210,7 +299,7 @@ def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
         logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature,
                                           entropy_gradient=cfg.entropy_coef > 0)
     loss, stats = algos.policy_loss(logp, part["old_logprobs"], part["advantages"], mask,
-                                    cfg.clip_low, cfg.clip_high)
+                                    cfg.clip_low, cfg.clip_high, cfg.loss)
     stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], cfg.kl_type, mask)
@@ -261,20 +350,25 @@ def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
     """
-    width = max(2, *(len(t.tokens) for t in trajectories))
+    return pad_rows([t.tokens for t in trajectories], [t.mask for t in trajectories], device,
+                    old_logprobs=[t.logprobs for t in trajectories], **columns)
+
+
+def pad_rows(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]],
+             device: str | torch.device = "cpu",
+             **columns: Sequence[Sequence[float] | float]) -> Batch:
+    """As `collate`, from each row's ids and mask."""
+    lengths = [len(row) for row in ids]
+    width = max(2, *lengths)
 
     def pad(rows, dtype):
-        out = torch.zeros(len(trajectories), width, dtype=dtype)
-        for b, (t, row) in enumerate(zip(trajectories, rows)):
-            out[b, : len(t.tokens)] = torch.as_tensor(row, dtype=dtype)
+        out = torch.zeros(len(lengths), width, dtype=dtype)
+        for b, (length, row) in enumerate(zip(lengths, rows)):
+            out[b, :length] = torch.as_tensor(row, dtype=dtype)
         return out.to(device)
 
-    batch = {
-        "ids": pad([t.tokens for t in trajectories], torch.long),
-        "mask": pad([t.mask for t in trajectories], torch.bool),
-        "old_logprobs": pad([t.logprobs for t in trajectories], torch.float32),
-        "lengths": torch.tensor([len(t.tokens) for t in trajectories], device=device),
-    }
+    batch = {"ids": pad(ids, torch.long), "mask": pad(mask, torch.bool),
+             "lengths": torch.tensor(lengths, device=device)}
     return batch | {name: pad(rows, torch.float32) for name, rows in columns.items()}
 
 

@@ -2,7 +2,7 @@
 
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
-NAME is one of: algorithms, horizon, collapse, recipe, worlds.
+NAME is one of: algorithms, horizon, collapse, recipe, worlds, credit.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
@@ -33,6 +33,10 @@ recipe: the first 40 steps of the default run in BabyAI with one thing changed, 
 worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one click, and one model
     for BabyAI and TextCraft; three seeds. Needs the extras searchqa, sciworld and webarena, and
     Chromium. The item sets are made in runs/items.
+credit: GRPO against each addition to it (losses, credit over turns, choice of groups and items)
+    from a warm start, five seeds, all runs with the same number of environment turns
+    (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon. Each addition is tried once, with the
+    values of its paper; GRPO's settings are the defaults.
 """
 
 import argparse
@@ -49,6 +53,7 @@ from experiments.studies import play, report, rows  # noqa: E402
 from experiments.studies.runs import (  # noqa: E402
     SCIWORLD_ITEMS,
     STUDIES,
+    WARM_STARTS,
     WEBARENA_ITEMS,
     runs_of,
 )
@@ -90,6 +95,9 @@ def main():
         lock = play.begin(args.study, results)
         if missing and args.study == "worlds":
             make_item_sets()
+        if args.study == "credit":
+            for world in {run.world for run in missing}:
+                play.warm_start(world, WARM_STARTS[world])
         failed = run_all(args.study, missing, commit, args.jobs)
         rows.pack(args.study)
         lock.close()

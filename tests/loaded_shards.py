@@ -24,7 +24,7 @@ for folder in map(Path, sys.argv[1:]):
                         "true", "--kl_coef", "0.1", "--dtype", "bfloat16",
                         "--out", str(folder / "run")])
     print("loading", folder.name, file=sys.stderr)
-    policy, _, trained, reference = train.load_for_training(cfg, None, device)
+    policy, _, trained, reference, _ = train.load_for_training(cfg, None, device)
     models = {"policy": policy, "critic": trained["critic"][0], "reference": reference}
     for kind, model in models.items():
         whole = {name: p.full_tensor().clone() for name, p in model.named_parameters()}

@@ -40,6 +40,7 @@ integers with `is`.
 """
 
 import copy
+import hashlib
 import itertools
 from collections import deque
 from typing import NamedTuple
@@ -312,6 +313,22 @@ class BabyAI(Env):
 
     def valid_actions(self) -> list[str]:
         return list(self.actions)
+
+    def state(self) -> str | None:
+        """A hash of the grid, the agent, what it carries, and which parts of a mission are done."""
+        if self.env is None:
+            return None
+        carried = self.env.carrying and self.env.carrying.encode()
+        parts = [self.env.instrs]
+        done = []
+        for part in parts:  # `parts` grows
+            for name in ("a", "b"):
+                if hasattr(part, f"instr_{name}"):
+                    done.append(getattr(part, f"{name}_done", False) or False)
+                    parts.append(getattr(part, f"instr_{name}"))
+        x, y = map(int, self.env.agent_pos)
+        agent = f"{x} {y} {self.env.agent_dir} {carried} {done}"
+        return hashlib.sha256(self.env.grid.encode().tobytes() + agent.encode()).hexdigest()[:16]
 
     def expert(self) -> str | None:
         """The action that an expert takes, who sees the whole grid (`worlds.babyai_expert`)."""

@@ -286,6 +286,10 @@ class SearchQA(Env):
         text = "\n".join(lines) or "Nothing was found."
         return Step(f"<information>{text}</information>")
 
+    def state(self) -> str | None:
+        """The titles of the articles that have been found so far."""
+        return None if self.last is None else ", ".join(sorted(self.read))
+
     def expert(self) -> str | None:
         """The reply that an expert gives now, with a thought that says what it is about.
 

@@ -524,6 +524,12 @@ class TextCraft(Env):
         ingredients can be got."""
         return _Plan(self.tree, {}).branch(self.goal, 1)
 
+    def state(self) -> str | None:
+        """The inventory."""
+        if self.last is None:
+            return None
+        return ", ".join(f"{name} {amount}" for name, amount in sorted(self.inventory.items()))
+
     def valid_actions(self) -> list[str]:
         """Actions that would all be valid now, sorted; empty before a reset and after the end.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from experiments.studies import rows
-from experiments.studies.runs import EVALUATED_MIDWAY
+from experiments.studies.runs import EVALUATED_MIDWAY, warm_model
 from config import TINY_HORIZONS
-from schedule import horizon_at
+from schedule import horizon_at, parse_rounds
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -52,9 +52,9 @@ def do(study, run, commit):
 
     # Evaluation of the last model, and of checkpoints on the way.
     if not metrics:
-        model = "tiny"
+        model = flag(run, "--model", "tiny")
     elif stopped:
-        model = max(out.glob("checkpoints/step_*"), default="tiny")
+        model = max(out.glob("checkpoints/step_*"), default=flag(run, "--model", "tiny"))
     else:
         model = out / "final"
     samples = 4 if study == "horizon" else 2
@@ -100,6 +100,19 @@ def train(run, out):
         call(*command, "--steps", next_steps(run, metrics), *resume_flag(out))
 
 
+def flag(run, name, default):
+    """The value of a flag of train.py in this run."""
+    return run.flags[run.flags.index(name) + 1] if name in run.flags else default
+
+
+def warm_start(world, flags):
+    """The warm start that the runs of study "credit" begin with, unless it is there."""
+    out = (ROOT / warm_model(world)).parent
+    if not (out / "final").exists():
+        call("sft.py", "--env", world, "--model", "tiny", "--out", out, *flags.split(),
+             *resume_flag(out))
+
+
 def resume_flag(out):
     return ["--resume"] if out.exists() else []
 
@@ -110,7 +123,7 @@ def next_steps(run, metrics):
     The piece has at least one step. It has more as long as even the longest trajectories cannot
     exceed the turns that are left.
     """
-    trajectories = metrics[-1]["trajectories"] if metrics else 128
+    trajectories = max((row["trajectories"] for row in metrics), default=128)
     steps = len(metrics) + 1
     left = run.turns - turns_played(metrics) - trajectories * max_turns(run, len(metrics))
     while left >= trajectories * max_turns(run, steps):
@@ -122,11 +135,12 @@ def next_steps(run, metrics):
 def max_turns(run, step):
     """The largest number of turns that a trajectory can have at this step."""
     preset = TINY_HORIZONS[run.world]
-    if run.label in ("short", "long"):
-        return int(run.flags[run.flags.index("--horizon") + 1])
-    if run.label == "scaling":
-        return horizon_at(step, preset.rounds, preset.every)
-    return preset.rounds[-1]
+    rounds = preset.rounds
+    if "--horizon" in run.flags:
+        rounds = parse_rounds(flag(run, "--horizon", ""), run.world)
+    if run.label == "adaptive":
+        return rounds[-1]
+    return horizon_at(step, rounds, int(flag(run, "--horizon_steps", preset.every)))
 
 
 def evaluate(world, run, model, samples, path):

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from experiments.studies.runs import EVALUATED_MIDWAY, Run, runs_of  # noqa: E402
+from experiments.studies.runs import BASELINES, EVALUATED_MIDWAY, Run, runs_of  # noqa: E402
 from config import TINY_HORIZONS  # noqa: E402
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -104,21 +104,23 @@ COLUMNS = (
     "turns", "valid actions", "success in training, mean of all steps",
 )
 MIDWAY_COLUMNS = (
-    "collapsed", "difference to scaling, 95 %", "at half of the turns", "difference",
+    "collapsed", "difference to {0}, 95 %", "at half of the turns", "difference",
 )
 
 
 def table(study, results):
     """Means and standard deviations over the seeds, as Markdown: a line per world and label."""
     midway = study in EVALUATED_MIDWAY
+    baseline = BASELINES.get(study)
     columns = COLUMNS + (MIDWAY_COLUMNS if midway else ())
+    columns = [column.format(baseline) for column in columns]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for world in sorted({run.world for run in runs_of(study)}):
         labels = by_label(study, world, results)
         for label, seeds in labels.items():
             line = f"| {world} | {label} | {common_cells(seeds)}"
             if midway:
-                line += midway_cells(label, labels)
+                line += midway_cells(label, labels, baseline)
             lines.append(line)
     return "\n".join(lines)
 
@@ -172,14 +174,14 @@ def common_cells(seeds):
     return line + f"{statistics.mean(in_training):.3f} |"
 
 
-def midway_cells(label, labels):
+def midway_cells(label, labels, baseline):
     """The cells of one label in studies that evaluate on the way: collapsed runs, the difference
-    to the growing horizon (label "scaling") at the end, and the same at half of the turns."""
+    to the label `baseline` at the end, and the same at half of the turns."""
     seeds = labels[label]
-    is_compared = label != "scaling"
+    is_compared = label not in (baseline, "base")
 
     ends = {seed: summary["success"] for seed, (_, summary) in seeds.items()}
-    scaling = labels.get("scaling", {})
+    scaling = labels.get(baseline, {})
     scaling_ends = {seed: summary["success"] for seed, (_, summary) in scaling.items()}
     halves = success_at_half(seeds)
     scaling_halves = success_at_half(scaling)

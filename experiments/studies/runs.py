@@ -8,8 +8,31 @@ from config import TINY_HORIZONS
 TURNS = {"babyai": 25_000, "textcraft": 40_000}
 SEEDS = {"babyai": 3, "textcraft": 8}
 
+# Study "credit": label -> flags besides those of GRPO; for each world the flags of all its runs,
+# and those of the warm start (sft.py) that they begin with.
+CREDITS = {
+    "grpo": "",
+    "gspo": "--loss gspo --aggregation sequence",
+    "gspo_turn": "--loss gspo_turn --aggregation sequence",
+    "cispo": "--loss cispo",
+    "turn": "--credit turn",
+    "state": "--credit state",
+    "dynamic": "--dynamic_sampling 48",
+    "keep_half": "--keep_groups 0.5",
+    "frontier": "--sampler frontier",
+}
+CREDIT_TURNS = 30_000
+CREDIT_WORLDS = {
+    "textcraft": "--data data/crafts --horizon 4,8 --horizon_steps 15",
+}
+WARM_STARTS = {
+    "textcraft": "--data data/crafts --demos 800 --epochs 2 --lr 1e-3 --batch 16",
+}
+
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
-EVALUATED_MIDWAY = ("horizon", "collapse")
+EVALUATED_MIDWAY = ("horizon", "collapse", "credit")
+# The label that the others are compared with.
+BASELINES = {"horizon": "scaling", "collapse": "scaling", "credit": "grpo"}
 
 # Study "worlds": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -117,7 +140,25 @@ def worlds():
     return found
 
 
+def warm_model(world):
+    """Where the warm start of study "credit" is, from the checkout's root."""
+    return f"runs/study/credit/warm_{world}/final"
+
+
+def credit():
+    found = []
+    for world, flags in CREDIT_WORLDS.items():
+        flags = ("--model", warm_model(world), *flags.split())
+        found.append(Run(world, "base", 0, flags))
+        keep = ("--save_every", "5", "--keep", "1000")
+        for seed in range(5):
+            for label, own in CREDITS.items():
+                found.append(Run(world, label, seed, (*flags, *own.split(), *keep), CREDIT_TURNS))
+    return found
+
+
 STUDIES = {
+    "credit": credit,
     "algorithms": algorithms,
     "horizon": horizon,
     "collapse": collapse,
