@@ -188,9 +188,10 @@ def alarm(row: dict, cfg: "Config") -> str:
     if row["entropy"] < cfg.min_entropy:
         return (f"the entropy is {row['entropy']:.2g} nats a token, "
                 f"below --min_entropy {cfg.min_entropy:g}: the policy has collapsed")
-    if row.get("mutual_information", math.inf) < cfg.min_information:
+    information = row.get("mutual_information", math.inf)
+    if cfg.min_information and information < cfg.min_information:
         return (f"the mutual information of an item and the reply to it is "
-                f"{row['mutual_information']:.2g} nats, below --min_information "
+                f"{information:.2g} nats, below --min_information "
                 f"{cfg.min_information:g}: the policy writes the same for all items")
     name = max("kl", "kl_behaviour", key=row.get)
     if row[name] > cfg.max_kl:

@@ -3,6 +3,7 @@ markup, and whatever the page offers works."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -498,6 +499,12 @@ def test_a_bar_of_a_distribution_filters_the_table(folder, browser):
     turns.locator("g.bar").last.click(position={"x": 5, "y": 60})
     assert set(column(page, "turns")) == {str(values[-1])}
     page.get_by_role("button", name="clear").click()
+    tokens = page.locator("#charts figure", has_text="tokens").first.locator("g.bar").last
+    low, high = re.match(r"tokens (\d+) to (\d+):", tokens.locator("title").text_content()).groups()
+    tokens.click(position={"x": 5, "y": 60})
+    assert 0 < rows_of(page).count() < len(table)
+    assert all(int(low) <= int(value) <= int(high) for value in column(page, "tokens"))
+    page.get_by_role("button", name="clear").click()
     page.locator("#charts figure", has_text="success by category").locator("g.bar").first.click()
     assert len(set(column(page, "category"))) == 1
     assert not wrong
@@ -530,6 +537,16 @@ def test_two_runs_are_in_one_page(folder, browser, tmp_path):
     page.select_option("select[aria-label='group by']", "run")
     assert sorted(column(page, "run")) == ["evil", "other"]
     assert not wrong
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart_by_their_paths(
+        folder, browser, tmp_path):
+    for parent in ("a", "b"):
+        shutil.copytree(folder, tmp_path / parent / "run")
+    runs = [tmp_path / parent / "run" for parent in ("a", "b")]
+    page, wrong = opened(browser, view.write_page(runs, out=tmp_path / "both.html"))
+    options = page.locator("select[aria-label=run] option").all_inner_texts()
+    assert options[1:] == [f"run: {run}" for run in runs] and not wrong
 
 
 # ---- the ten questions of docs/view.md ----

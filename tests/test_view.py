@@ -136,6 +136,10 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
     assert first["inventory"] == {} and "mossy stone bricks" in last["inventory"]
     assert first["tree"] == ("mossy stone bricks", 1, [
         ("stone bricks", 1, [("stone", 4, [])]), ("vine", 1, [])])
+    # A recipe that makes four planks is needed twice for five of them.
+    world.reset(125)
+    assert world.goal_tree() == (
+        "acacia boat", 1, [("acacia planks", 5, [("acacia logs", 2, [])])])
 
 
 def test_nothing_is_drawn_of_worlds_on_servers():
