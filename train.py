@@ -454,8 +454,7 @@ def play_step(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     number of groups with a gradient -> all trajectories, with shaped rewards, and what a row of
     metrics says about decoding. None in place of the trajectories if a stop signal came.
 
-    Further items do not depend on how their own trajectories end, so statistics over all
-    trajectories have no bias.
+    Metrics are over all trajectories, whether they are trained on or not.
     """
     cfg = run.cfg
     wanted = items_per_world(cfg, cfg.items_per_step)

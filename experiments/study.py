@@ -2,7 +2,7 @@
 
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
-NAME is one of: algorithms, horizon, collapse, recipe, worlds, credit.
+NAME is one of: algorithms, horizon, collapse, recipe, worlds, credit, distill.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
@@ -37,6 +37,8 @@ credit: GRPO against each addition to it (losses, credit over turns, choice of g
     from a warm start, five seeds, all runs with the same number of environment turns
     (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon. Each addition is tried once, with the
     values of its paper; GRPO's settings are the defaults.
+distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the
+    model that the first one of the same seed has made. Three seeds, one run at a time (--jobs 1).
 """
 
 import argparse

@@ -15,8 +15,9 @@ from metrics import all_columns, is_number, read_objects, stages
 from page.replay import Replay
 from rl import checkpoints, location, model_path
 
-CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour", "grad_norm",
-          "valid_actions", "zero_gradient_groups", "tokens_per_second")
+CURVES = ("success", "score", "reward", "turns", "entropy", "mutual_information", "kl",
+          "kl_behaviour", "grad_norm", "valid_actions", "zero_gradient_groups",
+          "tokens_per_second")
 SFT_CURVES = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second")
 LAST_REPLY = 100  # characters of the last reply in the table
 # What a trajectory must have to be in the page. Other fields have a default value.

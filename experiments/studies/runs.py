@@ -30,9 +30,9 @@ WARM_STARTS = {
 }
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
-EVALUATED_MIDWAY = ("horizon", "collapse", "credit")
+EVALUATED_MIDWAY = ("horizon", "collapse", "credit", "distill")
 # The label that the others are compared with.
-BASELINES = {"horizon": "scaling", "collapse": "scaling", "credit": "grpo"}
+BASELINES = {"horizon": "scaling", "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
 # Study "worlds": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -157,8 +157,20 @@ def credit():
     return found
 
 
+def distill():
+    found = [Run("babyai", "base", 0)]
+    keep = ("--save_every", "5", "--keep", "1000")
+    for seed in range(3):
+        teacher = f"runs/study/distill/babyai_grpo_s{seed}/final"
+        found.append(Run("babyai", "grpo", seed, keep))
+        found.append(Run("babyai", "distill", seed,
+                         ("--algo", "distill", "--teacher", teacher, *keep)))
+    return found
+
+
 STUDIES = {
     "credit": credit,
+    "distill": distill,
     "algorithms": algorithms,
     "horizon": horizon,
     "collapse": collapse,
