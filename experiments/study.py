@@ -35,8 +35,8 @@ worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one cl
     Chromium. The item sets are made in runs/items.
 credit: GRPO against each addition to it (losses, credit over turns, choice of groups and items)
     from a warm start, five seeds, all runs with the same number of environment turns
-    (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon. Each addition is tried once, with the
-    values of its paper; GRPO's settings are the defaults.
+    (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon. Each addition is tried
+    once, with the values of its paper; GRPO's settings are the defaults.
 distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the
     model that the first one of the same seed has made. Three seeds, one run at a time (--jobs 1).
 """

@@ -24,9 +24,11 @@ CREDITS = {
 CREDIT_TURNS = 30_000
 CREDIT_WORLDS = {
     "textcraft": "--data data/crafts --horizon 4,8 --horizon_steps 15",
+    "babyai": "--data data/levels --horizon 4,8 --horizon_steps 15",
 }
 WARM_STARTS = {
     "textcraft": "--data data/crafts --demos 800 --epochs 2 --lr 1e-3 --batch 16",
+    "babyai": "--data data/levels --demos 800 --epochs 2 --lr 1e-3 --batch 16",
 }
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
@@ -149,11 +151,12 @@ def credit():
     found = []
     for world, flags in CREDIT_WORLDS.items():
         flags = ("--model", warm_model(world), *flags.split())
-        found.append(Run(world, "base", 0, flags))
+        found.append(Run(world, "base", 0, flags, horizon=8))
         keep = ("--save_every", "5", "--keep", "1000")
         for seed in range(5):
             for label, own in CREDITS.items():
-                found.append(Run(world, label, seed, (*flags, *own.split(), *keep), CREDIT_TURNS))
+                flags_of_run = (*flags, *own.split(), *keep)
+                found.append(Run(world, label, seed, flags_of_run, CREDIT_TURNS, horizon=8))
     return found
 
 
