@@ -105,6 +105,7 @@ COLUMNS = (
 )
 MIDWAY_COLUMNS = (
     "collapsed", "difference to {0}, 95 %", "at half of the turns", "difference",
+    "difference at equal time",
 )
 
 
@@ -121,6 +122,8 @@ def table(study, results):
             line = f"| {world} | {label} | {common_cells(seeds)}"
             if midway:
                 line += midway_cells(label, labels, baseline)
+                base = results.get(Run(world, "base", 0).name)
+                line += f" {at_equal_time(label, labels, baseline, base)} |"
             lines.append(line)
     return "\n".join(lines)
 
@@ -197,6 +200,26 @@ def midway_cells(label, labels, baseline):
         line += " |"
     line += f" {difference(*common_seeds(halves, scaling_halves)) if is_compared else ''} |"
     return line
+
+
+def at_equal_time(label, labels, baseline, base):
+    """The paired difference to `baseline` when the faster one of the two runs of a seed has ended.
+
+    Between evaluations success is interpolated; it starts with that of `base`, rows of the model
+    before training. Times are those of training alone, on whatever else the machine did.
+    """
+    if label in (baseline, "base") or not base or baseline not in labels:
+        return ""
+    pairs = []
+    for seed in sorted(labels[label].keys() & labels[baseline].keys()):
+        curves = []
+        for of_seed in (labels[label][seed], labels[baseline][seed]):
+            points = of_seed[1].get("held_out", [])
+            curves.append(([0, *(p["seconds"] for p in points)],
+                           [base[-1]["success"], *(p["success"] for p in points)]))
+        end = min(seconds[-1] for seconds, _ in curves)
+        pairs.append([float(np.interp(end, *curve)) for curve in curves])
+    return difference([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def success_at_half(seeds):
