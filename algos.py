@@ -252,7 +252,7 @@ def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """
     _check_mask(mask, rewards)
     turns = turn_numbers(mask)
-    num_turns = int(turns.max()) + 1
+    num_turns = int(turns.max()) + 1 if turns.numel() else 0
     returns = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
     row, column = mask.nonzero(as_tuple=True)
     returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
@@ -267,7 +267,7 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
                    compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
     """An advantage for each turn: the return from it on, compared with those of its group of turns.
 
-    turn_groups [B, K] long: arbitrary ids. Two choices of them:
+    turn_groups [B, >= K] long, for at most K turns: arbitrary ids. Two choices of them:
       - (item, number of the turn): turn k against turn k of the item's other trajectories;
       - (item, state of the environment before the turn): the step-level advantage of GiGPO (arXiv
         2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner is better.
@@ -287,8 +287,8 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
     played[row, turns[row, column]] = True
     of_row = played.nonzero()[:, 0]  # [N], N turns in the batch
     advantages = torch.zeros_like(returns)
-    advantages[played] = compare(returns[played], turn_groups[played],
-                                 None if valid is None else valid[of_row])
+    groups = turn_groups[:, :returns.shape[1]][played]
+    advantages[played] = compare(returns[played], groups, None if valid is None else valid[of_row])
     out = torch.zeros_like(_as_float(rewards))
     out[row, column] = advantages[row, turns[row, column]]
     return out
