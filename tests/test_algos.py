@@ -4,6 +4,7 @@ The oracles are loops over lists, enumerations and numbers computed by hand.
 """
 
 import doctest
+import itertools
 import math
 import random
 import statistics
@@ -16,11 +17,17 @@ from algos import (
     aggregate,
     entropy,
     gae,
+    groups_with_signal,
     grpo_advantage,
+    importance_weights,
     kl,
+    mutual_information,
     policy_loss,
     reinforce_pp_advantage,
     rloo_advantage,
+    turn_advantage,
+    turn_numbers,
+    turn_returns,
     value_loss,
     whiten,
 )
@@ -340,6 +347,140 @@ def test_the_order_of_trajectories_does_not_matter(advantage):
     close(advantage(scores[order], groups[order], valid[order]), expected, 1e-5)
 
 
+# ---- credit for turns ----
+
+
+def turns_of(row):
+    """The turns of a row of the mask: lists of the positions of their tokens."""
+    turns = []
+    for t, sampled in enumerate(row.tolist()):
+        if sampled and t and row[t - 1]:
+            turns[-1].append(t)
+        elif sampled:
+            turns.append([t])
+    return turns
+
+
+def random_turns(seed):
+    """Rewards on the last tokens of turns, the mask and its turns, groups of turns, valid rows."""
+    g = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    B, T = rng.randint(1, 7), rng.randint(1, 12)
+    mask = torch.rand(B, T, generator=g) < rng.random()
+    mask[0] &= seed % 3 > 0
+    turns = [turns_of(row) for row in mask]
+    rewards = torch.zeros(B, T, dtype=F64)
+    for b, own in enumerate(turns):
+        for turn in own:
+            rewards[b, turn[-1]] = rng.choice([0.0, -0.05, 1.0])
+    K = max(map(len, turns))
+    valid = torch.rand(B, generator=g) < 0.8
+    return rewards, mask, turns, torch.randint(4, (B, K), generator=g), valid
+
+
+def returns_oracle(rewards, turns, gamma):
+    """The return from each turn of each row on: sum_{j >= k} gamma^(j - k) r_j."""
+    by_turn = [[rewards[b, turn].sum().item() for turn in own] for b, own in enumerate(turns)]
+    return [[sum(gamma ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))]
+            for own in by_turn]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_turns_and_their_returns_and_advantages_equal_the_loops(gamma):
+    compared = 0
+    for seed in range(60):
+        rewards, mask, turns, groups, valid = random_turns(seed)
+        numbers = torch.full(mask.shape, -1)
+        for b, own in enumerate(turns):
+            for k, turn in enumerate(own):
+                numbers[b, turn] = k
+        assert torch.equal(turn_numbers(mask), numbers)
+        expected = returns_oracle(rewards, turns, gamma)
+        K = groups.shape[1]
+        close(turn_returns(rewards, mask, gamma),
+              torch.tensor([own + [0.0] * (K - len(own)) for own in expected], dtype=F64))
+
+        names = [(b, k) for b, own in enumerate(turns) for k in range(len(own))]
+        scores = [round(expected[b][k], 9) for b, k in names]
+        rows = scores, [groups[name].item() for name in names], [valid[b].item() for b, _ in names]
+        for compare, one in ((grpo_advantage, grpo_of), (rloo_advantage, rloo_of)):
+            advantages = torch.zeros(mask.shape, dtype=F64)
+            for (b, k), advantage in zip(names, group_oracle(*rows, one)):
+                advantages[b, turns[b][k]] = advantage
+                compared += advantage != 0
+            close(turn_advantage(rewards, mask, groups, valid, gamma, compare), advantages)
+    assert compared > 200
+
+
+def test_equal_turn_rewards_in_another_order_give_exactly_no_advantage():
+    """In float32 -0.05 twice and then 1 add up to another number than 1 and then -0.05 twice."""
+    mask = torch.tensor([[True, False] * 3] * 4)
+    rewards = torch.zeros(4, 6)
+    for b, order in enumerate(((-0.05, -0.05, 1.0), (1.0, -0.05, -0.05), (-0.05, 1.0, -0.05))):
+        rewards[b, ::2] = torch.tensor(order)
+    rewards[3, 4] = 0.9
+    # Each first turn's return is 0.9, and no other turn is compared.
+    groups = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6], [0, 7, 8]])
+    assert not turn_advantage(rewards, mask, groups).any()
+    assert len(set(turn_returns(rewards, mask)[:, 0].tolist())) == 1
+
+
+def test_a_trajectory_that_is_left_out_may_have_the_most_turns():
+    """Its mask may be empty, so that the groups have more columns than there are turns."""
+    mask = torch.tensor([[True, False, False], [True, False, False], [False, False, False]])
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    groups = torch.tensor([[0, -1], [0, -1], [0, 1]])
+    advantages = turn_advantage(rewards, mask, groups, torch.tensor([True, True, False]))
+    half = 0.5 * math.sqrt(2)
+    close(advantages, [[half, 0, 0], [-half, 0, 0], [0, 0, 0]], 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_turns_of_nothing_have_no_advantage(shape):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    groups = torch.zeros(shape[0], 0, dtype=torch.long)
+    assert turn_advantage(torch.zeros(shape), mask, groups).tolist() == mask.float().tolist()
+
+
+# ---- which groups are trained on, and what truncation changes ----
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
+def test_the_groups_with_a_signal_are_those_whose_valid_scores_differ_most(share):
+    for seed in range(5):
+        scores, groups, valid = random_groups(seed)
+        deviation = {}
+        for group in set(groups):
+            own = [s for s, g, v in zip(scores, groups, valid) if g == group and v]
+            if len(set(own)) > 1:
+                deviation[group] = statistics.stdev(own)
+        best = sorted(deviation, key=deviation.get, reverse=True)
+        best = best[: math.ceil(share * len(set(groups)))]
+        keep = groups_with_signal(torch.tensor(scores), torch.tensor(groups), torch.tensor(valid),
+                                  share)
+        assert keep.tolist() == [g in best and v for g, v in zip(groups, valid)]
+        assert 0 < keep.sum() < len(keep)
+
+
+def test_importance_weights_turn_means_over_the_nucleus_into_sums_of_the_policy():
+    """E_nucleus[weight f] = the sum of p f over the nucleus, as long as the cap does not bind."""
+    p = LOGITS.softmax(0)
+    order = p.argsort(descending=True)
+    nucleus = order[: int((p[order].cumsum(0) < 0.8).sum()) + 1]
+    assert 1 < len(nucleus) < len(p)
+    q = p[nucleus] / p[nucleus].sum()
+    f = torch.randn(len(nucleus), generator=torch.Generator().manual_seed(3), dtype=F64)
+    mask = torch.ones(1, len(nucleus), dtype=torch.bool)
+    weights = importance_weights(p[nucleus].log()[None], q.log()[None], mask)[0]
+    close((q * weights * f).sum(), (p[nucleus] * f).sum())
+    # The cap binds where the policy finds a token more than twice as likely.
+    logprobs = torch.tensor([[0.9, 0.3, NAN, 0.1]]).log()
+    behaviour = torch.tensor([[0.3, 0.2, 0.5, 0.4]]).log()
+    mask = torch.tensor([[True, True, False, True]])
+    close(importance_weights(logprobs, behaviour, mask), [[2.0, 1.5, 1.0, 0.25]])
+    close(importance_weights(logprobs, behaviour, mask, cap=1.2), [[1.2, 1.2, 1.0, 0.25]])
+
+
 # ---- policy loss ----
 
 
@@ -373,6 +514,77 @@ def test_policy_loss_equals_the_loop():
     for name, value in expected.items():
         close(stats[name], value)
         assert stats[name].dim() == 0 and not stats[name].requires_grad
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gspo_turn", "cispo"])
+def test_the_losses_of_other_papers_equal_the_loop_and_so_do_their_gradients(kind):
+    g = torch.Generator().manual_seed(5)
+    clipped = kept = 0
+    for _ in range(20):
+        mask = torch.rand(4, 9, generator=g) < 0.6
+        mask[0] = False
+        logp = (normal(g, 4, 9) - 2).requires_grad_()
+        old = logp.detach() + 0.3 * normal(g, 4, 9)
+        advantages = normal(g, 4, 9)
+        loss, stats = policy_loss(logp, old, advantages, mask, 0.05, 0.1, kind)
+        gradient, = torch.autograd.grad(loss.sum(), logp)
+
+        expected, expected_gradient = torch.zeros(2, 4, 9, dtype=F64)
+        num_clipped = 0
+        for b in range(4):
+            turns = turns_of(mask[b])
+            for t in [t for turn in turns for t in turn]:
+                if kind == "cispo":
+                    of_ratio = [t]
+                elif kind == "gspo":
+                    of_ratio = [i for turn in turns for i in turn]
+                else:
+                    of_ratio, = [turn for turn in turns if t in turn]
+                ratio = math.exp(statistics.mean((logp - old)[b, i].item() for i in of_ratio))
+                limited = min(max(ratio, 0.95), 1.1)
+                a = advantages[b, t].item()
+                if kind == "cispo":
+                    expected[b, t] = -limited * a * logp[b, t].item()
+                    expected_gradient[b, t] = -limited * a
+                    num_clipped += limited != ratio
+                else:
+                    expected[b, t] = -min(ratio * a, limited * a)
+                    if ratio * a <= limited * a:
+                        expected_gradient[b, t] = -ratio * a
+                    num_clipped += ratio * a > limited * a
+        close(loss.detach(), expected)
+        close(gradient, expected_gradient)
+        close(stats["clip_fraction"], num_clipped)
+        clipped += num_clipped
+        kept += int(mask.sum()) - num_clipped
+    assert min(clipped, kept) > 50
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gspo_turn"])
+def test_the_gradient_of_gspo_is_that_of_the_papers_ratio_of_a_sequence(kind):
+    """Eq. 5 of arXiv 2507.18071, through autograd: mean of min(s A, clip(s) A) over sequences. A
+    row of one turn is a sequence in both kinds."""
+    g = torch.Generator().manual_seed(6)
+    lengths = [1, 4, 7, 2, 6]
+    mask = torch.arange(9) - 1 < torch.tensor(lengths)[:, None]
+    mask[:, 0] = False
+    logp = (normal(g, 5, 9) - 2).requires_grad_()
+    old = logp.detach() + 0.2 * normal(g, 5, 9)
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5], dtype=F64)
+
+    loss, _ = policy_loss(logp, old, advantages[:, None], mask, 0.02, 0.02, kind)
+    loss = aggregate(loss, mask, "sequence")
+    gradient, = torch.autograd.grad(loss, logp)
+    terms = []
+    for b, length in enumerate(lengths):
+        s = (logp - old)[b, 1:1 + length].mean().exp()
+        terms.append(torch.min(s * advantages[b], s.clamp(0.98, 1.02) * advantages[b]))
+    paper = -sum(terms) / len(terms)
+    paper_gradient, = torch.autograd.grad(paper, logp)
+    close(loss.detach(), paper.detach())
+    close(gradient, paper_gradient)
+    has_gradient = (gradient != 0).any(1)
+    assert has_gradient.any() and not has_gradient.all()
 
 
 def test_stats_of_micro_batches_add_up():
@@ -474,6 +686,9 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
         "value": lambda x, data: value_loss(x, data - 0.1 * mask, data + 1, mask),
         "raw": lambda x, data: x,
     }
+    for kind in ("gspo", "gspo_turn", "cispo"):
+        terms[kind] = lambda x, data, kind=kind: policy_loss(
+            x, data - 0.1 * mask, data, mask, kind=kind)[0]
     for kind in KL_KINDS:
         terms[kind] = lambda x, data, kind=kind: kl(x, data - 0.1 * mask, kind, mask)
 
@@ -588,6 +803,8 @@ def test_unknown_names_are_refused():
         kl(torch.zeros(1, 1), torch.zeros(1, 1), "low_var_kl")
     with pytest.raises(ValueError, match="'mean'; choose from token, sequence"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mean")
+    with pytest.raises(ValueError, match="choose from ppo, gspo, gspo_turn, cispo"):
+        policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1) > 0, kind="gpso")
 
 
 def test_entropy_equals_the_sum_and_survives_excluded_words():
@@ -649,3 +866,30 @@ def test_nothing_masked_gives_zero_with_a_gradient_of_zero(mode, denominator):
     x = torch.ones(2, 3, requires_grad=True)
     aggregate(x * 2, nothing, mode, denominator).backward()
     assert x.grad.tolist() == [[0.0] * 3] * 2
+
+
+# ---- mutual information ----
+
+
+def test_mutual_information_is_that_of_a_small_channel():
+    """Each prompt once, with each of its replies as often as its probability says: the mean is the
+    mutual information, the double sum over prompts and replies."""
+    channel = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.0, 0.25, 0.75]], dtype=F64)
+    marginal = channel.mean(0)
+    expected = 0.0
+    for row in channel.tolist():
+        for p, m in zip(row, marginal.tolist()):
+            expected += p / 3 * math.log(p / m) if p else 0.0
+    # The mean over all choices of a reply to each prompt, weighted by their probabilities.
+    found = 0.0
+    for z in itertools.product(range(3), repeat=3):
+        weight = math.prod(channel[x, z[x]].item() for x in range(3))
+        if weight:
+            scores = channel[:, list(z)].T.log()  # of reply z[i] after prompt j
+            found += weight * mutual_information(scores)
+    assert 0.1 < expected < math.log(3)
+    close(found, expected)
+    # Replies that tell everything, replies that tell nothing, a single item.
+    close(mutual_information(torch.eye(5).log()), math.log(5))
+    assert mutual_information(torch.tensor([[-7.0] * 3, [-1.0] * 3, [-90.0] * 3])) == 0.0
+    assert mutual_information(torch.tensor([[-3.0]])) == 0.0
