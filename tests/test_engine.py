@@ -1,6 +1,7 @@
 """The engine forwards each token once, in any batch, and agrees with the model's own attention."""
 
 import copy
+import math
 import threading
 import time
 from pathlib import Path
@@ -515,7 +516,7 @@ def test_turns_whose_replies_reach_their_limit_are_recorded(tiny, pool):
 
 def test_min_p_leaves_out_what_is_unlikely():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(1000, 1)
-    tokens, logprobs, _ = sample(logits, torch.linspace(0, 0.9999, 1000), min_p=0.5)
+    tokens, logprobs, *_ = sample(logits, torch.linspace(0, 0.9999, 1000), min_p=0.5)
     assert set(tokens.tolist()) == {0, 1}
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.3])[tokens], atol=1e-6)
 
@@ -526,3 +527,36 @@ def test_a_token_that_is_left_out_is_never_drawn():
     for truncation in (dict(top_k=2), dict(top_p=0.8), dict(min_p=0.5)):
         tokens, *_ = sample(logits, uniforms, **truncation)
         assert tokens.tolist() == [1, 2]
+
+
+def kept_by(p, top_k=0, top_p=1.0, min_p=0.0):
+    """The tokens of a distribution, a list of different numbers, that a truncation keeps."""
+    kept = sorted(range(len(p)), key=lambda token: -p[token])[:top_k or None]
+    kept = [token for token in kept if p[token] >= min_p * p[kept[0]]]
+    if top_p < 1:
+        whole = sum(p[token] for token in kept)
+        kept = [token for n, token in enumerate(kept)
+                if sum(p[before] for before in kept[:n]) <= top_p * whole]
+    return kept
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("truncation", [
+    {}, dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=6, top_p=0.8, min_p=0.01)])
+def test_behaviour_logprobs_are_those_of_the_distribution_that_is_drawn_from(
+        truncation, temperature):
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)) * 2
+    rows = logits.repeat_interleave(200, 0)
+    uniforms = torch.linspace(0, 0.9999, 200, dtype=torch.float64).repeat(5)
+    tokens, logprobs, _, behaviour = sample(rows, uniforms, temperature, **truncation)
+    full = torch.softmax(logits.double() / temperature, -1).tolist()
+    for i, token in enumerate(tokens.tolist()):
+        p = full[i // 200]
+        kept = kept_by(p, **truncation)
+        assert token in kept
+        assert logprobs[i].item() == pytest.approx(math.log(p[token]), abs=1e-5)
+        expected = math.log(p[token] / sum(p[other] for other in kept))
+        assert behaviour[i].item() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(behaviour, logprobs) == (not truncation)
+    *_, logprobs, _, behaviour = sample(logits, uniforms[:5], 0, **truncation)
+    assert torch.equal(behaviour, logprobs)  # the likeliest token, at temperature 0

@@ -60,6 +60,61 @@ def test_recorded_logprobs_are_those_of_a_fresh_forward_pass(tiny, pool, tempera
                 assert recorded == 0.0
 
 
+@pytest.mark.parametrize("truncation", [
+    {}, dict(top_k=4), dict(top_p=0.6), dict(min_p=0.1)])
+def test_the_logprobs_of_a_truncated_distribution_are_recorded_beside_the_full_ones(
+        tiny, pool, truncation):
+    """The oracle: the model's own forward pass, and the kept tokens' share of each distribution."""
+    differing = 0
+    for t in rollout(*tiny, pool, ITEMS[:2], 3, **truncation, **SETTINGS):
+        expected = slow_logprobs(tiny[0], t.tokens)
+        if not truncation:
+            assert t.behaviour_logprobs == []
+            continue
+        assert len(t.behaviour_logprobs) == len(t.tokens)
+        with torch.no_grad():
+            probs = torch.softmax(tiny[0](torch.tensor([t.tokens])).logits[0].double(), -1)
+        for i, sampled in enumerate(t.mask):
+            if not sampled:
+                assert t.behaviour_logprobs[i] == 0.0
+                continue
+            assert t.logprobs[i] == pytest.approx(expected[i], abs=1e-4)
+            p = probs[i - 1].sort(descending=True).values
+            if "top_k" in truncation:
+                p = p[:4]
+            elif "top_p" in truncation:
+                p = p[p.cumsum(0) - p <= 0.6]
+            else:
+                p = p[p >= 0.1 * p[0]]
+            behaviour = expected[i] - math.log(p.sum())
+            assert t.behaviour_logprobs[i] == pytest.approx(behaviour, abs=1e-4)
+            differing += behaviour - expected[i] > 0.01
+    assert (differing > 5) == bool(truncation)
+
+
+@pytest.mark.parametrize("more", [{}, dict(plan=True, reflect=True)])
+def test_the_state_before_each_reply_is_recorded_if_it_is_asked_for(tiny, pool, more):
+    """The oracle: an environment of one's own that gets the same replies."""
+    settings = SETTINGS | more
+    items = ["babyai_8", "textcraft_3"]
+    assert all(t.states == [] for t in rollout(*tiny, pool, items, 2, **settings))
+    changes = 0
+    for t in rollout(*tiny, pool, items, 5, record_states=True, **settings):
+        assert len(t.states) == len(reply_spans(t)) > 1
+        env = envs.make_env(t.env)
+        dialogue = RolloutConfig(**more).dialogue(t.item, 5)
+        dialogue.begin(env)
+        states = [env.state()]
+        said = [m["content"] for m in t.messages if m["role"] == "assistant"][-len(t.states):]
+        for reply in said[:-1]:
+            dialogue.reply(env, reply)
+            states.append(env.state())
+        assert t.states == states
+        assert None not in t.states
+        changes += len(set(t.states)) > 1
+    assert changes >= 2  # trajectories in which something happens
+
+
 def test_columns_align_and_each_turn_ends_where_the_policy_ended_it(tiny, played):
     end_id = agent.Chat(tiny[1]).end_id
     for t in played:
@@ -398,13 +453,13 @@ def test_sample_draws_from_the_softmax_and_records_the_untruncated_logprob():
     def frequencies(tokens):
         return tokens.bincount(minlength=4) / 40_000
 
-    tokens, logprobs, entropies = sample(logits, uniforms)
+    tokens, logprobs, entropies, _ = sample(logits, uniforms)
     assert torch.allclose(frequencies(tokens), probabilities, atol=0.01)
     assert torch.allclose(logprobs, probabilities.log()[tokens], atol=1e-6)
     entropy = -sum(p * math.log(p) for p in probabilities.tolist())
     assert torch.allclose(entropies, torch.tensor(entropy), atol=1e-6)
 
-    tokens, logprobs, entropies = sample(logits, uniforms, top_p=0.6)
+    tokens, logprobs, entropies, _ = sample(logits, uniforms, top_p=0.6)
     assert set(tokens.tolist()) == {0, 1}  # the fewest tokens whose mass reaches top_p
     assert torch.allclose(logprobs.exp(), probabilities[tokens], atol=1e-6)
     assert torch.allclose(entropies, torch.tensor(entropy), atol=1e-6)
@@ -412,7 +467,7 @@ def test_sample_draws_from_the_softmax_and_records_the_untruncated_logprob():
     assert set(sample(logits, uniforms, temperature=0)[0].tolist()) == {0}
 
     hot = torch.softmax(logits[0] / 2, -1)
-    tokens, logprobs, entropies = sample(logits, uniforms, temperature=2.0)
+    tokens, logprobs, entropies, _ = sample(logits, uniforms, temperature=2.0)
     assert torch.allclose(frequencies(tokens), hot, atol=0.01)
     assert torch.allclose(logprobs, hot.log()[tokens], atol=1e-6)
     assert torch.allclose(entropies, -(hot * hot.log()).sum(), atol=1e-6)
