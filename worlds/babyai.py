@@ -324,7 +324,7 @@ class BabyAI(Env):
         for part in parts:  # `parts` grows
             for name in ("a", "b"):
                 if hasattr(part, f"instr_{name}"):
-                    done.append(getattr(part, f"{name}_done", False) or False)
+                    done.append(getattr(part, f"{name}_done", False) == "success")
                     parts.append(getattr(part, f"instr_{name}"))
         x, y = map(int, self.env.agent_pos)
         agent = f"{x} {y} {self.env.agent_dir} {carried} {done}"
