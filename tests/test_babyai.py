@@ -19,6 +19,8 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from minigrid.core.world_object import Ball, Box, Key
+from minigrid.envs.babyai.core.verifier import AfterInstr, BeforeInstr
 
 import envs
 from worlds import babyai
@@ -860,3 +862,94 @@ def test_the_expert_gives_up_where_there_is_no_way_on():
     assert no_key.expert() is None
     # The blue key is in the room behind the blue door.
     assert world(4286).expert() is None
+
+
+# ---- states ----
+
+
+def parts_done(instruction):
+    """Which parts of a mission are done, by minigrid's own record, part by part."""
+    if not hasattr(instruction, "instr_a"):
+        return ()
+    own = tuple(getattr(instruction, f"{name}_done", False) == "success" for name in "ab")
+    return own, parts_done(instruction.instr_a), parts_done(instruction.instr_b)
+
+
+def test_states_are_equal_exactly_where_all_that_counts_is_equal():
+    """The oracle: the grid, thing by thing, the agent, what it carries, and the parts done. Items
+    of all levels, with missions of one part and of several."""
+    different = returned = carrying = 0
+    for item in range(0, 40):
+        by_key, by_state = {}, {}
+        for _, env in random_states([item], 25, seed=item):
+            before = state(env)
+            found = env.state()
+            assert env.state() == found and state(env) == before  # it changes nothing
+            grid = tuple(None if thing is None else thing.encode() for thing in env.env.grid.grid)
+            held = env.env.carrying
+            key = (grid, tuple(map(int, env.env.agent_pos)), int(env.env.agent_dir),
+                   held and held.encode(), parts_done(env.env.instrs))
+            returned += key in by_key
+            carrying += held is not None
+            assert by_key.setdefault(key, found) == found
+            assert by_state.setdefault(found, key) == key
+        different += len(by_state)
+    assert different > 200 and returned > 50 and carrying > 50
+
+
+@pytest.mark.parametrize("item", [0, 47])
+def test_a_way_back_and_two_ways_to_a_place_end_in_one_state(item):
+    """Item 47 is a mission of two parts. Minigrid says False of a part before the first action and
+    "continue" after it."""
+    assert BabyAI().state() is None  # before the first reset
+    env = world(item)
+    start = env.state()
+    env.step("turn left")
+    assert env.state() != start
+    env.step("turn right")
+    assert env.state() == start == world(item).state() != world(item + 40).state()
+    other = world(item)
+    for _ in range(3):
+        other.step("turn left")
+    env.step("turn right")
+    assert env.state() == other.state() != start
+    env.step("turn left")
+    env.step("no such action")
+    assert env.state() == start  # what is said does not count
+
+
+def test_the_state_tells_what_is_carried_and_where_things_lie():
+    env = world(0)
+    found = {env.state()}
+    for thing in (Ball("red"), Ball("blue"), Box("red"), Key("red")):
+        env.env.carrying = thing
+        found.add(env.state())
+    env.env.carrying = None
+    free = [(x, y) for x in range(1, 7) for y in range(1, 7) if env.env.grid.get(x, y) is None]
+    for x, y in free[:3]:
+        env.env.grid.set(x, y, Ball("red"))
+        found.add(env.state())
+        env.env.grid.set(x, y, None)
+    assert len(found) == 8
+
+
+def test_the_part_of_a_mission_that_is_done_counts():
+    """An agent that has been to the first place, and stands where it began, has less to do."""
+    tried = 0
+    for item in range(7, 7 + 40 * 12, 40):  # GoToSeqS5R2
+        env = world(item)
+        base = env.env
+        if not isinstance(base.instrs, (BeforeInstr, AfterInstr)):
+            continue
+        start, place, direction = env.state(), tuple(base.agent_pos), base.agent_dir
+        untouched = parts_done(base.instrs)
+        while not env.done and parts_done(base.instrs) == untouched:
+            env.step(env.expert())
+        base.agent_pos, base.agent_dir = place, direction
+        if (base.grid.encode() != world(item).env.grid.encode()).any():
+            continue  # something was moved or opened on the way
+        assert env.state() != start
+        base.instrs.reset_verifier(base)
+        assert env.state() == start
+        tried += 1
+    assert tried >= 3

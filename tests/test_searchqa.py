@@ -107,6 +107,26 @@ def test_an_episode():
     assert step.done and not step.success and step.reward == 0
 
 
+def test_the_state_is_which_articles_were_found_in_any_order():
+    env = make_env("searchqa")
+    assert env.state() is None  # before the first reset
+    titles = [question.titles[0] for question in almanac(0).questions[:40:13]]
+    ends = set()
+    for order in (titles, titles[::-1]):
+        env.reset(0)
+        assert env.state() == ""
+        found = set()
+        for title in order:
+            before = env.state()
+            text = env.step(f"<search> {title} </search>").observation
+            found |= set(re.findall(r"Doc \d+\(Title: (.*?)\) ", text))
+            assert env.state() == ", ".join(sorted(found)) != before
+        env.step(f"<search> {order[0]} </search>")
+        env.step("no tag at all")
+        ends.add(env.state())
+    assert len(ends) == 1
+
+
 def test_a_reply_without_a_tag_or_with_an_empty_first_one_gets_a_hint():
     env = make_env("searchqa")
     item, question = first_of_one_hop()

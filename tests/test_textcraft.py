@@ -6,6 +6,7 @@ tree.
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -494,3 +495,42 @@ def test_refused_actions_are_refused_and_change_nothing():
             assert env.valid_actions() == before and env.refused_actions() == refused
             env.step(action)
         assert env.last.success and env.refused_actions() == []
+
+
+# ---- states ----
+
+
+def test_the_state_is_what_is_held_and_not_how_it_came():
+    assert TextCraft().state() is None  # before the first reset
+    item = 2
+    gets = [action for action in world(item).valid_actions() if action.startswith("get ")][:3]
+    assert len(gets) == 3
+    ends = set()
+    for order in itertools.permutations(gets):
+        env = world(item)
+        on_the_way = [env.state()]
+        for action in order:
+            env.step("inventory")
+            env.step("nonsense")
+            assert env.state() == on_the_way[-1]
+            env.step(action)
+            on_the_way.append(env.state())
+        assert len(set(on_the_way)) == 4
+        ends.add(on_the_way[-1])
+    assert len(ends) == 1
+    env.step(gets[0])
+    assert env.state() not in ends  # twice as much
+
+
+def test_the_state_leaves_the_episode_as_it_is():
+    for item in range(0, 60, 7):
+        asked, other = world(item), world(item)
+        states = [asked.state()]
+        while not other.last.done:
+            action = other.expert()
+            step = asked.step(action)
+            assert step == other.step(action)
+            states.append(asked.state())
+        # Nothing is held at the start, the goal is held at the end.
+        assert states[0] == "" and other.goal in states[-1]
+        assert len(set(states)) == len(states)
