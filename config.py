@@ -624,10 +624,11 @@ def parse_config(argv: list[str] | None = None) -> Config:
         cfg.items_per_step = presets(cfg.model, first)["items_per_step"] * len(weights)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
+    low, high = CLIPS.get(cfg.loss, (0.0, 0.0))  # `check` refuses an unknown loss
     if cfg.clip_low is None:
-        cfg.clip_low = CLIPS[cfg.loss][0]
+        cfg.clip_low = low
     if cfg.clip_high is None:
-        cfg.clip_high = CLIPS[cfg.loss][1]
+        cfg.clip_high = high
     fill_in(cfg, weights, [world for world in weights if not urls[world]], cfg.algo)
     check(cfg)
     return cfg
