@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import config
+import envs
 from config import REAL, REAL_ON_CPU, machine, parse_config
 from conftest import run_script
+from envs import Env
 from eval import parse_eval_config
 from sft import parse_sft_config
+from worlds.textcraft import TextCraft
 
 MODEL = ["--model", "Qwen/Qwen2.5-3B-Instruct"]
 AVX2 = {"fpu", "avx2"}
@@ -186,3 +189,48 @@ def test_a_run_from_before_the_flag_goes_on_reading_strictly(tmp_path):
     assert (evaluated.parse, evaluated.prompt_texts) == ("strict", {})
     with pytest.raises(ValueError, match="was started with --parse strict, not lenient"):
         parse_config(["--resume", "--out", str(tmp_path / "run"), "--parse", "lenient"])
+
+
+# ---- losses, credit, choice of items, a teacher ----
+
+
+@pytest.mark.parametrize("loss, low, high", [
+    ("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("gspo_turn", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
+def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high):
+    cfg = parse_config(["--loss", loss, "--out", "runs/no"])
+    assert (cfg.clip_low, cfg.clip_high) == (low, high)
+    cfg = parse_config(["--loss", loss, "--clip_low", "0", "--out", "runs/no"])
+    assert (cfg.clip_low, cfg.clip_high) == (0.0, high)
+    cfg = parse_config(["--loss", loss, "--clip_high", "0.28", "--out", "runs/no"])
+    assert (cfg.clip_low, cfg.clip_high) == (low, 0.28)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--credit", "turn", "--algo", "ppo"], "--credit turn is for --algo grpo and rloo"),
+    (["--credit", "state", "--algo", "reinforce_pp"], "--credit state is for --algo grpo and rloo"),
+    (["--credit", "turn", "--algo", "distill", "--teacher", "x"], "for --algo grpo and rloo"),
+    (["--credit", "state", "--env_url", "http://127.0.0.1:9"], "babyai, on a server, does not tell"),
+    (["--credit", "state", "--env", "babyai,textcraft", "--env_url",
+      "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not tell"),
+    (["--algo", "distill"], "--algo distill needs a --teacher"),
+    (["--dynamic_sampling", "4", "--items_per_step", "4"], "it must exceed --items_per_step, 4"),
+    (["--keep_groups", "1.5"], "--keep_groups"),
+    (["--kl_to_teacher", "0"], "--kl_to_teacher"),
+    (["--sampler", "best"], "unknown --sampler 'best'; choose from uniform, frontier"),
+    (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn, cispo"),
+])
+def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, says):
+    with pytest.raises(ValueError) as error:
+        parse_config([*flags, "--out", "runs/no"])
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
+    worlds = ["babyai", "textcraft", "searchqa"]
+    assert all(envs.has_states(name) for name in worlds) and not envs.has_states("nowhere")
+    cfg = parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])
+    assert cfg.credit == "state"
+    monkeypatch.setattr(TextCraft, "state", Env.state)
+    assert not envs.has_states("textcraft")
+    with pytest.raises(ValueError, match="textcraft, in this process, does not tell its states"):
+        parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])

@@ -665,13 +665,17 @@ def test_the_documented_examples_hold():
     ({"kl_behaviour": 11.0}, "kl_behaviour is 11"),
     ({"kl": 12.0}, "--max_kl"),
     ({"logprob_gap": 0.3}, "logprob_gap is 0.3"),
+    ({"mutual_information": 0.09}, "0.09 nats, below --min_information 0.1: the policy writes"),
 ])
 def test_metrics_with_which_training_cannot_go_on_raise_an_alarm(change, message):
-    cfg = parse_config(NO_RUN)
+    cfg = parse_config([*NO_RUN, "--min_information", "0.1"])
     fine = {"loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02, "entropy": 0.3,
             "logprob_gap": 0.02}
     assert alarm(fine, cfg) == ""
+    assert alarm(fine | {"mutual_information": 0.11}, cfg) == ""
     assert message in alarm(fine | change, cfg)
+    if "mutual_information" in change:
+        assert alarm(fine | {"mutual_information": -1e-9}, parse_config(NO_RUN)) == ""
 
 
 def test_an_alarm_stops_the_run_with_one_line_and_keeps_the_step(tmp_path):
