@@ -151,6 +151,40 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
     assert min(metrics(out)[0][f"occupancy/rank{rank}"] for rank in range(2)) > 0.3
 
 
+@pytest.mark.parametrize("more", [
+    ["--shard", "true"],
+    pytest.param([], marks=pytest.mark.slow),
+])
+def test_further_items_credit_for_states_and_a_teacher_are_those_of_one_process(
+        tiny, more, tmp_path):
+    """The second step begins with the weights of the first one, and its items are those of the
+    record of the first one."""
+    random_model("llama").save_pretrained(tmp_path / "teacher")
+    tiny[1].save_pretrained(tmp_path / "teacher")
+    flags = [*DEALT, "--dynamic_sampling", "9", "--sampler", "frontier", "--credit", "state",
+             "--loss", "gspo_turn", "--top_p", "0.95", "--teacher", str(tmp_path / "teacher"),
+             "--kl_to_teacher", "0.01", "--minibatches", "2", "--save_every", "9"]
+    done = run(*flags, "--out", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    done = run(*flags, *more, "--out", str(tmp_path / "two"),
+               launcher=(*TWO_PROCESSES, "train.py"))
+    assert done.returncode == 0, done.stderr
+    assert first_step(tmp_path / "two") == first_step(tmp_path / "one")
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert one[0]["trajectories"] > 24
+    for name in ("loss", "grad_norm", "mutual_information", "clip_fraction", "reward", "success"):
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-5), name
+    played = [read_jsonl(tmp_path / name / "trajectories/step_000000.jsonl")
+              for name in ("one", "two")]
+    for t, other in zip(*played, strict=True):
+        assert t["states"] == other["states"]
+        assert other["advantage"] == pytest.approx(t["advantage"], abs=1e-3)
+        assert other["behaviour_logprobs"] == pytest.approx(t["behaviour_logprobs"], abs=1e-4)
+    later = [read_jsonl(tmp_path / name / "trajectories/step_000001.jsonl")
+             for name in ("one", "two")]
+    assert [t["item"] for t in later[0][:24]] == [t["item"] for t in later[1][:24]]
+
+
 def test_a_warm_start_on_two_processes_evaluates_held_out_items(tmp_path):
     flags = ["--demos", "8", "--epochs", "1", "--horizon", "2", "--max_tokens", "8",
              "--eval_every", "1", "--out", str(tmp_path / "r")]
