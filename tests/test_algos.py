@@ -362,7 +362,8 @@ def turns_of(row):
 
 
 def random_turns(seed):
-    """Rewards on the last tokens of turns, the mask and its turns, groups of turns, valid rows."""
+    """Rewards of turns and now and then of tokens, the mask and its turns, groups of turns, valid
+    rows."""
     g = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
     B, T = rng.randint(1, 7), rng.randint(1, 12)
@@ -373,6 +374,8 @@ def random_turns(seed):
     for b, own in enumerate(turns):
         for turn in own:
             rewards[b, turn[-1]] = rng.choice([0.0, -0.05, 1.0])
+            if rng.random() < 0.2:  # a penalty on each token
+                rewards[b, turn] -= 0.25
     K = max(map(len, turns))
     valid = torch.rand(B, generator=g) < 0.8
     return rewards, mask, turns, torch.randint(4, (B, K), generator=g), valid
@@ -412,12 +415,13 @@ def test_turns_and_their_returns_and_advantages_equal_the_loops(gamma):
     assert compared > 200
 
 
-def test_equal_turn_rewards_in_another_order_give_exactly_no_advantage():
-    """In float32 -0.05 twice and then 1 add up to another number than 1 and then -0.05 twice."""
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_equal_turn_rewards_in_another_order_give_exactly_no_advantage(dtype):
+    """-0.05 twice and then 1 add up to another number than 1 and then -0.05 twice."""
     mask = torch.tensor([[True, False] * 3] * 4)
-    rewards = torch.zeros(4, 6)
+    rewards = torch.zeros(4, 6, dtype=dtype)
     for b, order in enumerate(((-0.05, -0.05, 1.0), (1.0, -0.05, -0.05), (-0.05, 1.0, -0.05))):
-        rewards[b, ::2] = torch.tensor(order)
+        rewards[b, ::2] = torch.tensor(order, dtype=dtype)
     rewards[3, 4] = 0.9
     # Each first turn's return is 0.9, and no other turn is compared.
     groups = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6], [0, 7, 8]])
