@@ -312,7 +312,8 @@ def groups_with_signal(scores: Tensor, groups: Tensor, valid: Tensor | None = No
     found = list(_comparable_groups(_as_float(scores), groups, valid))
     found.sort(key=lambda rows: -float(_as_float(scores)[rows].std()))
     keep = torch.zeros_like(groups, dtype=torch.bool)
-    for rows in found[: math.ceil(share * len(groups.unique()))]:
+    most = math.ceil(share * len(groups.unique()) - 1e-9)
+    for rows in found[:most]:
         keep[rows] = True
     return keep
 

@@ -422,10 +422,15 @@ def items_of_step(run: Run, step: int) -> list[str]:
     for world, count in items_per_world(run.cfg, run.cfg.items_per_step).items():
         if run.cfg.sampler == "frontier":
             items += schedule.frontier_items(run.items[world], run.cfg.seed, step, count,
-                                             run.record, envs.category_of)
+                                             run.record, kind_of)
         else:
             items += schedule.items_at(run.items[world], run.cfg.seed, step, count)
     return items
+
+
+def kind_of(item: str) -> str:
+    """An item's world and category: "babyai GoToRedBall"."""
+    return f"{envs.split_item(item)[0]} {envs.category_of(item)}"
 
 
 def count_successes(run: Run, trajectories: list[Trajectory]) -> None:
@@ -434,7 +439,7 @@ def count_successes(run: Run, trajectories: list[Trajectory]) -> None:
         return
     for t in trajectories:
         if t.status != "env_error":
-            for name in (t.item, envs.category_of(t.item)):
+            for name in (t.item, kind_of(t.item)):
                 solved, played = run.record.get(name, (0, 0))
                 run.record[name] = [solved + t.success, played + 1]
 

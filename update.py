@@ -190,7 +190,8 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
         pairs = list(first.values())[:INFORMATION_ITEMS]
         if len(pairs) < 2:
             continue
-        rows = [(prompt, reply) for _, reply in pairs for prompt, _ in pairs]
+        room = cfg.max_length - max(len(prompt) for prompt, _ in pairs)
+        rows = [(prompt, reply[:room]) for _, reply in pairs for prompt, _ in pairs]
         batch = pad_rows([prompt + reply for prompt, reply in rows],
                          [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
         logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)

@@ -34,9 +34,10 @@ worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one cl
     for BabyAI and TextCraft; three seeds. Needs the extras searchqa, sciworld and webarena, and
     Chromium. The item sets are made in runs/items.
 credit: GRPO against each addition to it (losses, credit over turns, choice of groups and items)
-    from a warm start, five seeds, all runs with the same number of environment turns
-    (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon. Each addition is tried
-    once, with the values of its paper; GRPO's settings are the defaults.
+    in BabyAI's rooms and in TextCraft, five seeds, all runs with the same number of environment
+    turns (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon, after half of them
+    and at the end. Each addition is tried once, with the values of its paper; GRPO's settings are
+    the defaults.
 distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the
     model that the first one of the same seed has made. Three seeds, one run at a time (--jobs 1).
 """
@@ -55,7 +56,6 @@ from experiments.studies import play, report, rows  # noqa: E402
 from experiments.studies.runs import (  # noqa: E402
     SCIWORLD_ITEMS,
     STUDIES,
-    WARM_STARTS,
     WEBARENA_ITEMS,
     runs_of,
 )
@@ -97,9 +97,6 @@ def main():
         lock = play.begin(args.study, results)
         if missing and args.study == "worlds":
             make_item_sets()
-        if args.study == "credit":
-            for world in {run.world for run in missing}:
-                play.warm_start(world, WARM_STARTS[world])
         failed = run_all(args.study, missing, commit, args.jobs)
         rows.pack(args.study)
         lock.close()

@@ -489,7 +489,7 @@ def test_a_run_with_further_items_that_is_stopped_amid_a_step_resumes_exactly(
     counts = {}
     for path in sorted(out.glob("trajectories/*.jsonl")):
         for t in read_jsonl(path):
-            for name in (t["item"], envs.category_of(t["item"])):
+            for name in (t["item"], train.kind_of(t["item"])):
                 solved, number = counts.get(name, (0, 0))
                 counts[name] = [solved + t["success"], number + 1]
     state, _ = rl.read_state(out / "checkpoints/step_000003")
@@ -497,8 +497,8 @@ def test_a_run_with_further_items_that_is_stopped_amid_a_step_resumes_exactly(
     # A step's items are those of the record of the steps before.
     items = envs.items("babyai", "train")
     state, _ = rl.read_state(out / "checkpoints/step_000002")
-    expected = frontier_items(items, 0, 2, 4, state["record"], envs.category_of)
-    assert expected != frontier_items(items, 0, 2, 4, {}, envs.category_of)
+    expected = frontier_items(items, 0, 2, 4, state["record"], train.kind_of)
+    assert expected != frontier_items(items, 0, 2, 4, {}, train.kind_of)
     last = read_jsonl(out / "trajectories/step_000002.jsonl")
     assert [t["item"] for t in last[:16:4]] == expected
 
@@ -509,7 +509,7 @@ def test_a_failed_environment_is_no_failure_of_its_item():
               Trajectory("babyai_40", "babyai"),
               Trajectory("babyai_0", "babyai", status=Status.ENV_ERROR)]
     train.count_successes(run, played)
-    expected = {"babyai_0": [1, 2], "babyai_40": [0, 1], "GoToRedBallGrey": [1, 3]}
+    expected = {"babyai_0": [1, 2], "babyai_40": [0, 1], "babyai GoToRedBallGrey": [1, 3]}
     assert run.record == expected
     uniform = SimpleNamespace(cfg=parse_config(NO_RUN), record={})
     train.count_successes(uniform, played)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from experiments.studies import rows
-from experiments.studies.runs import EVALUATED_MIDWAY, warm_model
+from experiments.studies.runs import EVALUATED_MIDWAY, MIDWAY_PARTS
 from config import TINY_HORIZONS
 from schedule import horizon_at, parse_rounds
 
@@ -52,16 +52,17 @@ def do(study, run, commit):
 
     # Evaluation of the last model, and of checkpoints on the way.
     if not metrics:
-        model = flag(run, "--model", "tiny")
+        model = "tiny"
     elif stopped:
-        model = max(out.glob("checkpoints/step_*"), default=flag(run, "--model", "tiny"))
+        model = max(out.glob("checkpoints/step_*"), default="tiny")
     else:
         model = out / "final"
     samples = 4 if study == "horizon" else 2
     evaluations = [evaluate(world, run, model, samples, path) for world in run.world.split(",")]
     midway = []
     if metrics and study in EVALUATED_MIDWAY:
-        midway = evaluate_midway(run, out, metrics, path)
+        parts = MIDWAY_PARTS.get(study, (0.25, 0.5, 0.75))
+        midway = evaluate_midway(run, out, metrics, path, parts)
 
     # The last row.
     if revision() != commit:
@@ -105,14 +106,6 @@ def flag(run, name, default):
     return run.flags[run.flags.index(name) + 1] if name in run.flags else default
 
 
-def warm_start(world, flags):
-    """The warm start that the runs of study "credit" begin with, unless it is there."""
-    out = (ROOT / warm_model(world)).parent
-    if not (out / "final").exists():
-        call("sft.py", "--env", world, "--model", "tiny", "--out", out, *flags.split(),
-             *resume_flag(out))
-
-
 def resume_flag(out):
     return ["--resume"] if out.exists() else []
 
@@ -123,7 +116,8 @@ def next_steps(run, metrics):
     The piece has at least one step. It has more as long as even the longest trajectories cannot
     exceed the turns that are left.
     """
-    trajectories = max((row["trajectories"] for row in metrics), default=128)
+    items = max(16, int(flag(run, "--dynamic_sampling", 0)))
+    trajectories = max(row["trajectories"] for row in metrics) if metrics else 8 * items
     steps = len(metrics) + 1
     left = run.turns - turns_played(metrics) - trajectories * max_turns(run, len(metrics))
     while left >= trajectories * max_turns(run, steps):
@@ -160,15 +154,15 @@ def evaluate(world, run, model, samples, path):
     return found
 
 
-def evaluate_midway(run, out, metrics, path):
-    """Evaluate the checkpoints that are nearest to a quarter, half and three quarters of the
-    environment turns, one sample per item -> [{"turns", "seconds", "success"}, ...]."""
+def evaluate_midway(run, out, metrics, path, parts):
+    """Evaluate the checkpoints that are nearest to these parts of the environment turns, one sample
+    per item -> [{"turns", "seconds", "success"}, ...]."""
     steps = {folder: int(folder.name[5:]) for folder in out.glob("checkpoints/step_*")}
     if not steps:
         return []
     total = run.turns or turns_played(metrics)
     points = []
-    for part in (0.25, 0.5, 0.75):
+    for part in parts:
         distance = {
             folder: abs(turns_played(metrics[:step]) - part * total)
             for folder, step in steps.items()

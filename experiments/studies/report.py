@@ -223,12 +223,13 @@ def at_equal_time(label, labels, baseline, base):
 
 
 def success_at_half(seeds):
-    """{seed: success on held-out items at half of the turns}, for runs that have all 4 points."""
+    """{seed: success on held-out items at half of the turns}, for runs that were evaluated there:
+    at 4 points, or at half and at the end."""
     found = {}
     for seed, (_, summary) in seeds.items():
         points = summary.get("held_out", ())
-        if len(points) == 4:
-            found[seed] = points[1]["success"]
+        if len(points) in (2, 4):
+            found[seed] = points[len(points) // 2 - 1]["success"]
     return found
 
 
@@ -402,10 +403,11 @@ def draw_held_out(axes, world, labels, base):
         base: the rows of the model before training, or None.
     """
     for number, (label, seeds) in enumerate(labels.items()):
-        points = []  # of each seed with all 4 evaluations: [4, 3] thousand turns, minutes, success
+        # Of each seed with all evaluations: [2 or 4, 3], thousand turns, minutes, success.
+        points = []
         for rows in seeds:
             held_out = rows[-1]["held_out"]
-            if len(held_out) == 4:
+            if len(held_out) in (2, 4):
                 points.append(
                     [(p["turns"] / 1000, p["seconds"] / 60, p["success"]) for p in held_out]
                 )

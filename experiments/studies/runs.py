@@ -8,8 +8,8 @@ from config import TINY_HORIZONS
 TURNS = {"babyai": 25_000, "textcraft": 40_000}
 SEEDS = {"babyai": 3, "textcraft": 8}
 
-# Study "credit": label -> flags besides those of GRPO; for each world the flags of all its runs,
-# and those of the warm start (sft.py) that they begin with.
+# Study "credit": label -> flags besides those of GRPO; for each world the flags of all its runs and
+# the horizon in evaluation.
 CREDITS = {
     "grpo": "",
     "gspo": "--loss gspo --aggregation sequence",
@@ -21,18 +21,15 @@ CREDITS = {
     "keep_half": "--keep_groups 0.5",
     "frontier": "--sampler frontier",
 }
-CREDIT_TURNS = 30_000
+CREDIT_TURNS = 16_000
 CREDIT_WORLDS = {
-    "textcraft": "--data data/crafts --horizon 4,8 --horizon_steps 15",
-    "babyai": "--data data/levels --horizon 4,8 --horizon_steps 15",
-}
-WARM_STARTS = {
-    "textcraft": "--data data/crafts --demos 800 --epochs 2 --lr 1e-3 --batch 16",
-    "babyai": "--data data/levels --demos 800 --epochs 2 --lr 1e-3 --batch 16",
+    "babyai": ("--data data/rooms --horizon 3,6 --horizon_steps 20", 10),
+    "textcraft": ("", 8),
 }
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
 EVALUATED_MIDWAY = ("horizon", "collapse", "credit", "distill")
+MIDWAY_PARTS = {"credit": (0.5,)}  # where they are not a quarter, half and three quarters
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
@@ -142,21 +139,16 @@ def worlds():
     return found
 
 
-def warm_model(world):
-    """Where the warm start of study "credit" is, from the checkout's root."""
-    return f"runs/study/credit/warm_{world}/final"
-
-
 def credit():
     found = []
-    for world, flags in CREDIT_WORLDS.items():
-        flags = ("--model", warm_model(world), *flags.split())
-        found.append(Run(world, "base", 0, flags, horizon=8))
-        keep = ("--save_every", "5", "--keep", "1000")
-        for seed in range(5):
+    for world, (flags, horizon) in CREDIT_WORLDS.items():
+        found.append(Run(world, "base", 0, tuple(flags.split()), horizon=horizon))
+    keep = "--save_every 5 --keep 1000"
+    for seed in range(5):
+        for world, (flags, horizon) in CREDIT_WORLDS.items():
             for label, own in CREDITS.items():
-                flags_of_run = (*flags, *own.split(), *keep)
-                found.append(Run(world, label, seed, flags_of_run, CREDIT_TURNS, horizon=8))
+                flags_of_run = tuple(f"{flags} {own} {keep}".split())
+                found.append(Run(world, label, seed, flags_of_run, CREDIT_TURNS, horizon))
     return found
 
 
