@@ -85,12 +85,9 @@ class Env:
         return None
 
     def state(self) -> str | None:
-        """A short text that is the same in equal states of the episode, for `--credit state`. None:
-        this world has none.
-
-        What is equal behind different observations is equal, and what has merely been said before
-        does not count.
-        """
+        """A short text that names the state of the episode, for `--credit state`: equal states have
+        equal texts, however the agent came to them and whatever it has been shown. None: this
+        world does not tell its state."""
         return None
 
     def refused_actions(self) -> list[str]:
