@@ -66,7 +66,8 @@ class Sampled:
         return found
 
     def record(self, model, end_ids: set[int]) -> None:
-        """From now on record what `model.generate` samples."""
+        """From now on record what `model.generate` and `model.generate_batch` sample. The latter
+        must be asked for log-probs."""
         generate = model.generate
 
         def recording(input_ids, attention_mask, **kw):
@@ -84,6 +85,15 @@ class Sampled:
             return out.sequences
 
         model.generate = recording
+        generate_batch = model.generate_batch
+
+        def recording_batch(inputs, **kw):
+            outputs = generate_batch(inputs, **kw)
+            for ids, output in zip(inputs, outputs.values()):
+                self.add(list(ids), list(output.generated_tokens), list(output.logprobs))
+            return outputs
+
+        model.generate_batch = recording_batch
 
 
 class Watch:
@@ -124,8 +134,8 @@ class Watch:
             "cpu_rollout": cpu_middle - cpu, "cpu_update": cpu_end - cpu_middle,
             "rollout_positions": self.rollout_positions,
             "update_positions": self.positions - self.rollout_positions,
-            "trained": trained, "answered": answered, "turns": turns, "reward": sum(rewards) / len(rewards),
-            "episodes": len(rewards)})
+            "trained": trained, "answered": answered, "turns": turns,
+            "reward": sum(rewards) / len(rewards), "episodes": len(rewards)})
         if len(self.rows) == 1 + JOB["measured"]:
             kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self.memory_mb = kilobytes / 1024

@@ -27,6 +27,10 @@ def trainer_for(dataset_rows, tokenizer, **way):
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
         shuffle_dataset=False, use_cpu=True, bf16=False, gradient_checkpointing=False,
         use_transformers_continuous_batching=settings["continuous_batching"],
+        # Without num_blocks it takes half of the machine's memory.
+        transformers_continuous_batching_config={
+            "page_size": 32, "num_blocks": rows * 64, "max_batch_tokens": 1024,
+            "return_logprobs": True},
         report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True)
     model = AutoModelForCausalLM.from_pretrained(JOB["model"], dtype="float32")
     return GRPOTrainer(model, args=config, train_dataset=Dataset.from_list(dataset_rows),
@@ -124,7 +128,7 @@ def check_episode(watch, tokenizer, ids, runs, turns):
     """Count the trained tokens of replies that no environment answered, and the replies that were
     cut at their limit and that the history does not close."""
     watch.check["unanswered"] += sum(end - start for start, end in runs[turns:])
-    for start, end in runs[:-1]:
+    for _, end in runs[:-1]:
         closed = tokenizer.eos_token_id in (ids[end - 1], ids[end])
         watch.check["unclosed_replies"] += not closed
 

@@ -12,7 +12,8 @@ from benches.peers_scripts.trl_common import items, load_tokenizer, train_and_re
 import agent
 import envs
 
-CHAT_TEMPLATE = """{% for m in messages %}<|im_start|>{{ 'user' if m['role'] == 'tool' else m['role'] }}
+CHAT_TEMPLATE = """{% for m in messages %}{% set tool = m['role'] == 'tool' %}<|im_start|>{{
+'user' if tool else m['role'] }}
 {{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function'] }}{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""

@@ -1,0 +1,80 @@
+"""`bench.py peers`: reading the reports of other programs. None of them is needed here."""
+
+import json
+
+import pytest
+from conftest import run_script
+
+from benches import peers
+
+
+def report():
+    """Two measured steps of a peer, with numbers that are easy to add up."""
+    step = {"rollout": 3.0, "update": 1.0, "cpu_rollout": 1.5, "cpu_update": 0.5,
+            "rollout_positions": 900, "update_positions": 100, "trained": 40, "answered": 30,
+            "turns": 16, "reward": 0.25, "episodes": 8}
+    other = step | {"rollout": 5.0, "cpu_rollout": 2.5, "trained": 60, "answered": 45,
+                    "reward": 0.5}
+    check = {"trained": 50, "not_sampled": 2, "sampled_not_trained": 1, "unanswered": 12,
+             "unclosed_replies": 3, "gap_max": 1e-3, "gap_sum": 0.01, "gap_tokens": 40}
+    return {"versions": {"trl": "1.16.0"}, "settings": {"micro_batches": 4},
+            "steps": [step, other], "check": check, "memory_mb": 700.0}
+
+
+def test_the_figures_of_a_report_are_sums_over_its_steps():
+    row = peers.figures_of(json.dumps(report()))
+    assert row["tokens_per_second"] == 100 / 10
+    assert row["tokens_per_cpu_second"] == 100 / 5
+    assert (row["seconds_rollout"], row["seconds_update"]) == (4.0, 1.0)
+    assert row["positions_per_trained"] == 2000 / 100
+    assert row["answered_share"] == 75 / 100
+    assert row["turns"] == 2.0
+    assert row["reward"] == 0.375
+    assert row["gap_mean"] == 0.01 / 40
+    assert row["check"] == {"trained": 50, "not_sampled": 2, "sampled_not_trained": 1,
+                            "unanswered": 12, "unclosed_replies": 3}
+    assert row["settings"] == {"micro_batches": 4}
+
+
+def test_a_trial_without_a_check_has_no_gap():
+    row = peers.figures_of(json.dumps(report() | {"check": None}))
+    assert "gap_max" not in row and "check" not in row
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": []}', '{"steps": [{"rollout": 1}]}'])
+def test_what_is_no_report_is_refused(text):
+    with pytest.raises(ValueError, match="no report"):
+        peers.figures_of(text)
+
+
+def test_the_ratio_is_taken_to_the_fastest_peer_and_failed_ones_are_left_out():
+    def row(wall, cpu):
+        return {"tokens_per_second": wall, "tokens_per_cpu_second": cpu}
+
+    rows = {"ours": row(60.0, 90.0), "a": row(10.0, 30.0), "b": row(12.0, 20.0),
+            "c": {"error": "cannot be installed"}}
+    assert peers.ratios(rows) == {"fastest": "b", "ratio": 5.0, "cpu_ratio": 3.0}
+    assert peers.ratios({"ours": row(60.0, 90.0), "c": {"error": ""}}) == {}
+    assert peers.ratios({"a": row(10.0, 30.0)}) == {}
+
+
+def test_user_lines_leave_out_comments_docstrings_empty_lines_and_measurements():
+    source = '"""A\nscript."""\n\nimport x  # counts\n# does not\n\ndef f():\n    """No."""\n' \
+             '    return """two\nlines"""\n# ---- measurements\ny = 1\n'
+    assert peers.user_lines(source) == 4
+
+
+def test_every_script_of_a_program_exists_and_ends_with_its_measurements():
+    for name, program in peers.PROGRAMS.items():
+        for script in program.scripts:
+            source = (peers.SCRIPTS / script).read_text()
+            assert peers.user_lines(source) > 10, (name, script)
+
+
+def test_the_command_explains_itself_and_refuses_an_unknown_program():
+    done = run_script("bench.py", "peers", "--help")
+    assert done.returncode == 0
+    assert "--envs" in done.stdout and "GRPOTrainer" in done.stdout
+    done = run_script("bench.py", "peers", "--programs", "nothing")
+    assert done.returncode == 2
+    assert "unknown program 'nothing'; choose from ours, trl_environment" in done.stderr
