@@ -63,12 +63,22 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
             t.reward = math.fsum(t.rewards)
 
 
-def with_signal(trajectories: "Sequence[Trajectory]", share: float = 1.0) -> "list[Trajectory]":
-    """The trajectories of those groups whose rewards differ, with share < 1 of the groups with the
-    largest differences alone: see `algos.groups_with_signal`."""
+def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
+    """-> scores [B], groups [B] long, valid [B] bool: False where the environment failed.
+
+    Scores are the recorded returns: the rounding of a row's sum would depend on where the rewards
+    stand.
+    """
     scores = torch.tensor([t.reward for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])
+    return scores, groups, valid
+
+
+def with_signal(trajectories: "Sequence[Trajectory]", share: float = 1.0) -> "list[Trajectory]":
+    """The trajectories of those groups whose rewards differ, with share < 1 of the groups with the
+    largest differences alone: see `algos.groups_with_signal`."""
+    scores, groups, valid = scores_of(trajectories)
     keep = algos.groups_with_signal(scores, groups, valid, share).tolist()
     return [t for t, kept in zip(trajectories, keep) if kept]
 
@@ -104,13 +114,9 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
     `advantage` is set for its record.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
-    valid = torch.tensor([t.status != "env_error" for t in trajectories])  # [B]
+    scores, groups, valid = scores_of(trajectories)
     mask = batch["mask"] & valid[:, None]  # [B, T]
     rewards = batch["rewards"]
-    # Scores are the recorded returns: the rounding of a row's sum would depend on where the
-    # rewards stand.
-    scores = torch.tensor([t.reward for t in trajectories])  # [B]
-    groups = torch.tensor([t.group for t in trajectories])
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:
