@@ -132,7 +132,8 @@ def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: 
     lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
     reward; the potentials of its other tokens are defined such that their rewards are zero.
     -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
-    compare sums within a group (GRPO, RLOO) do not change. PPO and REINFORCE++ use them per turn.
+    compare sums within a group (GRPO, RLOO) do not change. PPO, REINFORCE++ and credit
+    by turn use them per turn.
 
     >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5])
     [0.25, 0.5, -0.75]
@@ -267,7 +268,7 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
                    compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
     """An advantage for each turn: the return from it on, compared with those of its group of turns.
 
-    turn_groups [B, >= K] long, for at most K turns: arbitrary ids. Two choices of them:
+    turn_groups [B, K] long: arbitrary ids; K is at least the largest number of turns. Two choices:
       - (item, number of the turn): turn k against turn k of the item's other trajectories;
       - (item, state of the environment before the turn): the step-level advantage of GiGPO (arXiv
         2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner is better.
@@ -297,10 +298,10 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
 @torch.no_grad()
 def groups_with_signal(scores: Tensor, groups: Tensor, valid: Tensor | None = None,
                        share: float = 1.0) -> Tensor:
-    """Which trajectories belong to a group whose scores differ: the others have no advantage.
+    """True for each valid trajectory of a group whose scores differ. All others have advantage 0.
 
-    share < 1 keeps only so many of all groups, those with the largest standard deviation of their
-    scores (StarPO-S in RAGEN, arXiv 2504.20073, section 4.2).
+    share < 1 keeps at most this share of all groups, those with the largest standard deviation of
+    their scores (StarPO-S in RAGEN, arXiv 2504.20073, section 4.2).
     Arguments are those of `grpo_advantage`. -> [B] bool
 
     >>> scores, groups = torch.tensor([1., 0., 1., 1., 3., 0.]), torch.tensor([7, 7, 2, 2, 5, 5])
@@ -328,8 +329,8 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tenso
     framework secretly brings you off-policy RL training".
     All [B, T] -> [B, T], 1 outside the mask.
 
-    >>> p, nucleus = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.8, 0.1]]).log()
-    >>> importance_weights(p, nucleus, torch.tensor([[True, True]]))
+    >>> p, drawn_from = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.8, 0.1]]).log()
+    >>> importance_weights(p, drawn_from, torch.tensor([[True, True]]))
     tensor([[0.7500, 2.0000]])
     """
     _check_mask(mask, logprobs, behaviour_logprobs)
@@ -347,16 +348,16 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     clip(x) = min(max(x, 1 - clip_low), 1 + clip_high):
 
         ppo        max(-ratio_t A_t, -clip(ratio_t) A_t)              (arXiv 1707.06347, eq. 7)
-        gspo       the same with s_t, which has the value of exp(mean of log ratio) over the
-                   trajectory, and the gradient of s ratio_t: GSPO-token (arXiv 2507.18071, eq. 14)
-        gspo_turn  the same with the mean over each turn
+        gspo       the same with s_t = sg(s) pi_t / sg(pi_t), where s = exp(mean of the trajectory's
+                   log ratios) and sg stops the gradient: GSPO-token (arXiv 2507.18071, eq. 14)
+        gspo_turn  the same with the mean of each turn's log ratios
         cispo      -clip(ratio_t) A_t logp_t, no gradient through clip(ratio_t): large steps are
                    damped and no token loses its gradient (arXiv 2506.13585, eq. 4 and 5)
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1).
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
-    trajectory -> per-token loss [B, T] (pass it to `aggregate`; the papers of GSPO average
-    "sequence") and stats. Raises ValueError for an unknown kind.
+    trajectory -> per-token loss [B, T] (pass it to `aggregate`; GSPO's mode is "sequence") and
+    stats. Raises ValueError for an unknown kind.
     stats is a dict of 0-d detached tensors. They are *sums* over the masked tokens, so that they
     can be added over micro-batches and ranks; divide by stats["tokens"] at the end:
     "clip_fraction" (tokens whose gradient is removed by the clip, with cispo whose weight is

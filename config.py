@@ -276,8 +276,8 @@ class WorldSettings:
 # Flags that hold for every world of a mixture if they are given, and are each world's own
 # otherwise.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
-# --loss -> --clip_low and --clip_high, as in the papers. CISPO has no lower clip; for the upper one
-# ScaleRL (arXiv 2510.13786) found 4 to 8 alike.
+# --loss -> --clip_low and --clip_high. GSPO's are its paper's. CISPO has no lower clip; ScaleRL
+# (arXiv 2510.13786) found weights of at most 4 to 8 alike.
 CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 EVAL_ITEMS = 64  # of --eval_every
 
@@ -393,7 +393,8 @@ class Config(RunConfig):
         0, "replace groups whose rewards are all equal by further items, until this many items "
            "have been played in the step (DAPO); 0: off")
     keep_groups: Annotated[float, fraction] = arg(
-        1.0, "train on this share of the groups, those whose rewards differ most (StarPO-S)")
+        1.0, "train on this share of all groups of a step, those whose rewards differ most "
+             "(StarPO-S)")
 
     flags_of("horizon")
     horizon_steps: int | None = arg(
@@ -798,8 +799,14 @@ def check_combinations(cfg: Config) -> None:
                 where = "on a server" if urls else "in this process"
                 raise ValueError(f"--credit state: {world}, {where}, does not tell its states "
                                  "(Env.state)")
+    if cfg.credit == "state" and cfg.shaping == "potential":
+        raise ValueError("--credit state discounts each turn: the rewards of --shaping potential "
+                         "would not cancel out")
     if cfg.algo == "distill" and not cfg.teacher:
         raise ValueError("--algo distill needs a --teacher")
+    if cfg.teacher and (cfg.dynamic_sampling or cfg.keep_groups < 1):
+        raise ValueError("--dynamic_sampling and --keep_groups choose groups by their rewards, "
+                         "and a --teacher teaches all groups")
     if cfg.dynamic_sampling and cfg.dynamic_sampling <= cfg.items_per_step:
         raise ValueError(f"--dynamic_sampling is {cfg.dynamic_sampling}: it must exceed "
                          f"--items_per_step, {cfg.items_per_step}")

@@ -301,8 +301,12 @@ def category_of(item: str) -> str:
 
 
 def has_states(name: str) -> bool:
-    """Whether the world `name`, played in this process, tells its states."""
-    return name in WORLDS and _world_class(name).state is not Env.state
+    """Whether the world `name`, played in this process, tells its states. Raises ValueError if its
+    package is missing."""
+    try:
+        return name in WORLDS and _world_class(name).state is not Env.state
+    except ModuleNotFoundError as e:
+        raise _missing_package(name, e) from e
 
 
 def split_item(item: str) -> tuple[str, int]:

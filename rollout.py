@@ -269,7 +269,12 @@ class Episode:
         return text, step, ids, self._state_of(env)
 
     def _state_of(self, env: Env) -> str | None:
-        return env.state() if self.config.record_states else None
+        """The state in which the next reply is written. Before a plan or a reflection it is another
+        one than before the action that follows."""
+        state = env.state() if self.config.record_states else None
+        if state is None or self.dialogue.phase is agent.Phase.ACT:
+            return state
+        return f"{self.dialogue.phase.name}: {state}"
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 MIN_RISE = 0.02  # adaptive: success has levelled off if its mean rose by less than this
-FRONTIER = (0.1, 0.9)  # success of the items that a sampler prefers
+FRONTIER = (0.1, 0.9)  # the success rates that --sampler frontier prefers
 MIN_TRUNCATED = 0.05  # adaptive: longer horizons help only if more trajectories than this are cut
 
 
@@ -178,12 +178,11 @@ def further_items(items: Sequence[str], played: Sequence[str], seed: int, step: 
 
 def frontier_items(items: Sequence[str], seed: int, step: int, count: int,
                    record: dict[str, list[int]], category_of: Callable[[str], str]) -> list[str]:
-    """The items of a training step, drawn at random, those that are solved now and then before
-    others.
+    """The items of a training step, drawn at random. Items with a success rate in FRONTIER, and
+    those without any, have ten times the weight of others.
 
     record: item or category -> [trajectories that succeeded, trajectories]. The success of an item
-    is its own, if it has been played, else its category's. An item whose success lies outside of
-    FRONTIER is drawn with a tenth of the others' weight. No item comes twice in a step.
+    is its own, if it has been played, else its category's. No item comes twice in a step.
     """
     low, high = FRONTIER
     weights = np.ones(len(items))

@@ -136,7 +136,8 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             # Advantages, over the trajectories of all ranks.
             used = trajectories
             if cfg.dynamic_sampling or cfg.keep_groups < 1:
-                used = with_signal(trajectories, cfg.keep_groups) or trajectories
+                used = with_signal(trajectories, cfg.keep_groups)
+                used = used or [t for t in trajectories if t.group < cfg.items_per_step]
             batch = advantages_of(used, cfg, run.device, run.reference, critic, run.teacher)
             information = item_information(trajectories, policy, cfg)
 
@@ -195,7 +196,7 @@ def start(cfg: Config) -> Run | None:
     prepare_rollouts(run, cfg.engine, min(cfg.slots, trajectories_of_a_rank))
     if run.rank == 0 and run.rollouts.truncates:
         print("warning: truncated sampling makes training off-policy; importance weights correct "
-              "for it where the policy could have drawn a token", file=sys.stderr)
+              "the tokens that were drawn, others are never tried", file=sys.stderr)
     return run
 
 
@@ -305,6 +306,9 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
         teacher = frozen(name)
+        if cfg.max_length > rl.steady_length(teacher.config):
+            raise ValueError(f"--teacher {name} is exact up to --max_length "
+                             f"{rl.steady_length(teacher.config)}, not {cfg.max_length}")
     return policy, tokenizer, trained, reference, teacher
 
 
@@ -457,10 +461,7 @@ def play_step(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
               horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
     """Play a step's items, and with --dynamic_sampling further items until each world has its
     number of groups with a gradient -> all trajectories, with shaped rewards, and what a row of
-    metrics says about decoding. None in place of the trajectories if a stop signal came.
-
-    Metrics are over all trajectories, whether they are trained on or not.
-    """
+    metrics says about decoding. None in place of the trajectories if a stop signal came."""
     cfg = run.cfg
     wanted = items_per_world(cfg, cfg.items_per_step)
     most = items_per_world(cfg, max(cfg.items_per_step, cfg.dynamic_sampling))

@@ -76,19 +76,22 @@ def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Ten
 
 
 def with_signal(trajectories: "Sequence[Trajectory]", share: float = 1.0) -> "list[Trajectory]":
-    """The trajectories of those groups whose rewards differ, with share < 1 of the groups with the
-    largest differences alone: see `algos.groups_with_signal`."""
-    scores, groups, valid = scores_of(trajectories)
-    keep = algos.groups_with_signal(scores, groups, valid, share).tolist()
-    return [t for t, kept in zip(trajectories, keep) if kept]
+    """The trajectories of the groups whose returns differ, see `algos.groups_with_signal`. With
+    share < 1 at most this share of each world's groups, those that differ most."""
+    found = []
+    for world in dict.fromkeys(t.env for t in trajectories):
+        own = [t for t in trajectories if t.env == world]
+        keep = algos.groups_with_signal(*scores_of(own), share).tolist()
+        found += [t for t, kept in zip(own, keep) if kept]
+    return sorted(found, key=lambda t: (t.group, t.sample))
 
 
 def turn_groups(trajectories: "Sequence[Trajectory]", credit: str) -> Tensor:
     """Which turns are compared with each other -> ids [B, K] long, for at most K turns, for
     `algos.turn_advantage`.
 
-    credit "turn": those with the same number in an item's trajectories; "state": those that an
-    item's trajectories begin in equal states. A turn whose state is unknown is alone.
+    credit "turn": turns with the same number. credit "state": turns that begin in the same state.
+    Both among the trajectories of one item. A turn whose state is unknown is a group of its own.
     """
     ids = {}
     starts = [np.diff(np.array([False, *t.mask]).astype(int)) == 1 for t in trajectories]

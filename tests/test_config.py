@@ -212,7 +212,10 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
     (["--credit", "state", "--env_url", "http://127.0.0.1:9"], "babyai, on a server, does not"),
     (["--credit", "state", "--env", "babyai,textcraft", "--env_url",
       "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not"),
+    (["--credit", "state", "--shaping", "potential"], "--shaping potential would not cancel out"),
     (["--algo", "distill"], "--algo distill needs a --teacher"),
+    (["--teacher", "tiny", "--keep_groups", "0.5"], "a --teacher teaches all groups"),
+    (["--teacher", "tiny", "--dynamic_sampling", "99"], "a --teacher teaches all groups"),
     (["--dynamic_sampling", "4", "--items_per_step", "4"], "it must exceed --items_per_step, 4"),
     (["--keep_groups", "1.5"], "--keep_groups"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),
@@ -230,6 +233,13 @@ def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
     assert all(envs.has_states(name) for name in worlds) and not envs.has_states("nowhere")
     cfg = parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])
     assert cfg.credit == "state"
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(envs, "_world_class", missing)
+        with pytest.raises(ValueError, match="'textworld' needs the package 'py4j'"):
+            envs.has_states("textworld")
     monkeypatch.setattr(TextCraft, "state", Env.state)
     assert not envs.has_states("textcraft")
     with pytest.raises(ValueError, match="textcraft, in this process, does not tell its states"):

@@ -94,7 +94,12 @@ def test_the_logprobs_of_a_truncated_distribution_are_recorded_beside_the_full_o
 
 @pytest.mark.parametrize("more", [{}, dict(plan=True, reflect=True)])
 def test_the_state_before_each_reply_is_recorded_if_it_is_asked_for(tiny, pool, more):
-    """The oracle: an environment of one's own that gets the same replies."""
+    """The oracle: an environment of one's own that gets the same replies. A plan or a reflection
+    begins in another state than the action after it, though the world's state is the same."""
+    def state_of(env, dialogue):
+        phase = dialogue.phase.name
+        return env.state() if phase == "ACT" else f"{phase}: {env.state()}"
+
     settings = SETTINGS | more
     items = ["babyai_8", "textcraft_3"]
     assert all(t.states == [] for t in rollout(*tiny, pool, items, 2, **settings))
@@ -104,13 +109,15 @@ def test_the_state_before_each_reply_is_recorded_if_it_is_asked_for(tiny, pool, 
         env = envs.make_env(t.env)
         dialogue = RolloutConfig(**more).dialogue(t.item, 5)
         dialogue.begin(env)
-        states = [env.state()]
+        states = [state_of(env, dialogue)]
         said = [m["content"] for m in t.messages if m["role"] == "assistant"][-len(t.states):]
         for reply in said[:-1]:
             dialogue.reply(env, reply)
-            states.append(env.state())
+            states.append(state_of(env, dialogue))
         assert t.states == states
         assert None not in t.states
+        if more:
+            assert t.states[:2] == [f"PLAN: {t.states[1]}", t.states[1]]
         changes += len(set(t.states)) > 1
     assert changes >= 2  # trajectories in which something happens
 

@@ -534,6 +534,10 @@ def test_the_trajectories_with_a_signal_are_those_of_groups_whose_rewards_differ
     assert places(update.with_signal(played, 0.25)) == [5, 6]  # one of four groups
     assert places(update.with_signal(played, 0.3)) == [3, 4, 5, 6]
     assert update.with_signal(played[:3]) == []
+    # With two worlds each keeps its own share: one of one group, and one of three.
+    for t in played[3:5]:
+        t.env = "textcraft"
+    assert places(update.with_signal(played, 0.25)) == [3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
