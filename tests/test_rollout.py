@@ -230,7 +230,8 @@ def scripted(monkeypatch, ids):
         token = torch.full((len(logits),), next(script))
         logp = torch.log_softmax(logits.float(), -1)
         entropy = -(logp.exp() * logp).sum(-1)
-        return token, logp.gather(-1, token[:, None]).squeeze(1), entropy
+        logp = logp.gather(-1, token[:, None]).squeeze(1)
+        return token, logp, entropy, logp
 
     monkeypatch.setattr(ro, "sample", draw)
 
