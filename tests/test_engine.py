@@ -493,7 +493,7 @@ def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
 
     def next_of_script(logits, *_):
         zeros = torch.zeros(len(logits))
-        return torch.full((len(logits),), next(script)), zeros, zeros
+        return torch.full((len(logits),), next(script)), zeros, zeros, zeros
 
     monkeypatch.setattr(ro, "sample", next_of_script)
     pool = EnvPool(make=lambda name: Tagged())
