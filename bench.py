@@ -30,9 +30,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(
-        dest="what", required=True, metavar="rollout | update | memory | check | peers"
+        dest="what", required=True, metavar="rollout | update | limit | memory | check | peers"
     )
-    for name in ("rollout", "update", "memory", "check", "peers"):
+    for name in ("rollout", "update", "limit", "memory", "check", "peers"):
         bench = importlib.import_module(f"benches.{name}")
         command = commands.add_parser(
             name, description=bench.__doc__, formatter_class=as_written

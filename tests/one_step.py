@@ -76,3 +76,6 @@ else:
 rl.save(out, model, tokenizer)
 if ranks()[0] == 0:
     print(json.dumps(stats | {"rows": max(rows_fed)}))
+# Threads of a process group that still run when the interpreter ends may abort the process.
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
