@@ -2,6 +2,7 @@
 
     python bench.py rollout [--full] [--scale]   multi-turn rollouts against Hugging Face's ways
     python bench.py update [--full]              the update against padded rows with all logits
+    python bench.py limit [--full]               the share of a bare loop of matrix products
     python bench.py memory                       peak memory of log-probs, vocabularies 2k to 152k
     python bench.py memory --model Qwen/Qwen2.5-7B-Instruct --gpus 8
                                                  what a GPU needs, from the config alone

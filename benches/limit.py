@@ -1,0 +1,188 @@
+"""`python bench.py limit`: rollouts and updates against a bare loop of their matrix products.
+
+The bare loop repeats all matrix products and attention calls of a rollout or an update, in their
+order and on tensors of the same shapes and strides, with nothing in between. It reads the same
+weights and the same cache. Its time is what the arithmetic alone costs with PyTorch's kernels.
+
+    rollout   16 or 64 slots, replies of 3 to 20 tokens, as in `bench.py rollout`
+    update    one optimizer step on trajectories of that rollout, without its optimizer
+
+Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is
+the time of the bare loop divided by ours, the median of three pairs that are measured in turn.
+"""
+
+import statistics
+import time
+
+import torch
+from tqdm import tqdm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import algos
+import rl
+import update
+from benches.rollout import load_models, play_ours
+from engine import Ragged
+from models.check import find_paths
+
+PRODUCTS = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}
+REPEATS = 3
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of matrix products and attention.
+
+    kept: tensors that live on, as weights and the cache. A call reads them again when it is
+    repeated. All other tensors are replaced by shared memory of the same shape and strides.
+    """
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = {x.untyped_storage().data_ptr() for x in kept}
+        self.calls = []
+        self.memory = {}  # (dtype, number of the argument) -> flat tensor
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.overloadpacket in PRODUCTS:
+            self.calls.append((function, tree_map(self.describe, args),
+                               tree_map(self.describe, kwargs)))
+        return function(*args, **kwargs)
+
+    def describe(self, x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.untyped_storage().data_ptr() in self.kept:
+            return x.detach()
+        return Shape(x)
+
+    def loop(self):
+        """-> a function that repeats the calls."""
+        prepared = []
+        for function, args, kwargs in self.calls:
+            args = [self.tensor_for(x, place) for place, x in enumerate(args)]
+            kwargs = {name: self.tensor_for(x, name) for name, x in kwargs.items()}
+            prepared.append((function, args, kwargs))
+
+        @torch.no_grad()
+        def repeat():
+            for function, args, kwargs in prepared:
+                function(*args, **kwargs)
+        return repeat
+
+    def tensor_for(self, x, place):
+        if not isinstance(x, Shape):
+            return x
+        flat = self.memory.get((x.dtype, place))
+        if flat is None or len(flat) < x.extent:
+            flat = torch.zeros(x.extent, dtype=x.dtype)
+            if x.dtype.is_floating_point:
+                flat.normal_(std=0.02)
+            self.memory[x.dtype, place] = flat
+        return flat.as_strided(x.size, x.strides)
+
+
+class Shape:
+    """Shape, strides and type of a tensor, without its values."""
+
+    def __init__(self, x):
+        self.size, self.strides, self.dtype = x.shape, x.stride(), x.dtype
+        self.extent = 1 + sum((n - 1) * stride for n, stride in zip(self.size, self.strides))
+
+
+def big_model():
+    """Random weights in the shape of SmolLM2-135M."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, intermediate_size=1536, tie_word_embeddings=True,
+        max_position_embeddings=8192))
+
+
+def compare(ours, recorder):
+    """Time `ours`, a function -> seconds, and the bare loop in turn -> figures."""
+    with recorder:
+        ours()
+    repeat = recorder.loop()
+    repeat()
+    seconds, limit = [], []
+    for _ in range(REPEATS):
+        seconds.append(ours())
+        start = time.perf_counter()
+        repeat()
+        limit.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(seconds), "limit": statistics.median(limit),
+            "share": statistics.median(b / a for a, b in zip(seconds, limit)),
+            "products": len(recorder.calls)}
+
+
+def rollout_figures(model, tokenizer, dtype, slots, trajectories, turns):
+    """-> (figures, the trajectories)"""
+    engine = Ragged(model, slots)
+
+    def play():
+        with rl.compute_in(dtype, engine.device):
+            return play_ours(model, tokenizer, "short", trajectories, slots, turns, engine)
+
+    _, played, _ = play()  # the engine allocates its cache
+    cache = [x for pair in engine.kv_cache.values() for x in pair]
+    row = compare(lambda: play()[0], Recorder([*model.parameters(), *cache]))
+    return row, played
+
+
+def update_figures(model, trajectories, dtype, positions):
+    """Forward and backward passes of one optimizer step -> figures."""
+    columns = {"advantages": [[1.0 - 2 * (i % 2)] * len(t.tokens)
+                              for i, t in enumerate(trajectories)]}
+    batch = update.collate(trajectories, **columns)
+    num_sampled = int(batch["mask"].sum())
+
+    def loss_of(batch):
+        with rl.compute_in(dtype, "cpu"):
+            logprobs, _ = rl.token_logprobs(model, batch["ids"], batch["mask"],
+                                            entropy_gradient=False)
+        loss, _ = algos.policy_loss(logprobs, batch["old_logprobs"], batch["advantages"],
+                                    batch["mask"], 0.2, 0.2)
+        return algos.aggregate(loss, batch["mask"], "token", num_sampled), {}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step():
+        start = time.perf_counter()
+        update.optimizer_step(model, optimizer, batch, range(len(trajectories)), loss_of,
+                              positions)
+        return time.perf_counter() - start
+
+    step()
+    return compare(step, Recorder(model.parameters()))
+
+
+def add_flags(parser):
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+
+
+def measure(args):
+    """-> (figures for --out, one line for each target that was missed)"""
+    models, tokenizer = load_models()
+    jobs = [("tiny", models["tiny"], 64, 192, 8, 8192)]
+    if args.full:
+        jobs.append(("135M", big_model(), 16, 16, 3, 2048))
+    figures = {}
+    for name, model, slots, trajectories, turns, positions in tqdm(jobs, desc="limit"):
+        find_paths(model)
+        model.eval()
+        row, played = rollout_figures(model, tokenizer, args.dtype, slots, trajectories, turns)
+        figures[name] = {"rollout": row,
+                         "update": update_figures(model, played, args.dtype, positions)}
+        for what, row in figures[name].items():
+            tqdm.write(f"{name:5} {what:8}" + "".join(f"  {k} {v:.3g}" for k, v in row.items()))
+    return figures, []
