@@ -8,7 +8,7 @@ weights and the same cache. Its time is what the arithmetic alone costs with PyT
     update    one optimizer step on trajectories of that rollout, without its optimizer
 
 Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is
-the time of the bare loop divided by ours, the median of three pairs that are measured in turn.
+the processor time of the bare loop divided by ours, the median of three pairs in turn.
 """
 
 import statistics
@@ -108,18 +108,23 @@ def big_model():
         max_position_embeddings=8192))
 
 
+def cpu_seconds(function):
+    """Processor time, which other jobs on the machine change less than the time of the clock."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 def compare(ours, recorder):
-    """Time `ours`, a function -> seconds, and the bare loop in turn -> figures."""
+    """Time the function `ours` and the bare loop in turn -> figures."""
     with recorder:
         ours()
     repeat = recorder.loop()
     repeat()
     seconds, limit = [], []
     for _ in range(REPEATS):
-        seconds.append(ours())
-        start = time.perf_counter()
-        repeat()
-        limit.append(time.perf_counter() - start)
+        seconds.append(cpu_seconds(ours))
+        limit.append(cpu_seconds(repeat))
     return {"seconds": statistics.median(seconds), "limit": statistics.median(limit),
             "share": statistics.median(b / a for a, b in zip(seconds, limit)),
             "products": len(recorder.calls)}
@@ -135,8 +140,7 @@ def rollout_figures(model, tokenizer, dtype, slots, trajectories, turns):
 
     _, played, _ = play()  # the engine allocates its cache
     cache = [x for pair in engine.kv_cache.values() for x in pair]
-    row = compare(lambda: play()[0], Recorder([*model.parameters(), *cache]))
-    return row, played
+    return compare(play, Recorder([*model.parameters(), *cache])), played
 
 
 def update_figures(model, trajectories, dtype, positions):
@@ -157,10 +161,8 @@ def update_figures(model, trajectories, dtype, positions):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step():
-        start = time.perf_counter()
         update.optimizer_step(model, optimizer, batch, range(len(trajectories)), loss_of,
                               positions)
-        return time.perf_counter() - start
 
     step()
     return compare(step, Recorder(model.parameters()))
