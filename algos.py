@@ -477,18 +477,18 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = 
     raise ValueError(f"unknown KL estimator '{kind}'; choose from k1, abs, k2, k3")
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """-sum_v p_v log p_v of softmax(logits), in nats.
+def entropy(logprobs: Tensor) -> Tensor:
+    """-sum_v p_v log p_v, in nats.
 
-    logits [..., V] -> [...]. Entries with logit -inf have probability 0 and contribute 0.
+    logprobs [..., V]: log-softmax of the logits -> [...]. Entries of -inf have probability 0 and
+    contribute 0.
 
-    >>> entropy(torch.tensor([0.0, 0.0, -torch.inf]))
+    >>> entropy(torch.tensor([0.5, 0.5, 0.0]).log())
     tensor(0.6931)
     """
-    logp = torch.log_softmax(_as_float(logits), dim=-1)  # [..., V]
-    # 0 * -inf is NaN in the forward and in the backward pass, so -inf is replaced before the
-    # product.
-    finite_logp = logp.masked_fill(logp == -torch.inf, 0.0)
+    logp = _as_float(logprobs)
+    # 0 * -inf is NaN in the forward and in the backward pass.
+    finite_logp = logp.clamp(min=torch.finfo(logp.dtype).min)
     return -(logp.exp() * finite_logp).sum(-1)
 
 

@@ -413,7 +413,7 @@ class Ragged:
             q, k, v = queries[view.row], keys[view.region], values[view.region]
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            o = masked_attention(q, k, v, decode_mask(view, window), scale, softcap, sinks)
+            o = masked_attention(q, k, v, decode_mask(view, window, v), scale, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
@@ -427,7 +427,7 @@ class Ragged:
                 o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scale,
                                                  enable_gqa=H != H_kv)
             else:
-                mask = prefill_mask(chunk, window, H // H_kv, self.device)
+                mask = prefill_mask(chunk, window, H // H_kv, v)
                 q = q.reshape(1, H_kv, -1, D)
                 sink = None if sinks is None else sinks.repeat_interleave(len(mask) * H_kv // H, 2)
                 o = masked_attention(q, k, v, mask, scale, softcap, sink)
@@ -481,9 +481,9 @@ def print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def decode_mask(view: DecodeView, window: int | None) -> Tensor | None:
-    """The mask [slots, 1, 1, keys] of a group of decoding slots, True where a key is seen; None if
-    every key is."""
+def decode_mask(view: DecodeView, window: int | None, like: Tensor) -> Tensor | None:
+    """The mask [slots, 1, 1, keys] of a group of decoding slots, 0 where a key is seen and -inf
+    elsewhere, with the dtype of `like`; None if every key is seen."""
     width = view.region[2].stop
     if window is not None and window >= width:
         window = None
@@ -493,16 +493,17 @@ def decode_mask(view: DecodeView, window: int | None) -> Tensor | None:
         seen = positions <= last
         if window is not None:
             seen &= positions > last - window
-        view.masks[window] = seen[:, None, None]
+        mask = like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
+        view.masks[window] = mask[:, None, None]
     return view.masks[window]
 
 
 def prefill_mask(chunk: PrefillChunk, window: int | None, repeats: int,
-                 device: torch.device) -> Tensor:
-    """The mask [repeats * new ids, length] of a prefilling slot. repeats: the number of query heads
-    that share a KV head."""
+                 like: Tensor) -> Tensor:
+    """The mask [repeats * new ids, length] of a prefilling slot, with the dtype of `like`. repeats:
+    the number of query heads that share a KV head."""
     if window not in chunk.masks:
-        seen = seen_keys(chunk.past, chunk.length - chunk.past, window, device)
+        seen = seen_keys(chunk.past, chunk.length - chunk.past, window, like)
         chunk.masks[window] = seen.repeat(repeats, 1)
     return chunk.masks[window]
 

@@ -301,10 +301,11 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
 def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     def head(hidden, sampled):
         logits = scaled_logits(model, hidden) / temperature  # [S, V]
-        logp = torch.log_softmax(logits, dim=-1).gather(-1, sampled[:, None]).squeeze(1)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        logp = logprobs.gather(-1, sampled[:, None]).squeeze(1)
         # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            return logp, algos.entropy(logits)
+            return logp, algos.entropy(logprobs)
 
     hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
     chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.get_text_config().vocab_size)
@@ -485,10 +486,10 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     """softmax(query key^T scale) value, with what some families add. Each key is seen by the query
     heads that share it.
 
-    query [B, H, N, D], key [B, H_kv, M, D], value [B, H_kv, M, D_v] -> [B, H, N, D_v]. mask: True
-    where a key is seen, broadcast to [B, H, N, M]; None: every key is seen. softcap c: scores s
-    become c tanh(s / c) (Gemma 2). sinks, broadcast to [B, H, N, 1]: the score of one more key,
-    whose value is 0 (GPT-OSS).
+    query [B, H, N, D], key [B, H_kv, M, D], value [B, H_kv, M, D_v] -> [B, H, N, D_v]. mask: added
+    to the scores, broadcast to [B, H, N, M] (see `seen_keys`); None: every key is seen. softcap c:
+    scores s become c tanh(s / c) (Gemma 2). sinks, broadcast to [B, H, N, 1]: the score of one more
+    key, whose value is 0 (GPT-OSS).
     """
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(query, key, value, mask, scale=scale,
@@ -499,7 +500,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
+        scores = scores + mask
     scores = scores.float()
     if sinks is not None:
         sinks = sinks.float().expand(*scores.shape[:-1], 1)
@@ -508,11 +509,13 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return weights.to(value.dtype) @ value
 
 
-def seen_keys(first: int, count: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask [count, first + count] of queries at the positions first, first + 1 ...: True for
-    keys at the same or an earlier position, with a sliding window for the last `window` of them."""
-    seen = torch.ones(count, first + count, dtype=torch.bool, device=device).tril(first)
-    return seen if window is None else seen.triu(first + 1 - window)
+def seen_keys(first: int, count: int, window: int | None, like: Tensor) -> Tensor:
+    """The mask [count, first + count] of queries at the positions first, first + 1 ...: 0 for keys
+    at the same or an earlier position, with a sliding window for the last `window` of them, and
+    -inf for all others. Its dtype and device are those of `like`."""
+    hidden = like.new_full((count, first + count), -math.inf)
+    later = hidden.triu(first + 1)
+    return later if window is None else later + hidden.tril(first - window)
 
 
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -532,9 +535,9 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     half_precision = value.dtype in (torch.bfloat16, torch.float16)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     fits = value.shape[-1] % 8 == 0 and value.shape[-1] <= 256
+    places = torch.cat([part.keys for part in parts])
     if half_precision and is_plain and fits and has_flash_attention(value.device):
         # The last query of a sequence sees its last key, and each one before it a key less.
-        places = torch.cat([part.keys for part in parts])
         query_ends = running_sum([part.count for part in parts], value.device)
         key_ends = running_sum([len(part.keys) for part in parts], value.device)
         q = query[0].transpose(0, 1).contiguous()  # [N, H, D]
@@ -545,18 +548,19 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                           window_size=(left, 0), enable_gqa=grouped)
         return out[None], None
     sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
+    # One `index_select` and one `split` for all sequences: the gradient of a slice has the size of
+    # the whole row, so slices would cost the number of sequences times the row.
+    counts, lengths = zip(*((part.count, len(part.keys)) for part in parts))
+    keys, values = (x.index_select(2, places).split(lengths, 2) for x in (key, value))
     out = []
-    for start, count, places in parts:
-        q = query[:, :, start : start + count]
-        own = slice(start, start + count)
-        shares = count < len(places)  # a beginning with the sequence before
-        if is_plain and not shares and (sliding_window or count) >= count:
-            o = scaled_dot_product_attention(q, key[:, :, own], value[:, :, own], is_causal=True,
-                                             scale=scaling, enable_gqa=grouped)
-        else:
-            seen = seen_keys(len(places) - count, count, sliding_window, q.device)
-            o = masked_attention(q, key[:, :, places], value[:, :, places], seen, scaling, softcap,
-                                 sinks)
+    for q, k, v in zip(query.split(counts, 2), keys, values):
+        count, length = q.shape[2], k.shape[2]
+        if is_plain and count == length and (sliding_window or count) >= count:
+            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
+                                             enable_gqa=grouped)
+        else:  # it shares a beginning with the sequence before, or the model's attention is special
+            mask = seen_keys(length - count, count, sliding_window, value)
+            o = masked_attention(q, k, v, mask, scaling, softcap, sinks)
         out.append(o)
     return torch.cat(out, 2).transpose(1, 2), None
 

@@ -51,8 +51,8 @@ def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
     assert small.config.sliding_window == check.SMALL_WINDOW
     assert check.try_ways(small)[:2] == ("ragged", "packed")
     without_window = rl.seen_keys
-    monkeypatch.setattr(rl, "seen_keys", lambda first, count, window, device:
-                        without_window(first, count, None, device))
+    monkeypatch.setattr(rl, "seen_keys", lambda first, count, window, like:
+                        without_window(first, count, None, like))
     paths = check.try_ways(small)
     assert paths[:2] == ("ragged", "padded")
     assert paths.gaps["update packed"] > 0.01

@@ -1,0 +1,43 @@
+"""`bench.py limit`: what the bare loop repeats."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benches import limit
+
+
+def test_the_recorder_keeps_every_product_with_its_shapes_and_the_weights_it_reads():
+    weight = torch.randn(6, 4, requires_grad=True)
+    x = torch.randn(3, 4)
+
+    def job():
+        y = torch.relu(x @ weight.T)  # 1 product; relu is none
+        q = y.view(1, 1, 3, 6)
+        o = scaled_dot_product_attention(q, q, q)
+        o.sum().backward()  # attention's, and the weight's; x needs no gradient
+
+    recorder = limit.Recorder([weight])
+    with recorder:
+        job()
+    names = [str(function.overloadpacket) for function, _, _ in recorder.calls]
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert names == ["aten.mm", attention, attention + "_backward", "aten.mm"]
+    _, (first, second), _ = recorder.calls[0]
+    assert (first.size, first.strides) == ((3, 4), (4, 1))
+    assert second.data_ptr() == weight.data_ptr() and second.stride() == (1, 4)
+
+    again = limit.Recorder([weight])  # the loop makes the same calls
+    with again:
+        recorder.loop()()
+    assert [str(function.overloadpacket) for function, _, _ in again.calls] == names
+    for (_, args, _), (_, repeated, _) in zip(recorder.calls, again.calls):
+        for a, b in zip(args, repeated):
+            if isinstance(a, limit.Shape):
+                assert (a.size, a.strides, a.dtype) == (b.size, b.strides, b.dtype)
+
+
+def test_the_share_is_the_time_of_the_loop_over_ours(monkeypatch):
+    times = iter([8.0, 2.0, 10.0, 4.0, 10.0, 6.0])
+    monkeypatch.setattr(limit, "cpu_seconds", lambda function: next(times))
+    figures = limit.compare(lambda: torch.ones(2, 2) @ torch.ones(2, 2), limit.Recorder([]))
+    assert figures == {"seconds": 10.0, "limit": 4.0, "share": 0.4, "products": 1}
