@@ -3,6 +3,7 @@
     python bench.py rollout [--full] [--scale]   multi-turn rollouts against Hugging Face's ways
     python bench.py update [--full]              the update against padded rows with all logits
     python bench.py limit [--full]               the share of a bare loop of matrix products
+    python bench.py growth [--full]              how cost grows: turns, slots, vocabulary, ranks ...
     python bench.py memory                       peak memory of log-probs, vocabularies 2k to 152k
     python bench.py memory --model Qwen/Qwen2.5-7B-Instruct --gpus 8
                                                  what a GPU needs, from the config alone
@@ -25,15 +26,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
+BENCHES = ("rollout", "update", "limit", "growth", "memory", "check", "peers")
+
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags; `measure` is the function of benches/ that the command names."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(
-        dest="what", required=True, metavar="rollout | update | limit | memory | check | peers"
+        dest="what", required=True, metavar=" | ".join(BENCHES)
     )
-    for name in ("rollout", "update", "limit", "memory", "check", "peers"):
+    for name in BENCHES:
         bench = importlib.import_module(f"benches.{name}")
         command = commands.add_parser(
             name, description=bench.__doc__, formatter_class=as_written

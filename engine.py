@@ -36,6 +36,10 @@ from rl import common_prefix_length, masked_attention, seen_keys, use_attention
 
 # ---- sampling ----
 
+# At a time on a CPU. Larger tensors do not stay in its cache, and malloc returns their memory to the
+# system after each operation.
+MAX_SAMPLED_LOGITS = 2**20
+
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0,
            top_k: int = 0, min_p: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,6 +53,11 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
     behaviour_logprobs are those of the distribution that was drawn from, after it.
     Temperature 0 takes the argmax, with log-probs and entropies as at temperature 1.
     """
+    if logits.device.type == "cpu" and logits.numel() > MAX_SAMPLED_LOGITS and len(logits) > 1:
+        rows = max(1, MAX_SAMPLED_LOGITS // logits.shape[1])
+        parts = zip(logits.split(rows), uniforms.split(rows))
+        columns = zip(*(sample(*part, temperature, top_p, top_k, min_p) for part in parts))
+        return tuple(torch.cat(column) for column in columns)
     logits = logits.float()
     if temperature not in (0, 1):
         logits = logits / temperature

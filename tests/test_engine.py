@@ -529,6 +529,18 @@ def test_a_token_that_is_left_out_is_never_drawn():
         assert tokens.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_sampling_in_parts_changes_no_bit(monkeypatch, rows):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 1000, generator=generator)
+    uniforms = torch.rand(7, generator=generator, dtype=torch.float64)
+    flags = dict(temperature=0.7, top_p=0.9)
+    whole = sample(logits, uniforms, **flags)
+    monkeypatch.setattr(engine_module, "MAX_SAMPLED_LOGITS", 1000 * rows)
+    for column, expected in zip(sample(logits, uniforms, **flags), whole):
+        assert torch.equal(column, expected)
+
+
 def kept_by(p, top_k=0, top_p=1.0, min_p=0.0):
     """The tokens of a distribution, a list of different numbers, that a truncation keeps."""
     kept = sorted(range(len(p)), key=lambda token: -p[token])[:top_k or None]
