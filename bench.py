@@ -20,9 +20,9 @@ import os
 import sys
 from pathlib import Path
 
-# Threads that spin while they wait make all of them 5 times slower on shared cores. torch reads
-# this variable when it is imported.
+# As in config.py. torch reads these variables when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 

@@ -20,6 +20,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 # Threads that spin while they wait slow other processes down by up to five times where cores are
 # shared. PyTorch reads the variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Large tensors on a CPU in pages of 2 MB: a new one then costs a tenth of an update less.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time, on two cores
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 CACHE = tempfile.TemporaryDirectory()  # what is known of models from other times is not used

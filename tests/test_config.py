@@ -1,7 +1,11 @@
 """Defaults that depend on the machine, and what runs keep of the way replies are read."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ import torch
 import config
 import envs
 from config import REAL, REAL_ON_CPU, machine, parse_config
-from conftest import run_script
+from conftest import ROOT, run_script
 from envs import Env
 from eval import parse_eval_config
 from sft import parse_sft_config
@@ -244,3 +248,20 @@ def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
     assert not envs.has_states("textcraft")
     with pytest.raises(ValueError, match="textcraft, in this process, does not tell its states"):
         parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(),
+                    reason="this system has no large pages")
+@pytest.mark.parametrize("module", ["config", "bench"])
+def test_large_tensors_of_a_command_take_large_pages(module):
+    code = f"import {module}, resource, torch\n" + (
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "torch.ones(50_000_000); before = faults()\n"
+        "torch.ones(50_000_000); print(faults() - before)")
+    env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
+                          text=True, check=True)
+    assert int(done.stdout) < 200_000_000 // 4096 // 10  # a tenth of the pages of 4 kB
