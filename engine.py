@@ -36,7 +36,7 @@ from rl import common_prefix_length, masked_attention, seen_keys, use_attention
 
 # ---- sampling ----
 
-# At a time on a CPU. Larger tensors do not stay in its cache, and malloc returns their memory to the
+# At a time on a CPU. Larger tensors do not stay in its cache, and their memory goes back to the
 # system after each operation.
 MAX_SAMPLED_LOGITS = 2**20
 

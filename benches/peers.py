@@ -11,13 +11,17 @@ project's own environments, with the same texts and chat template. Programs:
 Each peer has a virtual environment of its own in --envs, made at first use. Its settings are tried
 with one step each, and the fastest are taken. Then come a warm-up step, three measured steps, and
 one that is checked: whether exactly the sampled tokens are trained on, and how far the trainer's
-log-probs are from those with which they were sampled. The scripts are in benches/peers_scripts/;
+log-probs are from those with which they were sampled. Tokens a second are the median of the
+measured steps, with the smallest and the largest. `--models tiny,smollm2` adds SmolLM2-135M (see
+data/get_smollm2.py): 4 items x 4 samples and one measured step, because a step of TRL takes
+minutes. The scripts are in benches/peers_scripts/;
 their code above the line "measurements" is what a user of the program writes.
 """
 
 import ast
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benches" / "peers_scripts"
 MARKER = "# ---- measurements"  # what follows in a script is no part of the job
 GOAL = 5  # our tokens a second over those of the fastest peer; reported, not yet a stated ratio
+NUM_TRIED = {"smollm2": 2}  # model -> how many of a program's settings are tried; others: all
 NUM_WARM_UP, NUM_CHECKED = 1, 1  # steps before and after the measured ones
 
 
@@ -115,6 +120,7 @@ def run_script(program, python, job, limit):
         "OMP_NUM_THREADS": str(job["threads"]),
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # as in config.py
     }
     with tempfile.TemporaryDirectory() as folder:
         job_file, report = Path(folder) / "job.json", Path(folder) / "report.json"
@@ -140,12 +146,15 @@ def figures_of(report):
         report = json.loads(report)
         steps = report["steps"]
         sums = {name: sum(step[name] for step in steps) for name in steps[0]}
-        seconds = sums["rollout"] + sums["update"]
-        cpu_seconds = sums["cpu_rollout"] + sums["cpu_update"]
+        speeds = [step["trained"] / (step["rollout"] + step["update"]) for step in steps]
+        cpu_speeds = [step["trained"] / (step["cpu_rollout"] + step["cpu_update"])
+                      for step in steps]
         positions = sums["rollout_positions"] + sums["update_positions"]
         row = {
-            "tokens_per_second": sums["trained"] / seconds,
-            "tokens_per_cpu_second": sums["trained"] / cpu_seconds,
+            "tokens_per_second": statistics.median(speeds),
+            "tokens_per_cpu_second": statistics.median(cpu_speeds),
+            "slowest": min(speeds),
+            "fastest": max(speeds),
             "seconds_rollout": sums["rollout"] / len(steps),
             "seconds_update": sums["update"] / len(steps),
             "cpu_rollout": sums["cpu_rollout"] / len(steps),
@@ -215,7 +224,9 @@ def measure_program(args, model, world, name):
     try:
         python = python_of(program, Path(args.envs).expanduser())
         tried = []
-        candidates = program.settings[:1] if args.no_trials else program.settings
+        candidates = program.settings[: NUM_TRIED.get(model)]
+        if args.no_trials:
+            candidates = candidates[:1]
         for settings in candidates:
             speed = None
             if len(candidates) > 1:
@@ -256,6 +267,8 @@ PRINTED = (
     "seconds_rollout",
     "seconds_update",
     "tokens_per_second",
+    "slowest",
+    "fastest",
     "cpu_rollout",
     "cpu_update",
     "tokens_per_cpu_second",
@@ -287,6 +300,7 @@ def add_flags(parser):
         default="~/.cache/multiturn-rl/peers",
         help="folder for the peers' virtual environments",
     )
+    parser.add_argument("--models", type=split, default=["tiny"], help="tiny, smollm2, or both")
     parser.add_argument("--worlds", type=split, default=["babyai", "textcraft"])
     parser.add_argument("--programs", type=split, default=list(PROGRAMS))
     parser.add_argument("--items", type=int, default=8, help="of a step")
@@ -306,11 +320,12 @@ def measure(args):
         raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
     for world in args.worlds:
         envs.check_env(world)
-    models = ["tiny"]
-    if args.full and (ROOT / "data" / "smollm2").is_dir():
-        models.append("smollm2")
+    for model in args.models:
+        if not (ROOT / "data" / model / "config.json").exists():
+            raise ValueError(f"--models: there is no data/{model}; choose from tiny, smollm2 "
+                             "(python data/get_smollm2.py)")
     figures = {}
-    for model in models:
+    for model in args.models:
         if model == "smollm2":
             args.items, args.samples, args.measured = 4, 4, 1
         for world in args.worlds:

@@ -1,8 +1,8 @@
 """What simple policies and the world's expert reach on held-out items.
 
-    python experiments/policies.py WORLD [episodes per item [horizon [FOLDER]]]
+    python experiments/policies.py WORLD [episodes per item [horizon [FOLDER [POLICY]]]]
 
-FOLDER: item sets other than those in data/.
+FOLDER: item sets other than those in data/; "" for those. POLICY: this one alone.
 
 uniform: any of the valid actions, in worlds that list them.
 imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
@@ -24,15 +24,19 @@ from eval import bootstrap  # noqa: E402
 from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 
 
-def main(name, episodes=1, horizon=None, data=None):
+def main(name, episodes=1, horizon=None, data=None, only=None):
+    data = data or None
     category = envs.categories(name, data)
-    for label, figures in measure(name, int(episodes), horizon, data).items():
+    for label, figures in measure(name, int(episodes), horizon, data, only).items():
         for what, by_item in figures.items():
             print(f"{label:9} {what:8} {summary(by_item, category)}")
 
 
-def measure(name, episodes=1, horizon=None, data=None):
-    """Play the held-out items -> {policy: {"success", "score", "turns": {item: its mean}}}."""
+def measure(name, episodes=1, horizon=None, data=None, only=None):
+    """Play the held-out items -> {policy: {"success", "score", "turns": {item: its mean}}}.
+
+    only: the name of a policy; None: all of them.
+    """
     env = world(name)
     horizon = int(horizon or TINY_HORIZONS[name].eval_horizon)
     items = envs.items(name, "test", data)
@@ -55,6 +59,8 @@ def measure(name, episodes=1, horizon=None, data=None):
         del policies["expert"]
     found = {}
     for label, policy in policies.items():
+        if only not in (None, label):
+            continue
         rng = random.Random(0)
         played = {item: [] for item in items}
         for item in tqdm(items * episodes, desc=label, leave=False):
@@ -99,7 +105,7 @@ def summary(by_item, category):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3, 4, 5) or sys.argv[1] not in TINY_HORIZONS:
+    if len(sys.argv) not in (2, 3, 4, 5, 6) or sys.argv[1] not in TINY_HORIZONS:
         worlds = "|".join(TINY_HORIZONS)
-        sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER]]]")
+        sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER [POLICY]]]]")
     main(*sys.argv[1:])

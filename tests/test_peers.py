@@ -13,7 +13,7 @@ def report():
     step = {"rollout": 3.0, "update": 1.0, "cpu_rollout": 1.5, "cpu_update": 0.5,
             "rollout_positions": 900, "update_positions": 100, "trained": 40, "answered": 30,
             "turns": 16, "reward": 0.25, "episodes": 8}
-    other = step | {"rollout": 5.0, "cpu_rollout": 2.5, "trained": 60, "answered": 45,
+    other = step | {"rollout": 5.0, "cpu_rollout": 2.5, "trained": 90, "answered": 60,
                     "reward": 0.5}
     check = {"trained": 50, "not_sampled": 2, "sampled_not_trained": 1, "unanswered": 12,
              "unclosed_replies": 3, "gap_max": 1e-3, "gap_sum": 0.01, "gap_tokens": 40}
@@ -21,13 +21,14 @@ def report():
             "steps": [step, other], "check": check, "memory_mb": 700.0}
 
 
-def test_the_figures_of_a_report_are_sums_over_its_steps():
+def test_the_figures_of_a_report_are_medians_or_means_of_its_steps():
     row = peers.figures_of(json.dumps(report()))
-    assert row["tokens_per_second"] == 100 / 10
-    assert row["tokens_per_cpu_second"] == 100 / 5
+    assert row["tokens_per_second"] == (40 / 4 + 90 / 6) / 2
+    assert row["tokens_per_cpu_second"] == (40 / 2 + 90 / 3) / 2
+    assert (row["slowest"], row["fastest"]) == (40 / 4, 90 / 6)
     assert (row["seconds_rollout"], row["seconds_update"]) == (4.0, 1.0)
-    assert row["positions_per_trained"] == 2000 / 100
-    assert row["answered_share"] == 75 / 100
+    assert row["positions_per_trained"] == 2000 / 130
+    assert row["answered_share"] == 90 / 130
     assert row["turns"] == 2.0
     assert row["reward"] == 0.375
     assert row["gap_mean"] == 0.01 / 40
@@ -78,3 +79,6 @@ def test_the_command_explains_itself_and_refuses_an_unknown_program():
     done = run_script("bench.py", "peers", "--programs", "nothing")
     assert done.returncode == 2
     assert "unknown program 'nothing'; choose from ours, trl_environment" in done.stderr
+    done = run_script("bench.py", "peers", "--models", "nothing")
+    assert done.returncode == 2
+    assert "there is no data/nothing; choose from tiny, smollm2" in done.stderr
