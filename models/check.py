@@ -40,7 +40,7 @@ from parallel import device_of
 
 LARGEST_GAP = 1e-4  # of a log-prob, in float32
 LARGEST_GAP_RECURRENT = 5e-4
-LARGEST_MEAN_GAP = 0.02  # in the run's own dtype
+LARGEST_MEAN_GAP = 0.02  # in the run's own dtype, if rounding to it does not cost more (`try_ways`)
 SMALL_WINDOW = 16  # the copy's sliding windows and chunks, so that a short sequence passes them
 # Words in the names of model types and layer types.
 RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "lstm", "falcon_h1")
@@ -202,7 +202,7 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
 
     dtype, device: the run's; None is the model's device. The largest difference allowed is
     LARGEST_GAP in float32, LARGEST_GAP_RECURRENT where layers are recurrent; in another `dtype` the
-    mean one is LARGEST_MEAN_GAP besides. Raises ValueError if no way is exact. The result is kept
+    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact. The result is kept
     for models of the same configuration in ~/.cache/multiturn_rl.
     """
     device = device or device_of(model)
@@ -217,19 +217,30 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
     rl.set_paths(model, paths)
     if not paths.rollout or not paths.update:
         what = "rollout" if not paths.rollout else "update"
-        gap = min(gap for name, gap in paths.gaps.items() if name.startswith(what))
+        gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
+                         for name, gap in paths.gaps.items() if name.startswith(what))
         raise ValueError(f"models of the type {model.config.model_type} cannot be used: no {what} "
-                         f"has the log-probs of the model's own forward pass (gap {gap:.2g})")
+                         f"has the log-probs of the model's own forward pass (gaps: {gaps})")
     return paths
 
 
 def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
     """Try the ways in turn, the fastest first, until one is exact -> the exact ones, "" if none
-    is."""
+    is.
+
+    In another `dtype` than float32 a way is compared with the plain forward pass in that dtype. The
+    mean gap may be LARGEST_MEAN_GAP, or as large as the mean gap between the plain pass in that
+    dtype and in float32: log-probs of unlikely tokens are large numbers, and rounding them alone
+    may cost more than LARGEST_MEAN_GAP.
+    """
     limit = LARGEST_GAP_RECURRENT if is_recurrent(model.config) else LARGEST_GAP
     plays = make_plays(model.config.get_text_config().vocab_size)
     model.eval()
     oracle = plain(model, plays)
+    if dtype != "float32":
+        with rl.compute_in(dtype, device_of(model)):
+            oracle_of_dtype = plain(model, plays)
+            rounding = statistics.mean(differences(plain, model, plays, oracle))
     found = {"rollout": "", "update": ""}
     gaps = {}
     for what, ways in (("rollout", ROLLOUT), ("update", UPDATE)):
@@ -239,9 +250,9 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
             is_exact = gap <= limit
             if is_exact and dtype != "float32":
                 with rl.compute_in(dtype, device_of(model)):
-                    of_dtype = differences(way, model, plays, plain(model, plays))
+                    of_dtype = differences(way, model, plays, oracle_of_dtype)
                 gaps[f"{what} {name} {dtype}"] = statistics.mean(of_dtype)
-                is_exact = statistics.mean(of_dtype) <= LARGEST_MEAN_GAP
+                is_exact = statistics.mean(of_dtype) <= max(LARGEST_MEAN_GAP, rounding)
             if is_exact:
                 found[what] = name
                 break
