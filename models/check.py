@@ -202,8 +202,8 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
 
     dtype, device: the run's; None is the model's device. The largest difference allowed is
     LARGEST_GAP in float32, LARGEST_GAP_RECURRENT where layers are recurrent; in another `dtype` the
-    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact. The result is kept
-    for models of the same configuration in ~/.cache/multiturn_rl.
+    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact. The result
+    is kept for models of the same configuration in ~/.cache/multiturn_rl.
     """
     device = device or device_of(model)
     kept = cache_file(model, dtype, device)
