@@ -12,9 +12,9 @@ Each peer has a virtual environment of its own in --envs, made at first use. Its
 with one step each, and the fastest are taken. Then come a warm-up step, three measured steps, and
 one that is checked: whether exactly the sampled tokens are trained on, and how far the trainer's
 log-probs are from those with which they were sampled. Tokens a second are the median of the
-measured steps, with the smallest and the largest. `--models tiny,smollm2` adds SmolLM2-135M (see
-data/get_smollm2.py): 4 items x 4 samples and one measured step, because a step of TRL takes
-minutes. The scripts are in benches/peers_scripts/;
+measured steps, with the smallest and the largest. --full adds SmolLM2-135M, `--models smollm2`
+measures it alone (see data/get_smollm2.py): 4 items x 4 samples and one measured step, because a
+step of TRL takes minutes. The scripts are in benches/peers_scripts/;
 their code above the line "measurements" is what a user of the program writes.
 """
 
@@ -321,8 +321,10 @@ def measure(args):
         raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
     for world in args.worlds:
         envs.check_env(world)
+    if args.full and "smollm2" not in args.models:
+        args.models = [*args.models, "smollm2"]
     for model in args.models:
-        if not (ROOT / "data" / model / "config.json").exists():
+        if model not in GOALS or not (ROOT / "data" / model / "config.json").exists():
             raise ValueError(f"--models: there is no data/{model}; choose from tiny, smollm2 "
                              "(python data/get_smollm2.py)")
     figures = {}
