@@ -318,9 +318,8 @@ def test_a_killed_jvm_is_an_env_error_and_is_replaced(world, capfd):
     assert capfd.readouterr().err == ""  # py4j by itself would log pages
 
 
-def test_a_jvm_that_hangs_is_given_up_after_its_deadline(monkeypatch):
-    monkeypatch.setattr(sciworld, "DEADLINE", 10.0)  # the default is 30 s
-    jvm = sciworld.JVM()
+def test_a_jvm_that_hangs_is_given_up_after_its_deadline():
+    jvm = sciworld.JVM(deadline=10.0)
     place = jvm.new_world()
     os.kill(jvm.process.pid, signal.SIGSTOP)
     begin = time.monotonic()
@@ -329,6 +328,23 @@ def test_a_jvm_that_hangs_is_given_up_after_its_deadline(monkeypatch):
         while time.monotonic() - begin < 25:
             jvm.call((place.step, "look around"))
     assert time.monotonic() - begin < 25 and not jvm.alive()
+
+
+def test_the_solver_has_a_deadline_of_its_own(monkeypatch):
+    deadlines = []
+    start = sciworld.start_jvm
+
+    def start_jvm(world, jar, deadline):
+        deadlines.append(deadline)
+        return start(world, jar, deadline)
+
+    sciworld.close_jvms()
+    monkeypatch.setattr(sciworld, "start_jvm", start_jvm)
+    world = SciWorld()
+    world.reset(5)
+    assert world.expert()
+    assert deadlines == [sciworld.DEADLINE, sciworld.SOLVER_DEADLINE]
+    world.close()
 
 
 def test_without_java_one_line_says_what_to_do(monkeypatch, tmp_path):

@@ -94,6 +94,8 @@ def task_of(item: int) -> tuple[str, int]:
 
 WORLDS_A_JVM = 32
 DEADLINE = 30.0  # seconds that a call may take before its JVM is given up
+# The same for the package's solver, which takes a minute for a few tasks, more on a busy machine.
+SOLVER_DEADLINE = 600.0
 
 
 class FairLock:
@@ -140,15 +142,17 @@ class JVM:
     """A Java process. `call` takes its lock.
 
     A process that ends or hangs raises EnvError and is not used again.
+
+    deadline: seconds that a call may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
         self.lock = FairLock()
         self.worlds = 0  # how many environments use this process
         self.begun = None  # when the running call began, by time.monotonic(); None: no call runs
         self.process = None
         try:
-            self.gateway, self.process = start_jvm("sciworld", JAR_PATH, DEADLINE)
+            self.gateway, self.process = start_jvm("sciworld", JAR_PATH, deadline)
             # The simulator's state that all worlds of the JVM share (see `SciWorld._call`).
             jvm = self.gateway.jvm
             self.random = _singleton(jvm.scala.util, "Random")
@@ -217,7 +221,7 @@ def _take_jvm() -> JVM:
         below_limit = len(usable) < min(len(os.sched_getaffinity(0)), 4)
         full = best is None or best.worlds >= WORLDS_A_JVM
         if full or (below_limit and best.worlds > 0):
-            best = JVM()
+            best = JVM(DEADLINE)
             _jvms.append(best)
         best.worlds += 1
         return best
@@ -255,7 +259,7 @@ def solve(
     """
     with _jvms_lock:
         if not _solvers or not _solvers[0].alive():
-            _solvers[:] = [JVM()]
+            _solvers[:] = [JVM(SOLVER_DEADLINE)]
         (jvm,) = _solvers
     world = jvm.new_world()
     (found,) = jvm.call((_solve, jvm, world, item, simplifications, max_moves, actions))
@@ -470,7 +474,8 @@ class SciWorld(Env):
 
         The expert is the package's solver, which goes on from any state (see `solve`) in a JVM of
         its own. The first call of an episode and the first call after another action than the
-        expert's take about a second, some tasks 5 s. Raises EnvError when the JVM is lost.
+        expert's take about a second, some tasks 5 s, mendelian-genetics-known-plant a minute.
+        Raises EnvError when the JVM is lost.
         """
         if self.last is None or self.last.done:
             return None

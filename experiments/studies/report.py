@@ -45,6 +45,15 @@ WORDS = {
     "no_std": "advantage without the deviation",
     "sequence": "loss averaged by sequence",
     "horizon_4": "horizon 4 from the start",
+    "gspo": "GSPO",
+    "gspo_turn": "GSPO, by turn",
+    "cispo": "CISPO",
+    "turn": "credit by turn",
+    "state": "credit by state (GiGPO)",
+    "dynamic": "dynamic sampling",
+    "keep_half": "the half of the groups that differ most",
+    "frontier": "items solved now and then",
+    "distill": "a teacher's log-probs",
 }
 
 
@@ -183,43 +192,54 @@ def midway_cells(label, labels, baseline):
     seeds = labels[label]
     is_compared = label not in (baseline, "base")
 
-    ends = {seed: summary["success"] for seed, (_, summary) in seeds.items()}
-    scaling = labels.get(baseline, {})
-    scaling_ends = {seed: summary["success"] for seed, (_, summary) in scaling.items()}
+    ends = success_at_end(seeds)
+    baseline_seeds = labels.get(baseline, {})
+    baseline_ends = success_at_end(baseline_seeds)
     halves = success_at_half(seeds)
-    scaling_halves = success_at_half(scaling)
+    baseline_halves = success_at_half(baseline_seeds)
 
     line = " |"
     if any(training for training, _ in seeds.values()):
         line = f" {sum(collapsed(summary) for _, summary in seeds.values())} |"
-    line += f" {difference(*common_seeds(ends, scaling_ends)) if is_compared else ''} |"
+    line += f" {difference(*common_seeds(ends, baseline_ends)) if is_compared else ''} |"
     if len(halves) > 1:
         values = [halves[seed] for seed in sorted(halves)]
         line += f" {statistics.mean(values):.3f} ± {statistics.stdev(values):.3f} |"
     else:
         line += " |"
-    line += f" {difference(*common_seeds(halves, scaling_halves)) if is_compared else ''} |"
+    line += f" {difference(*common_seeds(halves, baseline_halves)) if is_compared else ''} |"
     return line
 
 
 def at_equal_time(label, labels, baseline, base):
-    """The paired difference to `baseline` when the faster one of the two runs of a seed has ended.
+    """The paired difference to `baseline` when the faster of the two runs of a seed has ended, as
+    text."""
+    if label in (baseline, "base") or not base or baseline not in labels:
+        return ""
+    return difference(*pairs_at_equal_time(labels[label], labels[baseline], base))
+
+
+def pairs_at_equal_time(seeds, baseline_seeds, base):
+    """Success of both runs of each seed when the faster of the two has ended -> two lists.
 
     Between evaluations success is interpolated; it starts with that of `base`, rows of the model
     before training. Times are those of training alone, on whatever else the machine did.
     """
-    if label in (baseline, "base") or not base or baseline not in labels:
-        return ""
     pairs = []
-    for seed in sorted(labels[label].keys() & labels[baseline].keys()):
+    for seed in sorted(seeds.keys() & baseline_seeds.keys()):
         curves = []
-        for of_seed in (labels[label][seed], labels[baseline][seed]):
+        for of_seed in (seeds[seed], baseline_seeds[seed]):
             points = of_seed[1].get("held_out", [])
             curves.append(([0, *(p["seconds"] for p in points)],
                            [base[-1]["success"], *(p["success"] for p in points)]))
         end = min(seconds[-1] for seconds, _ in curves)
         pairs.append([float(np.interp(end, *curve)) for curve in curves])
-    return difference([a for a, _ in pairs], [b for _, b in pairs])
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def success_at_end(seeds):
+    """{seed: success on held-out items after training}"""
+    return {seed: summary["success"] for seed, (_, summary) in seeds.items()}
 
 
 def success_at_half(seeds):
@@ -250,6 +270,8 @@ def draw(study, results):
             picture(study, [world], results, DOCS / f"study_{study}_{world}.png")
     elif study == "recipe":
         sweep(worlds, results, DOCS / f"study_{study}.png")
+    elif study == "credit":
+        gains(study, worlds, results, DOCS / f"study_{study}.png")
     else:
         picture(study, worlds, results, DOCS / f"study_{study}.png")
 
@@ -298,6 +320,38 @@ def sweep(worlds, results, path):
     after.set_yticks(range(len(found)), names)
     after.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    save(figure, path)
+
+
+def gains(study, worlds, results, path):
+    """A column per world, a line per label: by how much its success on held-out items differs from
+    the baseline's, seed by seed, at half of the turns, at the end and at equal time."""
+    baseline = BASELINES[study]
+    figure, axes = plt.subplots(1, len(worlds), figsize=(9.2, 4.6), layout="constrained",
+                                sharey=True, squeeze=False)
+    for world, ax in zip(worlds, axes[0]):
+        labels = by_label(study, world, results)
+        base = results[Run(world, "base", 0).name]
+        compared = [label for label in labels if label not in (baseline, "base")]
+        for line, label in enumerate(compared):
+            seeds, baseline_seeds = labels[label], labels[baseline]
+            halves = common_seeds(success_at_half(seeds), success_at_half(baseline_seeds))
+            ends = common_seeds(success_at_end(seeds), success_at_end(baseline_seeds))
+            in_time = pairs_at_equal_time(seeds, baseline_seeds, base)
+            measures = {"half of the turns": halves, "all turns": ends, "equal time": in_time}
+            for number, (name, (a, b)) in enumerate(measures.items()):
+                mean, half = paired(a, b)
+                ax.errorbar(mean, line + 0.22 * (number - 1), xerr=half, fmt="o", ms=4,
+                            color=f"C{number}", label=name if line == 0 else None)
+        ax.axvline(0, color="black", lw=1)
+        ax.set(title=in_words(world), xlabel=f"success, difference to {in_words(baseline)}")
+        ax.set_yticks(range(len(compared)), map(in_words, compared))
+        ax.grid(axis="x", alpha=0.3)
+    axes[0, 0].invert_yaxis()
+    figure.suptitle("held-out items; dots: mean over the seeds, bars: 95 % interval of the paired "
+                    "differences", fontsize=10)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
     save(figure, path)
 
 
