@@ -296,30 +296,6 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
 
 
 @torch.no_grad()
-def groups_with_signal(scores: Tensor, groups: Tensor, valid: Tensor | None = None,
-                       share: float = 1.0) -> Tensor:
-    """True for each valid trajectory of a group whose scores differ. All others have advantage 0.
-
-    share < 1 keeps at most this share of all groups, those with the largest standard deviation of
-    their scores (StarPO-S in RAGEN, arXiv 2504.20073, section 4.2).
-    Arguments are those of `grpo_advantage`. -> [B] bool
-
-    >>> scores, groups = torch.tensor([1., 0., 1., 1., 3., 0.]), torch.tensor([7, 7, 2, 2, 5, 5])
-    >>> groups_with_signal(scores, groups)
-    tensor([ True,  True, False, False,  True,  True])
-    >>> groups_with_signal(scores, groups, share=0.3)
-    tensor([False, False, False, False,  True,  True])
-    """
-    found = list(_comparable_groups(_as_float(scores), groups, valid))
-    found.sort(key=lambda rows: -float(_as_float(scores)[rows].std()))
-    keep = torch.zeros_like(groups, dtype=torch.bool)
-    most = math.ceil(share * len(groups.unique()) - 1e-9)
-    for rows in found[:most]:
-        keep[rows] = True
-    return keep
-
-
-@torch.no_grad()
 def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor,
                        cap: float = 2.0) -> Tensor:
     """min(p(token) / behaviour(token), cap): truncated importance sampling.

@@ -391,12 +391,6 @@ class Config(RunConfig):
     sampler: Annotated[str, one_of("uniform", "frontier")] = arg(
         "uniform", "uniform | frontier: prefer items that have been solved now and then so far; "
                    "for an item that has not been played its category counts")
-    dynamic_sampling: Annotated[int, not_negative] = arg(
-        0, "replace groups whose rewards are all equal by further items, until this many items "
-           "have been played in the step (DAPO); 0: off")
-    keep_groups: Annotated[float, fraction] = arg(
-        1.0, "train on this share of all groups of a step, those whose rewards differ most "
-             "(StarPO-S)")
 
     flags_of("horizon")
     horizon_steps: int | None = arg(
@@ -806,12 +800,6 @@ def check_combinations(cfg: Config) -> None:
                          "would not cancel out")
     if cfg.algo == "distill" and not cfg.teacher:
         raise ValueError("--algo distill needs a --teacher")
-    if cfg.teacher and (cfg.dynamic_sampling or cfg.keep_groups < 1):
-        raise ValueError("--dynamic_sampling and --keep_groups choose groups by their rewards, "
-                         "and a --teacher teaches all groups")
-    if cfg.dynamic_sampling and cfg.dynamic_sampling <= cfg.items_per_step:
-        raise ValueError(f"--dynamic_sampling is {cfg.dynamic_sampling}: it must exceed "
-                         f"--items_per_step, {cfg.items_per_step}")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping is for --gamma 1")

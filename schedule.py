@@ -167,15 +167,6 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers.split(","))
 
 
-def further_items(items: Sequence[str], played: Sequence[str], seed: int, step: int,
-                  count: int) -> list[str]:
-    """`count` items, fewer if there are no more, besides those `played` in this training step: the
-    next ones of an order that is a function of (seed, step)."""
-    order = np.random.default_rng([seed, step, 1]).permutation(len(items))
-    played = set(played)
-    return [items[i] for i in order if items[i] not in played][:count]
-
-
 def frontier_items(items: Sequence[str], seed: int, step: int, count: int,
                    record: dict[str, list[int]], category_of: Callable[[str], str]) -> list[str]:
     """The items of a training step, drawn at random. Items with a success rate in FRONTIER, and

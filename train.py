@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -46,7 +45,7 @@ from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
 from parallel import gathered, init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
-from update import advantages_of, item_information, shape_rewards, update, with_signal
+from update import advantages_of, item_information, shape_rewards, update
 
 
 @dataclass
@@ -126,23 +125,23 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
-            trajectories, decoded = play_step(run, pool, signals, items, horizons)
+            trajectories, stats = play_items(run, pool, signals, items, horizons,
+                                             cfg.rollouts_per_item, step)
             if trajectories is None:  # a stop signal came
                 stop(run, signals)
                 break
             check_trajectories(run, trajectories)
+            shape_rewards(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
+            decoded = decode_stats(trajectories, stats, run.rollouts.slots)
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
-            used = trajectories
-            if cfg.dynamic_sampling or cfg.keep_groups < 1:
-                used = with_signal(trajectories, cfg.keep_groups)
-                used = used or [t for t in trajectories if t.group < cfg.items_per_step]
-            batch = advantages_of(used, cfg, run.device, run.reference, critic, run.teacher)
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.teacher)
             information = item_information(trajectories, policy, cfg)
 
             # Update.
-            changes = update(used, batch, cfg, step, policy, optimizer, critic, critic_optimizer)
+            changes = update(trajectories, batch, cfg, step, policy, optimizer, critic,
+                             critic_optimizer)
             seconds = time.perf_counter() - began
 
             # Log.
@@ -457,40 +456,6 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
                 group["lr"] = getattr(run.cfg, flag) * factor
 
 
-def play_step(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
-              horizons: dict[str, int]) -> tuple[list[Trajectory] | None, dict[str, float]]:
-    """Play a step's items, and with --dynamic_sampling further items until each world has its
-    number of groups with a gradient -> all trajectories, with shaped rewards, and what a row of
-    metrics says about decoding. None in place of the trajectories if a stop signal came."""
-    cfg = run.cfg
-    wanted = items_per_world(cfg, cfg.items_per_step)
-    most = items_per_world(cfg, max(cfg.items_per_step, cfg.dynamic_sampling))
-    played: list[str] = []
-    trajectories: list[Trajectory] = []
-    rounds = []  # the stats of each call of `play_items`
-    while items:
-        more, stats = play_items(run, pool, signals, items, horizons, cfg.rollouts_per_item,
-                                 run.step)
-        if more is None:
-            return None, {}
-        for t in more:
-            t.group += len(played)
-        shape_rewards(more, cfg.shaping, cfg.turn_cost, cfg.gamma)
-        played += items
-        trajectories += more
-        rounds.append(stats)
-
-        items = []
-        if cfg.dynamic_sampling:
-            found = Counter(env for env, _ in {(t.env, t.group) for t in with_signal(trajectories)})
-            tried = Counter(envs.split_item(item)[0] for item in played)
-            for world in wanted:
-                missing = min(wanted[world] - found[world], most[world] - tried[world])
-                items += schedule.further_items(run.items[world], played, cfg.seed, run.step,
-                                                max(0, missing))
-    return trajectories, decode_stats(trajectories, rounds, run.rollouts.slots)
-
-
 def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
                horizons: dict[str, int], samples: int,
                step: int) -> tuple[list[Trajectory] | None, list[dict[str, int]]]:
@@ -518,15 +483,14 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     return sorted(gather(own), key=lambda t: (t.group, t.sample)), gather([stats])
 
 
-def decode_stats(trajectories: list[Trajectory], rounds: list[list[dict[str, int]]],
+def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
                  slots: int) -> dict[str, float]:
-    """What a row of metrics says about decoding. rounds: for each call of `play_items` the stats of
-    each rank."""
+    """What a row of metrics says about decoding. stats: those of `rollout` on each rank."""
     tokens = sum(len(t.tokens) for t in trajectories)
-    forwarded = sum(own.get("forwarded", 0) for stats in rounds for own in stats)
+    forwarded = sum(own.get("forwarded", 0) for own in stats)
     # A rank that has nothing left to play waits for the one that takes the most steps.
-    room = slots * sum(max(own.get("steps", 0) for own in stats) for stats in rounds)
-    busy = [sum(own.get("busy", 0) for own in of_rank) for of_rank in zip(*rounds)]
+    room = slots * max(own.get("steps", 0) for own in stats)
+    busy = [own.get("busy", 0) for own in stats]
     row = {"forwarded_per_kept": forwarded / max(1, tokens),
            "occupancy": sum(busy) / max(1, room * len(busy)), "tokens": tokens}
     if len(busy) > 1:

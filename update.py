@@ -75,17 +75,6 @@ def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Ten
     return scores, groups, valid
 
 
-def with_signal(trajectories: "Sequence[Trajectory]", share: float = 1.0) -> "list[Trajectory]":
-    """The trajectories of the groups whose returns differ, see `algos.groups_with_signal`. With
-    share < 1 at most this share of each world's groups, those that differ most."""
-    found = []
-    for world in dict.fromkeys(t.env for t in trajectories):
-        own = [t for t in trajectories if t.env == world]
-        keep = algos.groups_with_signal(*scores_of(own), share).tolist()
-        found += [t for t, kept in zip(own, keep) if kept]
-    return sorted(found, key=lambda t: (t.group, t.sample))
-
-
 def turn_groups(trajectories: "Sequence[Trajectory]", credit: str) -> Tensor:
     """Which turns are compared with each other -> ids [B, K] long, for at most K turns, for
     `algos.turn_advantage`.

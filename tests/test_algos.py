@@ -17,7 +17,6 @@ from algos import (
     aggregate,
     entropy,
     gae,
-    groups_with_signal,
     grpo_advantage,
     importance_weights,
     kl,
@@ -446,24 +445,7 @@ def test_turns_of_nothing_have_no_advantage(shape):
     assert turn_advantage(torch.zeros(shape), mask, groups).tolist() == mask.float().tolist()
 
 
-# ---- which groups are trained on, and what truncation changes ----
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
-def test_the_groups_with_a_signal_are_those_whose_valid_scores_differ_most(share):
-    for seed in range(5):
-        scores, groups, valid = random_groups(seed)
-        deviation = {}
-        for group in set(groups):
-            own = [s for s, g, v in zip(scores, groups, valid) if g == group and v]
-            if len(set(own)) > 1:
-                deviation[group] = statistics.stdev(own)
-        best = sorted(deviation, key=deviation.get, reverse=True)
-        best = best[: math.ceil(share * len(set(groups)))]
-        keep = groups_with_signal(torch.tensor(scores), torch.tensor(groups), torch.tensor(valid),
-                                  share)
-        assert keep.tolist() == [g in best and v for g, v in zip(groups, valid)]
-        assert 0 < keep.sum() < len(keep)
+# ---- truncated sampling ----
 
 
 def test_importance_weights_turn_means_over_the_nucleus_into_sums_of_the_policy():

@@ -10,7 +10,7 @@ import torch
 import schedule
 import train
 from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
-from schedule import adaptive_horizon, adaptive_start, frontier_items, further_items, horizon_at
+from schedule import adaptive_horizon, adaptive_start, frontier_items, horizon_at
 from schedule import items_at, parse_rounds
 
 
@@ -135,20 +135,6 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
     assert steps[:3] != steps[3:]  # the next epoch has another order
     assert steps != [items_at(items, 1, step, 3) for step in range(6)]
-
-
-def test_further_items_are_new_ones_of_an_order_that_depends_on_seed_and_step_alone():
-    items = [f"babyai_{i}" for i in range(10)]
-    played = items[2:5]
-    first = further_items(items, played, 0, 3, 2)
-    assert len(set(first)) == 2 and not set(first) & set(played)
-    # What comes next is what would have come, had more been asked for at once.
-    rest = further_items(items, played + first, 0, 3, 100)
-    assert first + rest == further_items(items, played, 0, 3, 100)
-    assert sorted(first + rest + played) == items
-    assert further_items(items, items, 0, 3, 2) == further_items(items, played, 0, 3, 0) == []
-    orders = {tuple(further_items(items, [], seed, step, 10)) for seed in (0, 1) for step in (0, 1)}
-    assert len(orders) == 4
 
 
 def category(item):

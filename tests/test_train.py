@@ -26,7 +26,7 @@ import envs
 import rl
 import train
 from config import items_per_world, mixture, parse_config
-from envs import EnvError, split_item
+from envs import EnvError
 from metrics import alarm
 from rollout import Status, Trajectory
 from schedule import adaptive_horizon, adaptive_start, frontier_items
@@ -332,106 +332,15 @@ def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
         assert abs(one[0][key] - two[0][key]) < 1e-5, key
 
 
-# ---- further items in the place of groups without a gradient ----
+# ---- items on the frontier, credit for states, truncated sampling ----
 
-
-def step_of(cfg, monkeypatch, has_signal, num_items=30, stop_at=None):
-    """A step of `train.play_step` on a rollout of two trajectories an item, in which the rewards of
-    an item differ if has_signal(its number). stop_at: the call of `play_items` at which a stop
-    signal comes. -> what play_step returns, and the items of each call."""
-    calls = []
-
-    def play_items(run, pool, signals, items, horizons, samples, step):
-        calls.append(items)
-        if len(calls) == stop_at:
-            return None, []
-        found = []
-        for group, item in enumerate(items):
-            world, number = split_item(item)
-            for sample in range(2):
-                reward = float(sample and has_signal(number))
-                found.append(Trajectory(item, world, step, group, sample, reward=reward,
-                                        tokens=[5, 6], mask=[False, True], rewards=[0.0, reward]))
-        return found, [{"forwarded": 3, "steps": 2, "busy": 4}, {"busy": 1, "steps": 1}]
-
-    monkeypatch.setattr(train, "play_items", play_items)
-    items = {world: [f"{world}_{i}" for i in range(num_items)] for world in cfg.worlds}
-    run = SimpleNamespace(cfg=cfg, items=items, step=5, record={},
-                          rollouts=SimpleNamespace(slots=4))
-    found = train.play_step(run, None, None, train.items_of_step(run, 5), {})
-    return *found, calls
-
-
-def check_groups(trajectories, calls):
-    """No item twice in a step; a group is the trajectories of one item, numbered as played."""
-    played = [item for items in calls for item in items]
-    assert len(set(played)) == len(played)
-    assert [(t.group, t.sample, t.item) for t in trajectories] == [
-        (group, sample, item) for group, item in enumerate(played) for sample in range(2)]
-
-
-DYNAMIC = [*NO_RUN, "--rollouts_per_item", "2"]
-
-
-@pytest.mark.parametrize("modulus, most, calls_expected", [
-    (1, 12, [6]),  # all groups differ
-    (1000, 12, [6, 6]),  # none does: ends at the budget
-    (1000, 9, [6, 3]),
-    (1000, 100, [6, 6, 6, 6, 6]),  # there are 30 items
-])
-def test_further_items_come_until_enough_groups_differ_or_the_budget_is_spent(
-        monkeypatch, modulus, most, calls_expected):
-    cfg = parse_config([*DYNAMIC, "--items_per_step", "6", "--dynamic_sampling", str(most)])
-    trajectories, stats, calls = step_of(cfg, monkeypatch, lambda n: (n + 1) % modulus == 0)
-    assert [len(items) for items in calls] == calls_expected
-    check_groups(trajectories, calls)
-    rounds = len(calls)
-    tokens = 2 * len(trajectories)
-    assert stats == {"forwarded_per_kept": 3 * rounds / tokens, "tokens": tokens,
-                     "occupancy": 5 * rounds / (2 * 4 * 2 * rounds),
-                     "occupancy/rank0": 4 / 8, "occupancy/rank1": 1 / 8}
-
-
-def test_each_round_has_as_many_items_as_groups_are_missing(monkeypatch):
-    cfg = parse_config([*DYNAMIC, "--items_per_step", "6", "--dynamic_sampling", "29"])
-    trajectories, _, calls = step_of(cfg, monkeypatch, lambda n: n % 3 == 0)
-    check_groups(trajectories, calls)
-    good = 0
-    for items in calls:
-        assert len(items) == 6 - good
-        good += sum(split_item(item)[1] % 3 == 0 for item in items)
-    assert good == 6 and len(calls) > 2
-    again, _, same_calls = step_of(cfg, monkeypatch, lambda n: n % 3 == 0)
-    assert same_calls == calls
-    # Without the flag the items are those of the first round.
-    plain = parse_config([*DYNAMIC, "--items_per_step", "6"])
-    assert step_of(plain, monkeypatch, lambda n: n % 3 == 0)[2] == calls[:1]
-
-
-def test_each_world_of_a_mixture_gets_further_items_of_its_own(monkeypatch):
-    cfg = parse_config([*DYNAMIC, "--env", "babyai:2,textcraft", "--items_per_step", "6",
-                        "--dynamic_sampling", "15"])
-    trajectories, _, calls = step_of(cfg, monkeypatch, lambda n: False)
-    check_groups(trajectories, calls)
-    played = [split_item(item)[0] for items in calls for item in items]
-    assert {world: played.count(world) for world in ("babyai", "textcraft")} == {
-        "babyai": 10, "textcraft": 5}
-    assert len(calls) == 3
-
-
-def test_a_stop_signal_between_rounds_stops_the_step(monkeypatch):
-    cfg = parse_config([*DYNAMIC, "--items_per_step", "6", "--dynamic_sampling", "12"])
-    trajectories, _, calls = step_of(cfg, monkeypatch, lambda n: False, stop_at=2)
-    assert trajectories is None and len(calls) == 2
-
-
-SIGNAL = ["--dynamic_sampling", "7", "--sampler", "frontier", "--credit", "state", "--loss",
-          "gspo_turn", "--top_p", "0.95", "--save_every", "1", "--minibatches", "2"]
+SIGNAL = ["--sampler", "frontier", "--credit", "state", "--loss", "gspo_turn", "--top_p", "0.95",
+          "--save_every", "1", "--minibatches", "2"]
 
 
 @pytest.fixture(scope="module")
 def with_signal(tmp_path_factory):
-    """The folder of a run with further items and items on the frontier, not interrupted."""
+    """The folder of a run with all of these, not interrupted."""
     out = tmp_path_factory.mktemp("runs") / "signal"
     done = run("--out", str(out), *SMALL, *SIGNAL)
     assert done.returncode == 0, done.stderr
@@ -439,39 +348,24 @@ def with_signal(tmp_path_factory):
     return out
 
 
-def test_a_step_with_further_items_begins_with_those_of_one_without(with_signal, tmp_path):
-    plain = [flag for flag in SIGNAL if flag not in ("--dynamic_sampling", "7")]
-    done = run("--out", str(tmp_path / "r"), *SMALL, *plain, "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    more = read_jsonl(with_signal / "trajectories/step_000000.jsonl")
-    first = read_jsonl(tmp_path / "r/trajectories/step_000000.jsonl")
-    assert len(more) == metrics(with_signal)[0]["trajectories"] > len(first) == 16
-    for t, other in zip(more, first):
-        assert {**t, "advantage": 0} == {**other, "advantage": 0}
-    assert len({t["group"] for t in more}) == len({t["item"] for t in more}) == len(more) / 4
-    # A group whose rewards are all equal is not trained on.
-    groups = {}
-    for t in more:
-        groups.setdefault(t["group"], []).append(t)
-    equal = [group for group in groups.values() if len({t["reward"] for t in group}) == 1]
-    assert equal and all(t["advantage"] == 0 for group in equal for t in group)
-    assert all(len(t["states"]) == t["turns"] for t in more)
-    assert all(len(t["behaviour_logprobs"]) == len(t["tokens"]) for t in more)
-    assert metrics(with_signal)[0]["zero_gradient_groups"] == len(equal) / len(groups)
+def test_rows_and_trajectories_have_what_credit_and_truncation_need(with_signal):
+    played = read_jsonl(with_signal / "trajectories/step_000000.jsonl")
+    assert len(played) == 16
+    assert all(len(t["states"]) == t["turns"] for t in played)
+    assert all(len(t["behaviour_logprobs"]) == len(t["tokens"]) for t in played)
     assert all(row["logprob_gap"] < 1e-4 for row in metrics(with_signal))
-    assert all(0 < row["mutual_information"] < math.log(7) for row in metrics(with_signal))
+    assert all(0 < row["mutual_information"] < math.log(4) for row in metrics(with_signal))
 
 
-def test_a_run_with_further_items_that_is_stopped_amid_a_step_resumes_exactly(
+def test_a_run_on_the_frontier_that_is_stopped_amid_a_step_resumes_exactly(
         with_signal, tmp_path, monkeypatch):
-    """SIGTERM comes before the second round of a step; items on the frontier depend on what was
-    solved before, which the checkpoint has to hold."""
+    """Items on the frontier depend on what was solved before, which the checkpoint has to hold."""
     out = tmp_path / "r"
     played = []  # the steps of the calls
 
     def play_items(run, pool, signals, items, horizons, samples, step):
         played.append(step)
-        if played.count(1) == 2:
+        if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(run, pool, signals, items, horizons, samples, step)
 

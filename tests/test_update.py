@@ -435,7 +435,7 @@ def test_the_kl_in_the_reward_is_taken_off_each_sampled_token(tiny, trajectories
     torch.testing.assert_close(advantages[mask], expected, atol=1e-3, rtol=0)
 
 
-# ---- credit over turns, groups with a signal, a teacher, truncated sampling ----
+# ---- credit over turns, a teacher, truncated sampling ----
 
 
 def turn_trajectory(rewards, group=0, states=(), status=Status.DONE):
@@ -519,25 +519,6 @@ def test_the_advantages_of_turns_are_those_of_the_loops(algo, compare, credit):
     assert (expected != 0).sum() > 8 and not advantages[5].any()
     for t, row in zip(played, advantages.tolist()):
         assert t.advantage == row[:len(t.tokens)]
-
-
-def test_the_trajectories_with_a_signal_are_those_of_groups_whose_rewards_differ():
-    played = [turn_trajectory([reward], group, (), status) for reward, group, status in (
-        (1.0, 5, Status.DONE), (1.0, 5, Status.DONE), (0.0, 5, Status.ENV_ERROR),
-        (0.0, 2, Status.DONE), (0.3, 2, Status.HORIZON), (0.0, 7, Status.DONE),
-        (1.0, 7, Status.DONE), (0.5, 7, Status.ENV_ERROR), (0.5, 8, Status.DONE))]
-
-    def places(found):
-        return [played.index(t) for t in found]
-
-    assert places(update.with_signal(played)) == [3, 4, 5, 6]
-    assert places(update.with_signal(played, 0.25)) == [5, 6]  # one of four groups
-    assert places(update.with_signal(played, 0.3)) == [3, 4, 5, 6]
-    assert update.with_signal(played[:3]) == []
-    # With two worlds each keeps its own share: one of one group, and one of three.
-    for t in played[3:5]:
-        t.env = "textcraft"
-    assert places(update.with_signal(played, 0.25)) == [3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
