@@ -20,7 +20,7 @@ Differences from the papers or from the usual implementations:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -116,36 +116,6 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     if len(kept) >= 2 and kept.max() != kept.min():
         out[mask] = (kept - kept.mean()) * torch.rsqrt(kept.var() + 1e-8)
     return out
-
-
-def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: float = 1.0,
-                    keep: bool = False) -> list[float]:
-    """The rewards that potential-based shaping adds to the turns of one trajectory.
-
-    Shaping (Ng, Harada & Russell 1999) adds gamma Phi(s') - Phi(s) to each reward. With the
-    discount `gamma` per sampled token, the discounted sum of the added rewards is zero, so the
-    optimal policy does not change.
-
-    potentials: [turns], Phi after each turn; before the first turn it is 0. The potential of the
-    final state counts as 0, also where the horizon cuts the trajectory. With keep=True the final
-    potential keeps its value, which rewards progress itself and may change the optimal policy.
-    lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
-    reward; the potentials of its other tokens are defined such that their rewards are zero.
-    -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
-    compare sums within a group (GRPO, RLOO) do not change. PPO, REINFORCE++ and credit
-    by turn use them per turn.
-
-    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5])
-    [0.25, 0.5, -0.75]
-    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
-    [0.25, 0.5, 0.25]
-    """
-    before = [0.0, *potentials]
-    after = list(potentials)
-    if after and not keep:
-        after[-1] = 0.0
-    return [gamma * new - gamma ** (1 - length) * old
-            for old, new, length in zip(before, after, lengths)]
 
 
 @torch.no_grad()
@@ -244,8 +214,8 @@ def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """The return from each turn on: R_k = r_k + gamma R_{k+1}, where r_k is the turn's reward.
 
     rewards [B, T] float, mask [B, T] bool -> [B, K] for at most K turns, 0 after the last turn of
-    a row. gamma discounts once per turn. Sums are rounded to nine decimals: the same rewards in
-    another order must give equal returns.
+    a row. gamma discounts once per turn. Sums are rounded to five decimals, so that float32's
+    rounding does not make equal returns unequal.
 
     >>> mask = torch.tensor([[False, True, True, False, True]])
     >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), mask, gamma=0.5)
@@ -259,14 +229,14 @@ def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
     for k in reversed(range(num_turns - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
-    return returns.round(decimals=9).to(_as_float(rewards).dtype)
+    return returns.round(decimals=5).to(_as_float(rewards).dtype)
 
 
 @torch.no_grad()
 def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Tensor | None = None,
                    gamma: float = 1.0,
                    compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
-    """An advantage for each turn: the return from it on, compared with those of its group of turns.
+    """An advantage for each turn: its return, compared with the returns of its group of turns.
 
     turn_groups [B, K] long: arbitrary ids; K is at least the largest number of turns. Two choices:
       - (item, number of the turn): turn k against turn k of the item's other trajectories;
@@ -334,10 +304,10 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
     trajectory -> per-token loss [B, T] (pass it to `aggregate`; GSPO's mode is "sequence") and
     stats. Raises ValueError for an unknown kind.
-    stats is a dict of 0-d detached tensors. They are *sums* over the masked tokens, so that they
-    can be added over micro-batches and ranks; divide by stats["tokens"] at the end:
-    "clip_fraction" (tokens whose gradient is removed by the clip, with cispo whose weight is
-    clipped), "approx_kl" (the k3 estimate of KL(old || new)), "ratio".
+    stats: 0-d detached tensors, *sums* over the masked tokens, so that they can be added over
+    micro-batches and ranks; divide by stats["tokens"] at the end:
+    "clip_fraction" (tokens whose gradient the clip removes; with cispo: whose weight it changes),
+    "approx_kl" (the k3 estimate of KL(old || new)).
 
     >>> old, new = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 0.9, 0.1]]).log()
     >>> mask = torch.tensor([[True, True, False]])
@@ -377,7 +347,6 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
         stats = {
             "clip_fraction": is_clipped.sum().to(ratio.dtype),
             "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
-            "ratio": torch.where(mask, ratio, 0.0).sum(),
             "tokens": mask.sum().to(ratio.dtype),
         }
     return torch.where(mask, loss, 0.0), stats
@@ -480,7 +449,7 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     per_token [B, T] float, mask [B, T] bool -> 0-d.
     `denominator` (a number or a 0-d tensor) replaces the number of tokens or sequences. Pass
     mask.sum() or mask.any(1).sum(), counted over all micro-batches and ranks of an optimizer step:
-    then the losses of the micro-batches add up to the loss of the whole batch.
+    then the losses of the micro-batches add up to that of the whole batch.
     If no token is masked the result is 0 and still attached to the graph.
     Raises ValueError for an unknown mode.
 
@@ -512,11 +481,12 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
 def mutual_information(scores: Tensor) -> float:
     """How much a reply says about the item that it was written for, in nats.
 
-        I = mean_i [log p(z_i | x_i) - log (1/M sum_j p(z_i | x_j))]
+        I = mean_i [log p(z_i | x_i) - log mean_j p(z_i | x_j)]
 
     scores [M, M]: log p(z_i | x_j) in row i and column j, the log-prob of the reply to item i,
-    given the prompt of item j. At most log M. 0 if the replies do not depend on the item, however
-    high their entropy is: the template collapse of RAGEN-2 (arXiv 2604.06268).
+    given the prompt of item j; NaN where item j is not compared with item i. At most log M. 0 if
+    the replies do not depend on the item, however high their entropy is: the template collapse of
+    RAGEN-2 (arXiv 2604.06268).
 
     >>> round(mutual_information(torch.tensor([[0.0, -50.0], [-50.0, 0.0]])), 4)  # log 2
     0.6931
@@ -524,5 +494,7 @@ def mutual_information(scores: Tensor) -> float:
     0.0
     """
     scores = scores.double()
-    marginal = scores.logsumexp(1) - math.log(len(scores))  # [M]
+    compared = ~scores.isnan()
+    marginal = scores.masked_fill(~compared, -math.inf).logsumexp(1)  # [M]
+    marginal -= compared.sum(1).double().log()
     return float((scores.diagonal() - marginal).mean())

@@ -439,8 +439,8 @@ class Config(RunConfig):
                       "item's other trajectories | state: besides the trajectory's advantage, "
                       "turns from equal states are compared (GiGPO) (grpo, rloo)")
     loss: Annotated[str, one_of("ppo", "gspo", "gspo_turn", "cispo")] = arg(
-        "ppo", "ppo | gspo (ratio of a trajectory) | gspo_turn (of a turn) | cispo (clipped "
-               "weights, a gradient for every token)")
+        "ppo", "ppo | gspo (ratio of a trajectory) | gspo_turn (of a turn), both as in the paper "
+               "with --aggregation sequence | cispo (clipped weights, a gradient for every token)")
     clip_low: Annotated[float | None, not_negative] = arg(
         None, "the ratio is clipped below 1 - clip_low; default: " + ", ".join(
             f"{loss} {low:g}" for loss, (low, _) in CLIPS.items()))
@@ -626,6 +626,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
         cfg.clip_low = low
     if cfg.clip_high is None:
         cfg.clip_high = high
+    if cfg.algo == "distill" and cfg.kl_coef is None:
+        cfg.kl_coef = 0.0  # the student is to leave its start
     fill_in(cfg, weights, [world for world in weights if not urls[world]], cfg.algo)
     check(cfg)
     return cfg
@@ -800,6 +802,8 @@ def check_combinations(cfg: Config) -> None:
                          "would not cancel out")
     if cfg.algo == "distill" and not cfg.teacher:
         raise ValueError("--algo distill needs a --teacher")
+    if cfg.algo == "distill" and cfg.kl_in == "reward":
+        raise ValueError("--algo distill uses no rewards: --kl_in reward has no effect")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping is for --gamma 1")

@@ -10,6 +10,7 @@ columns, all [B, T] and padded on the right, and "lengths" [B], the number of to
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 import algos
 import rl
+from envs import category_of
 from metrics import explained_variance
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 
@@ -53,7 +55,7 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
         extra = [0.0] * turns
         if shaping != "none":
             lengths = (ends - starts)[:turns].tolist()
-            extra = algos.shaping_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
+            extra = shaping_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
         for end, more in zip(ends, extra):
             t.rewards[end - 1] += more - turn_cost
         if shaping == "potential":
@@ -61,6 +63,36 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
             t.reward = t.reward - turn_cost * turns
         else:
             t.reward = math.fsum(t.rewards)
+
+
+def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: float = 1.0,
+                    keep: bool = False) -> list[float]:
+    """The rewards that potential-based shaping adds to the turns of one trajectory.
+
+    Shaping (Ng, Harada & Russell 1999) adds gamma Phi(s') - Phi(s) to each reward. With the
+    discount `gamma` per sampled token, the discounted sum of the added rewards is zero, so the
+    optimal policy does not change.
+
+    potentials: [turns], Phi after each turn; before the first turn it is 0. The potential of the
+    final state counts as 0, also where the horizon cuts the trajectory. With keep=True the final
+    potential keeps its value, which rewards progress itself and may change the optimal policy.
+    lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
+    reward; the potentials of its other tokens are defined such that their rewards are zero.
+    -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
+    compare sums within a group (GRPO, RLOO) do not change. PPO, REINFORCE++ and credit
+    by turn use them per turn.
+
+    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5])
+    [0.25, 0.5, -0.75]
+    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
+    [0.25, 0.5, 0.25]
+    """
+    before = [0.0, *potentials]
+    after = list(potentials)
+    if after and not keep:
+        after[-1] = 0.0
+    return [gamma * new - gamma ** (1 - length) * old
+            for old, new, length in zip(before, after, lengths)]
 
 
 def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
@@ -175,25 +207,37 @@ def logprobs_of(model: PreTrainedModel, batch: Batch, cfg: "Config") -> Tensor:
 def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedModel,
                      cfg: "Config") -> dict[str, float]:
     """World -> the mutual information of an item and the first reply to it, in nats
-    (`algos.mutual_information`), over the first INFORMATION_ITEMS items of the step. Each reply is
-    scored after each item's first prompt. Worlds with fewer than two items played are left out."""
+    (`algos.mutual_information`), over up to INFORMATION_ITEMS items of the step.
+
+    Items are compared with those of their own category (level, depth, site): a policy that writes
+    the same for all items of a category has 0. Items without another one of their category are left
+    out, the largest categories come first. Worlds without any are left out.
+    """
     found = {}
     for world in dict.fromkeys(t.env for t in trajectories):
-        first = {}  # group -> (first prompt, first reply)
+        first = {}  # group -> (category, first prompt, first reply)
         for t in trajectories:
             if t.env == world and t.group not in first and any(t.mask):
                 start = t.mask.index(True)
                 end = (t.mask + [False]).index(False, start)
-                first[t.group] = t.tokens[:start], t.tokens[start:end]
-        pairs = list(first.values())[:INFORMATION_ITEMS]
-        if len(pairs) < 2:
+                first[t.group] = category_of(t.item), t.tokens[:start], t.tokens[start:end]
+        sizes = Counter(kind for kind, _, _ in first.values())
+        chosen = sorted(first.values(), key=lambda item: (-sizes[item[0]], item[0]))
+        chosen = chosen[:INFORMATION_ITEMS]
+        sizes = Counter(kind for kind, _, _ in chosen)
+        chosen = [item for item in chosen if sizes[item[0]] > 1]
+        if not chosen:
             continue
-        room = cfg.max_length - max(len(prompt) for prompt, _ in pairs)
-        rows = [(prompt, reply[:room]) for _, reply in pairs for prompt, _ in pairs]
+        # Each reply after each prompt of its category.
+        pairs = [(i, j) for i, (kind, _, _) in enumerate(chosen)
+                 for j, (other, _, _) in enumerate(chosen) if kind == other]
+        room = cfg.max_length - max(len(prompt) for _, prompt, _ in chosen)
+        rows = [(chosen[j][1], chosen[i][2][:room]) for i, j in pairs]
         batch = pad_rows([prompt + reply for prompt, reply in rows],
                          [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
         logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)
-        scores = logprobs.sum(1).reshape(len(pairs), len(pairs))
+        scores = torch.full((len(chosen), len(chosen)), math.nan)
+        scores[tuple(zip(*pairs))] = logprobs.sum(1)
         found[world] = algos.mutual_information(scores)
     return found
 

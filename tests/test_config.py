@@ -218,6 +218,7 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
       "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not"),
     (["--credit", "state", "--shaping", "potential"], "--shaping potential would not cancel out"),
     (["--algo", "distill"], "--algo distill needs a --teacher"),
+    (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),
     (["--sampler", "best"], "unknown --sampler 'best'; choose from uniform, frontier"),
     (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn, cispo"),
@@ -226,6 +227,14 @@ def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, says):
     with pytest.raises(ValueError) as error:
         parse_config([*flags, "--out", "runs/no"])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_distillation_does_not_pull_to_the_start_unless_told():
+    flags = [*MODEL, "--out", "runs/no"]
+    assert parse_config(flags).kl_coef == 0.001
+    distill = [*flags, "--algo", "distill", "--teacher", "tiny"]
+    assert parse_config(distill).kl_coef == 0
+    assert parse_config([*distill, "--kl_coef", "0.01"]).kl_coef == 0.01
 
 
 def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):

@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from algos import shaping_rewards
 from envs import make_env
 from rollout import Trajectory
-from update import shape_rewards
+from update import shape_rewards, shaping_rewards
 from worlds.textcraft import goal_depth, solution
 
 

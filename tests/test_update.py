@@ -579,7 +579,9 @@ def test_truncated_sampling_is_weighted_by_how_much_likelier_a_token_was_made(ti
 def test_the_information_of_a_step_is_that_of_each_first_reply_after_each_first_prompt(
         tiny, pool, monkeypatch):
     """The oracle: the model's own forward pass over each prompt with each reply."""
-    items = ["babyai_8", "babyai_50", "babyai_90", "textcraft_3"]
+    # Three items of one level, two of another one, and two without another of their category.
+    items = ["babyai_8", "babyai_3", "babyai_48", "babyai_4", "babyai_43", "babyai_88",
+             "textcraft_3"]
     played = rollout(*tiny, pool, items, 2, samples=2, max_tokens=8)
     cfg = parse_config([*NO_RUN, "--microbatch_tokens", "300"])
 
@@ -597,17 +599,28 @@ def test_the_information_of_a_step_is_that_of_each_first_reply_after_each_first_
             scores = [plain_logprobs(tiny[0], prompt + reply)[len(prompt):].double().sum().item()
                       for prompt in prompts]
             terms.append(scores[i] - math.log(sum(map(math.exp, scores)) / len(scores)))
-        return statistics.mean(terms)
+        return terms
 
-    # TextCraft has one item only, so it is left out. Only the first sample of an item counts.
+    def first_samples(*groups):
+        return [played[2 * group] for group in groups]
+
+    # Only the first sample of an item counts.
+    three = expected(first_samples(0, 2, 5))
+    two = expected(first_samples(1, 4))
     found = update.item_information(played, tiny[0], cfg)
-    assert found == {"babyai": pytest.approx(expected(played[:6:2]), abs=1e-4)}
+    assert found == {"babyai": pytest.approx(statistics.mean(three + two), abs=1e-4)}
     assert 0.01 < found["babyai"] < math.log(3)
-    # The first two items, of which the first one's first sample never came to a reply.
+    # The larger category comes first, and one item alone says nothing.
+    monkeypatch.setattr(update, "INFORMATION_ITEMS", 4)
+    found = update.item_information(played, tiny[0], cfg)
+    assert found == {"babyai": pytest.approx(statistics.mean(three), abs=1e-4)}
+    # An item whose first sample never came to a reply.
     failed = Trajectory("babyai_8", "babyai", status=Status.ENV_ERROR)
-    monkeypatch.setattr(update, "INFORMATION_ITEMS", 2)
+    monkeypatch.setattr(update, "INFORMATION_ITEMS", 3)
     found = update.item_information([failed, *played[1:]], tiny[0], cfg)
-    assert found == {"babyai": pytest.approx(expected([played[1], played[2]]), abs=1e-4)}
+    three = expected([played[1], *first_samples(2, 5)])
+    assert found == {"babyai": pytest.approx(statistics.mean(three), abs=1e-4)}
+    assert update.item_information(first_samples(0, 1, 6), tiny[0], cfg) == {}
 
 
 def test_the_documented_examples_hold():
