@@ -453,7 +453,7 @@ FAULTS = [
           "schedule::test_items_on_the_frontier_are_drawn_as_often_as_their_weights_say"),
     Fault("train.py", '"record": run.record}', '"record": {}}',
           "A checkpoint lacks the record of items.",
-          "train::test_a_run_on_the_frontier_that_is_stopped_amid_a_step_resumes_exactly"),
+          "train::test_a_run_with_all_of_these_that_is_stopped_resumes_exactly"),
     Fault("algos.py", "logp = torch.where(mask, _as_float(logprobs), 0.0)",
           "logp = _as_float(logprobs)",
           "What stands outside the mask reaches the gradient of the policy.",

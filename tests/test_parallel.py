@@ -156,16 +156,19 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
     ["--shard", "true"],
     pytest.param([], marks=pytest.mark.slow),
 ])
-def test_the_frontier_credit_for_states_and_a_teacher_are_those_of_one_process(
+def test_the_frontier_credit_by_turn_and_a_teacher_are_those_of_one_process(
         tiny, more, has_teacher, tmp_path):
     """The second step begins with the weights of the first one, and its items are those of the
     record of the first one."""
     random_model("qwen2").save_pretrained(tmp_path / "teacher")
     tiny[1].save_pretrained(tmp_path / "teacher")
-    flags = [*DEALT, "--items_per_step", "4", "--sampler", "frontier", "--credit", "state",
-             "--loss", "gspo_turn", "--top_p", "0.95", "--minibatches", "2"]
+    flags = [*DEALT, "--items_per_step", "4", "--sampler", "frontier", "--top_p", "0.95",
+             "--minibatches", "2"]
     if has_teacher:
-        flags += ["--teacher", str(tmp_path / "teacher"), "--kl_to_teacher", "0.01"]
+        flags += ["--teacher", str(tmp_path / "teacher"), "--kl_to_teacher", "0.01",
+                  "--credit", "turn", "--loss", "cispo"]
+    else:
+        flags += ["--credit", "state", "--loss", "gspo_turn"]
     done = run(*flags, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
     done = run(*flags, *more, "--out", str(tmp_path / "two"),
@@ -177,8 +180,9 @@ def test_the_frontier_credit_for_states_and_a_teacher_are_those_of_one_process(
         assert two[0][name] == pytest.approx(one[0][name], abs=1e-5), name
     played = [read_jsonl(tmp_path / name / "trajectories/step_000000.jsonl")
               for name in ("one", "two")]
+    assert any(any(t["advantage"]) for t in played[0])
     for t, other in zip(*played, strict=True):
-        assert t["states"] == other["states"]
+        assert t["states"] == other["states"] and bool(t["states"]) != has_teacher
         assert other["advantage"] == pytest.approx(t["advantage"], abs=1e-3)
         assert other["behaviour_logprobs"] == pytest.approx(t["behaviour_logprobs"], abs=1e-4)
     later = [read_jsonl(tmp_path / name / "trajectories/step_000001.jsonl")

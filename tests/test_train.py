@@ -332,10 +332,10 @@ def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
         assert abs(one[0][key] - two[0][key]) < 1e-5, key
 
 
-# ---- items on the frontier, credit for states, truncated sampling ----
+# ---- items on the frontier, credit for states, truncated sampling, a teacher ----
 
 SIGNAL = ["--sampler", "frontier", "--credit", "state", "--loss", "gspo_turn", "--top_p", "0.95",
-          "--save_every", "1", "--minibatches", "2"]
+          "--teacher", "tiny", "--save_every", "1", "--minibatches", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +357,7 @@ def test_rows_and_trajectories_have_what_credit_and_truncation_need(with_signal)
     assert all(0 < row["mutual_information"] < math.log(4) for row in metrics(with_signal))
 
 
-def test_a_run_on_the_frontier_that_is_stopped_amid_a_step_resumes_exactly(
+def test_a_run_with_all_of_these_that_is_stopped_resumes_exactly(
         with_signal, tmp_path, monkeypatch):
     """Items on the frontier depend on what was solved before, which the checkpoint has to hold."""
     out = tmp_path / "r"
@@ -365,7 +365,7 @@ def test_a_run_on_the_frontier_that_is_stopped_amid_a_step_resumes_exactly(
 
     def play_items(run, pool, signals, items, horizons, samples, step):
         played.append(step)
-        if step == 1:
+        if step == 1:  # the weights are no longer the teacher's
             os.kill(os.getpid(), signal.SIGTERM)
         return original(run, pool, signals, items, horizons, samples, step)
 

@@ -265,7 +265,8 @@ def test_the_metrics_say_how_far_adam_moved_the_weights_also_without_a_gradient(
     ["--aggregation", "sequence"],
     ["--kl_coef", "0.1", "--entropy_coef", "0.01"],
     ["--algo", "ppo"],
-    ["--loss", "gspo"],
+    ["--loss", "gspo", "--aggregation", "sequence"],
+    ["--credit", "state"],
     ["--loss", "gspo_turn", "--credit", "turn"],
     ["--loss", "cispo", "--clip_high", "0.01"],
 ])
@@ -274,6 +275,7 @@ def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
     played = copy.deepcopy(trajectories)
     for t in played:  # the two samples of an item get different rewards
         t.reward = t.rewards[-1] = float(t.sample)
+        t.states = [f"{t.item} {k}" for k in range(len(t.tokens))]
     results = []
     for microbatch_tokens in (10**6, 1):
         cfg = parse_config([*NO_RUN, *flags, "--microbatch_tokens", str(microbatch_tokens)])
