@@ -238,10 +238,10 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
                    compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
     """An advantage for each turn: its return, compared with the returns of its group of turns.
 
-    turn_groups [B, K] long: arbitrary ids; K is at least the largest number of turns. Two choices:
-      - (item, number of the turn): turn k against turn k of the item's other trajectories;
-      - (item, state of the environment before the turn): the step-level advantage of GiGPO (arXiv
-        2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner is better.
+    turn_groups [B, K] long: arbitrary ids; K is at least the largest number of turns. With an id
+    for each (item, state of the environment before the turn) this is the step-level advantage of
+    GiGPO (arXiv 2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner
+    is better.
     rewards [B, T] float, mask [B, T] bool; valid [B] bool as for `grpo_advantage`. compare:
     `grpo_advantage` or `rloo_advantage`. -> [B, T], zero outside the mask.
 
@@ -297,8 +297,6 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
         gspo       the same with s_t = sg(s) pi_t / sg(pi_t), where s = exp(mean of the trajectory's
                    log ratios) and sg stops the gradient: GSPO-token (arXiv 2507.18071, eq. 14)
         gspo_turn  the same with the mean of each turn's log ratios
-        cispo      -clip(ratio_t) A_t logp_t, no gradient through clip(ratio_t): large steps are
-                   damped and no token loses its gradient (arXiv 2506.13585, eq. 4 and 5)
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1).
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
@@ -306,8 +304,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     stats. Raises ValueError for an unknown kind.
     stats: 0-d detached tensors, *sums* over the masked tokens, so that they can be added over
     micro-batches and ranks; divide by stats["tokens"] at the end:
-    "clip_fraction" (tokens whose gradient the clip removes; with cispo: whose weight it changes),
-    "approx_kl" (the k3 estimate of KL(old || new)).
+    "clip_fraction" (tokens whose gradient the clip removes), "approx_kl" (the k3 estimate of
+    KL(old || new)).
 
     >>> old, new = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 0.9, 0.1]]).log()
     >>> mask = torch.tensor([[True, True, False]])
@@ -329,20 +327,16 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    if kind in ("gspo", "gspo_turn"):
+    if kind not in ("ppo", "gspo", "gspo_turn"):
+        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn")
+    if kind != "ppo":
         turns = turn_numbers(mask).clamp(min=0)  # [B, T]
         segments = turns if kind == "gspo_turn" else torch.zeros_like(turns)
         mean = _segment_mean(log_ratio.detach(), mask, segments)
         ratio = (mean + logp - logp.detach()).exp()
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    if kind == "cispo":
-        loss = -clipped_ratio.detach() * adv * logp
-        is_clipped = mask & (clipped_ratio != ratio)
-    elif kind in ("ppo", "gspo", "gspo_turn"):
-        loss = torch.max(-ratio * adv, -clipped_ratio * adv)
-        is_clipped = -clipped_ratio * adv > -ratio * adv
-    else:
-        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn, cispo")
+    loss = torch.max(-ratio * adv, -clipped_ratio * adv)
+    is_clipped = -clipped_ratio * adv > -ratio * adv
     with torch.no_grad():
         stats = {
             "clip_fraction": is_clipped.sum().to(ratio.dtype),

@@ -278,9 +278,8 @@ class WorldSettings:
 # Flags that hold for every world of a mixture if they are given, and are each world's own
 # otherwise.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
-# --loss -> --clip_low and --clip_high. GSPO's are its paper's. CISPO has no lower clip; ScaleRL
-# (arXiv 2510.13786) found weights of at most 4 to 8 alike.
-CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+# --loss -> --clip_low and --clip_high. GSPO's are its paper's.
+CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4)}
 EVAL_ITEMS = 64  # of --eval_every
 
 
@@ -388,9 +387,6 @@ class Config(RunConfig):
         None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
     epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
-    sampler: Annotated[str, one_of("uniform", "frontier")] = arg(
-        "uniform", "uniform | frontier: prefer items that have been solved now and then so far; "
-                   "for an item that has not been played its category counts")
 
     flags_of("horizon")
     horizon_steps: int | None = arg(
@@ -434,13 +430,12 @@ class Config(RunConfig):
         None, "AdamW's learning rate for PPO's critic")
     gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
     lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
-    credit: Annotated[str, one_of("trajectory", "turn", "state")] = arg(
-        "trajectory", "trajectory | turn: the return from a turn on, against the same turn of the "
-                      "item's other trajectories | state: besides the trajectory's advantage, "
-                      "turns from equal states are compared (GiGPO) (grpo, rloo)")
-    loss: Annotated[str, one_of("ppo", "gspo", "gspo_turn", "cispo")] = arg(
+    credit: Annotated[str, one_of("trajectory", "state")] = arg(
+        "trajectory", "trajectory | state: besides the trajectory's advantage, turns from equal "
+                      "states are compared (GiGPO) (grpo, rloo)")
+    loss: Annotated[str, one_of("ppo", "gspo", "gspo_turn")] = arg(
         "ppo", "ppo | gspo (ratio of a trajectory) | gspo_turn (of a turn), both as in the paper "
-               "with --aggregation sequence | cispo (clipped weights, a gradient for every token)")
+               "with --aggregation sequence")
     clip_low: Annotated[float | None, not_negative] = arg(
         None, "the ratio is clipped below 1 - clip_low; default: " + ", ".join(
             f"{loss} {low:g}" for loss, (low, _) in CLIPS.items()))
@@ -788,8 +783,8 @@ def check_combinations(cfg: Config) -> None:
     if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
-    if cfg.credit != "trajectory" and cfg.algo not in ("grpo", "rloo"):
-        raise ValueError(f"--credit {cfg.credit} is for --algo grpo and rloo: "
+    if cfg.credit == "state" and cfg.algo not in ("grpo", "rloo"):
+        raise ValueError(f"--credit state is for --algo grpo and rloo: "
                          f"{cfg.algo} has an advantage for each token")
     if cfg.credit == "state":
         for world, urls in servers(cfg.env_url, cfg.worlds).items():

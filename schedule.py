@@ -14,12 +14,11 @@ state as an argument and returns the new one, and checkpoints contain it.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 MIN_RISE = 0.02  # adaptive: success has levelled off if its mean rose by less than this
-FRONTIER = (0.1, 0.9)  # the success rates that --sampler frontier prefers
 MIN_TRUNCATED = 0.05  # adaptive: longer horizons help only if more trajectories than this are cut
 
 
@@ -165,25 +164,6 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     if numbers is None:
         raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
     return tuple(int(number) for number in numbers.split(","))
-
-
-def frontier_items(items: Sequence[str], seed: int, step: int, count: int,
-                   record: dict[str, list[int]], category_of: Callable[[str], str]) -> list[str]:
-    """The items of a training step, drawn at random. Items with a success rate in FRONTIER, and
-    those without any, have ten times the weight of others.
-
-    record: item or category -> [trajectories that succeeded, trajectories]. The success of an item
-    is its own, if it has been played, else its category's. No item comes twice in a step.
-    """
-    low, high = FRONTIER
-    weights = np.ones(len(items))
-    for i, item in enumerate(items):
-        solved, played = record.get(item) or record.get(category_of(item)) or (0, 0)
-        if played and not low <= solved / played <= high:
-            weights[i] = 0.1
-    rng = np.random.default_rng([seed, step, 2])
-    drawn = rng.choice(len(items), count, replace=False, p=weights / weights.sum())
-    return [items[i] for i in drawn]
 
 
 def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str]:

@@ -64,7 +64,6 @@ class Run:
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
-    record: dict[str, list[int]]  # for --sampler frontier, see `schedule.frontier_items`
     notes: list[str]  # what is wrong with the newest checkpoints
     lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
@@ -161,7 +160,6 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 sys.exit(f"train.py: stopped at step {step}: {problem}; "
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
-            count_successes(run, trajectories)
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(run, step + 1)
         else:
@@ -207,12 +205,12 @@ def load(cfg: RunConfig) -> Run:
     logging.disable_progress_bar()
     newest, notes = rl.newest_intact(cfg.out)
     policy, tokenizer, trained, reference, teacher = load_for_training(cfg, newest, device)
-    state = {"step": 0, "horizon": {}, "record": {}}
+    state = {"step": 0, "horizon": {}}
     if newest:
         state |= rl.resume(newest, trained)
     return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, teacher,
                state["step"], saved=state["step"] if newest else None,
-               adaptive=state["horizon"], record=state["record"], notes=notes)
+               adaptive=state["horizon"], notes=notes)
 
 
 def is_finished(run: Run, steps: int) -> bool:
@@ -423,28 +421,8 @@ def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
     items = []
     for world, count in items_per_world(run.cfg, run.cfg.items_per_step).items():
-        if run.cfg.sampler == "frontier":
-            items += schedule.frontier_items(run.items[world], run.cfg.seed, step, count,
-                                             run.record, kind_of)
-        else:
-            items += schedule.items_at(run.items[world], run.cfg.seed, step, count)
+        items += schedule.items_at(run.items[world], run.cfg.seed, step, count)
     return items
-
-
-def kind_of(item: str) -> str:
-    """An item's world and category: "babyai GoToRedBall"."""
-    return f"{envs.split_item(item)[0]} {envs.category_of(item)}"
-
-
-def count_successes(run: Run, trajectories: list[Trajectory]) -> None:
-    """Update the record of --sampler frontier with a step's trajectories."""
-    if run.cfg.sampler != "frontier":
-        return
-    for t in trajectories:
-        if t.status != "env_error":
-            for name in (t.item, kind_of(t.item)):
-                solved, played = run.record.get(name, (0, 0))
-                run.record[name] = [solved + t.success, played + 1]
 
 
 def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
@@ -571,7 +549,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
             {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
-             "horizon": run.adaptive, "record": run.record}, run.trained)
+             "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)
         if (run.folder / "metrics.jsonl").stat().st_size:

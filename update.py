@@ -79,8 +79,7 @@ def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: 
     lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
     reward; the potentials of its other tokens are defined such that their rewards are zero.
     -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
-    compare sums within a group (GRPO, RLOO) do not change. PPO, REINFORCE++ and credit
-    by turn use them per turn.
+    compare sums within a group (GRPO, RLOO) do not change. PPO and REINFORCE++ use them per turn.
 
     >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5])
     [0.25, 0.5, -0.75]
@@ -107,23 +106,18 @@ def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Ten
     return scores, groups, valid
 
 
-def turn_groups(trajectories: "Sequence[Trajectory]", credit: str) -> Tensor:
-    """Which turns are compared with each other -> ids [B, K] long, for at most K turns, for
-    `algos.turn_advantage`.
-
-    credit "turn": turns with the same number. credit "state": turns that begin in the same state.
-    Both among the trajectories of one item. A turn whose state is unknown is a group of its own.
-    """
+def turns_by_state(trajectories: "Sequence[Trajectory]") -> Tensor:
+    """Which turns `algos.turn_advantage` compares with each other: those of an item's trajectories
+    that begin in the same state -> ids [B, K] long, for at most K turns. A turn whose state is
+    unknown is a group of its own."""
     ids = {}
     starts = [np.diff(np.array([False, *t.mask]).astype(int)) == 1 for t in trajectories]
     num_turns = [int(own.sum()) for own in starts]
     out = torch.full((len(trajectories), max(num_turns, default=0)), -1)
     for b, t in enumerate(trajectories):
         for k in range(num_turns[b]):
-            name = k
-            if credit == "state":
-                name = t.states[k] if t.states[k] is not None else (b, k)
-            out[b, k] = ids.setdefault((t.group, name), len(ids))
+            state = t.states[k] if t.states[k] is not None else (b, k)
+            out[b, k] = ids.setdefault((t.group, state), len(ids))
     return out
 
 
@@ -156,13 +150,9 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         compare = algos.rloo_advantage
         if cfg.algo == "grpo":
             compare = partial(algos.grpo_advantage, normalize_std=cfg.normalize_std)
-        if cfg.credit == "turn":
-            turns = turn_groups(trajectories, cfg.credit)
-            advantages = algos.turn_advantage(rewards, mask, turns, valid, compare=compare)
-        else:
-            advantages = compare(scores, groups, valid)[:, None] * mask
+        advantages = compare(scores, groups, valid)[:, None] * mask
         if cfg.credit == "state":
-            turns = turn_groups(trajectories, cfg.credit)
+            turns = turns_by_state(trajectories)
             advantages = advantages + algos.turn_advantage(rewards, mask, turns, valid,
                                                            GIGPO_GAMMA, compare)
     elif cfg.algo == "distill":

@@ -199,7 +199,7 @@ def test_a_run_from_before_the_flag_goes_on_reading_strictly(tmp_path):
 
 
 @pytest.mark.parametrize("loss, low, high", [
-    ("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("gspo_turn", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
+    ("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("gspo_turn", 3e-4, 4e-4)])
 def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high):
     cfg = parse_config(["--loss", loss, "--out", "runs/no"])
     assert (cfg.clip_low, cfg.clip_high) == (low, high)
@@ -210,9 +210,9 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--credit", "turn", "--algo", "ppo"], "--credit turn is for --algo grpo and rloo"),
+    (["--credit", "state", "--algo", "ppo"], "--credit state is for --algo grpo and rloo"),
     (["--credit", "state", "--algo", "reinforce_pp"], "--credit state is for --algo grpo and rloo"),
-    (["--credit", "turn", "--algo", "distill", "--teacher", "x"], "for --algo grpo and rloo"),
+    (["--credit", "state", "--algo", "distill", "--teacher", "x"], "for --algo grpo and rloo"),
     (["--credit", "state", "--env_url", "http://127.0.0.1:9"], "babyai, on a server, does not"),
     (["--credit", "state", "--env", "babyai,textcraft", "--env_url",
       "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not"),
@@ -220,8 +220,8 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
     (["--algo", "distill"], "--algo distill needs a --teacher"),
     (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),
-    (["--sampler", "best"], "unknown --sampler 'best'; choose from uniform, frontier"),
-    (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn, cispo"),
+    (["--credit", "turn"], "unknown --credit 'turn'; choose from trajectory, state"),
+    (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn"),
 ])
 def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, says):
     with pytest.raises(ValueError) as error:

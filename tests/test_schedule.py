@@ -10,7 +10,7 @@ import torch
 import schedule
 import train
 from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
-from schedule import adaptive_horizon, adaptive_start, frontier_items, horizon_at
+from schedule import adaptive_horizon, adaptive_start, horizon_at
 from schedule import items_at, parse_rounds
 
 
@@ -135,36 +135,6 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
     assert steps[:3] != steps[3:]  # the next epoch has another order
     assert steps != [items_at(items, 1, step, 3) for step in range(6)]
-
-
-def category(item):
-    return "even" if int(item.partition("_")[2]) % 2 == 0 else "odd"
-
-
-def test_items_on_the_frontier_are_drawn_as_often_as_their_weights_say():
-    """The success of an item is its own, else its category's, else unknown."""
-    items = [f"x_{i}" for i in range(6)]
-    record = {"even": [0, 50], "odd": [25, 50],  # the frontier is from 0.1 to 0.9
-              "x_0": [1, 10], "x_1": [9, 10], "x_2": [19, 20], "x_3": [0, 1]}
-    weights = [1, 1, 0.1, 0.1, 0.1, 1]
-    drawn = [frontier_items(items, 0, step, 1, record, category)[0] for step in range(4000)]
-    for item, weight in zip(items, weights):
-        assert drawn.count(item) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
-    # Nothing is known yet: all alike.
-    drawn = [frontier_items(items, 0, step, 1, {}, category)[0] for step in range(4000)]
-    for item in items:
-        assert drawn.count(item) / 4000 == pytest.approx(1 / 6, abs=0.03)
-
-
-def test_items_on_the_frontier_repeat_with_seed_and_step_and_none_comes_twice():
-    items = [f"x_{i}" for i in range(8)]
-    record = {"x_0": [1, 2], "odd": [0, 9]}
-    steps = [frontier_items(items, 0, step, 5, record, category) for step in range(20)]
-    assert steps == [frontier_items(items, 0, step, 5, record, category) for step in range(20)]
-    assert all(len(set(step)) == 5 and set(step) <= set(items) for step in steps)
-    assert len({tuple(step) for step in steps}) > 15
-    assert steps != [frontier_items(items, 1, step, 5, record, category) for step in range(20)]
-    assert sorted(frontier_items(items, 0, 0, 8, record, category)) == items
 
 
 def test_a_fixed_horizon_is_the_longest_of_the_preset():

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,14 +21,12 @@ from transformers import AutoModelForCausalLM
 
 import agent
 import config
-import envs
 import rl
 import train
 from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
-from rollout import Status, Trajectory
-from schedule import adaptive_horizon, adaptive_start, frontier_items
+from schedule import adaptive_horizon, adaptive_start
 from worlds.textcraft import TextCraft
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3",
@@ -332,10 +329,10 @@ def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
         assert abs(one[0][key] - two[0][key]) < 1e-5, key
 
 
-# ---- items on the frontier, credit for states, truncated sampling, a teacher ----
+# ---- credit for states, truncated sampling, a teacher ----
 
-SIGNAL = ["--sampler", "frontier", "--credit", "state", "--loss", "gspo_turn", "--top_p", "0.95",
-          "--teacher", "tiny", "--save_every", "1", "--minibatches", "2"]
+SIGNAL = ["--credit", "state", "--loss", "gspo_turn", "--top_p", "0.95", "--teacher", "tiny",
+          "--save_every", "1", "--minibatches", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -354,12 +351,14 @@ def test_rows_and_trajectories_have_what_credit_and_truncation_need(with_signal)
     assert all(len(t["states"]) == t["turns"] for t in played)
     assert all(len(t["behaviour_logprobs"]) == len(t["tokens"]) for t in played)
     assert all(row["logprob_gap"] < 1e-4 for row in metrics(with_signal))
-    assert all(0 < row["mutual_information"] < math.log(4) for row in metrics(with_signal))
+    # A step without two items of a category has no mutual information.
+    found = [row["mutual_information"] for row in metrics(with_signal)
+             if "mutual_information" in row]
+    assert 0 < max(found) < math.log(4)
 
 
 def test_a_run_with_all_of_these_that_is_stopped_resumes_exactly(
         with_signal, tmp_path, monkeypatch):
-    """Items on the frontier depend on what was solved before, which the checkpoint has to hold."""
     out = tmp_path / "r"
     played = []  # the steps of the calls
 
@@ -378,36 +377,6 @@ def test_a_run_with_all_of_these_that_is_stopped_resumes_exactly(
     assert metrics(out) == metrics(with_signal)
     weights = "final/model.safetensors"
     assert (out / weights).read_bytes() == (with_signal / weights).read_bytes()
-
-    # The record: each item and each category, counted over all steps.
-    counts = {}
-    for path in sorted(out.glob("trajectories/*.jsonl")):
-        for t in read_jsonl(path):
-            for name in (t["item"], train.kind_of(t["item"])):
-                solved, number = counts.get(name, (0, 0))
-                counts[name] = [solved + t["success"], number + 1]
-    state, _ = rl.read_state(out / "checkpoints/step_000003")
-    assert state["record"] == counts
-    # A step's items are those of the record of the steps before.
-    items = envs.items("babyai", "train")
-    state, _ = rl.read_state(out / "checkpoints/step_000002")
-    expected = frontier_items(items, 0, 2, 4, state["record"], train.kind_of)
-    assert expected != frontier_items(items, 0, 2, 4, {}, train.kind_of)
-    last = read_jsonl(out / "trajectories/step_000002.jsonl")
-    assert [t["item"] for t in last[:16:4]] == expected
-
-
-def test_a_failed_environment_is_no_failure_of_its_item():
-    run = SimpleNamespace(cfg=parse_config([*NO_RUN, "--sampler", "frontier"]), record={})
-    played = [Trajectory("babyai_0", "babyai", success=True), Trajectory("babyai_0", "babyai"),
-              Trajectory("babyai_40", "babyai"),
-              Trajectory("babyai_0", "babyai", status=Status.ENV_ERROR)]
-    train.count_successes(run, played)
-    expected = {"babyai_0": [1, 2], "babyai_40": [0, 1], "babyai GoToRedBallGrey": [1, 3]}
-    assert run.record == expected
-    uniform = SimpleNamespace(cfg=parse_config(NO_RUN), record={})
-    train.count_successes(uniform, played)
-    assert uniform.record == {}
 
 
 # ---- a teacher ----

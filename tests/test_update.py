@@ -267,8 +267,7 @@ def test_the_metrics_say_how_far_adam_moved_the_weights_also_without_a_gradient(
     ["--algo", "ppo"],
     ["--loss", "gspo", "--aggregation", "sequence"],
     ["--credit", "state"],
-    ["--loss", "gspo_turn", "--credit", "turn"],
-    ["--loss", "cispo", "--clip_high", "0.01"],
+    ["--loss", "gspo_turn"],
 ])
 def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         tiny, trajectories, flags):
@@ -379,7 +378,7 @@ def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
     assert max(q.grad.abs().max() for q in plain.parameters()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["gspo", "gspo_turn", "cispo"])
+@pytest.mark.parametrize("kind", ["gspo", "gspo_turn"])
 def test_an_update_takes_the_step_of_the_loss_that_it_is_given(tiny, trajectories, kind):
     """The oracle: `algos.policy_loss` of the whole batch, on the model's own forward pass. The
     recorded log-probs are not the policy's, so that the kinds differ."""
@@ -437,7 +436,7 @@ def test_the_kl_in_the_reward_is_taken_off_each_sampled_token(tiny, trajectories
     torch.testing.assert_close(advantages[mask], expected, atol=1e-3, rtol=0)
 
 
-# ---- credit over turns, a teacher, truncated sampling ----
+# ---- credit by state, a teacher, truncated sampling ----
 
 
 def turn_trajectory(rewards, group=0, states=(), status=Status.DONE):
@@ -462,7 +461,7 @@ TURNS = [
 ]
 
 
-def test_turns_are_compared_by_number_or_by_state_within_an_item_alone():
+def test_turns_are_compared_by_state_within_an_item_alone():
     def pairs(ids):
         """The turns (row, turn) of each group of at least two."""
         groups = {}
@@ -471,14 +470,11 @@ def test_turns_are_compared_by_number_or_by_state_within_an_item_alone():
                 groups.setdefault(ids[b, k].item(), []).append((b, k))
         return sorted(group for group in groups.values() if len(group) > 1)
 
-    assert pairs(update.turn_groups(TURNS, "turn")) == [
-        [(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1)],
-        [(3, 0), (4, 0), (5, 0)], [(4, 1), (5, 1)]]
-    assert pairs(update.turn_groups(TURNS, "state")) == [
+    assert pairs(update.turns_by_state(TURNS)) == [
         [(0, 0), (1, 0), (1, 1), (2, 0)], [(0, 1), (1, 2)],
         [(3, 0), (5, 0), (5, 1), (5, 2), (5, 3)]]
     nothing = Trajectory("babyai_1", "babyai", tokens=[5], mask=[False])
-    assert update.turn_groups([nothing], "turn").shape == (1, 0)
+    assert update.turns_by_state([nothing]).shape == (1, 0)
 
 
 def grpo_of(score, scores):
@@ -494,28 +490,26 @@ def rloo_of(score, scores):
 
 
 @pytest.mark.parametrize("algo, compare", [("grpo", grpo_of), ("rloo", rloo_of)])
-@pytest.mark.parametrize("credit", ["turn", "state"])
-def test_the_advantages_of_turns_are_those_of_the_loops(algo, compare, credit):
+def test_the_advantages_of_turns_are_those_of_the_loops(algo, compare):
     played = copy.deepcopy(TURNS)
-    cfg = parse_config([*NO_RUN, "--algo", algo, "--credit", credit])
+    cfg = parse_config([*NO_RUN, "--algo", algo, "--credit", "state"])
     advantages = update.advantages_of(played, cfg, "cpu")["advantages"]
-    gamma = 1.0 if credit == "turn" else 0.95
     valid = [t for t in played if t.status != "env_error"]
-    returns = {}  # group and number or state -> the returns of its turns
+    returns = {}  # group and state -> the returns of its turns
     of_turn = []  # (trajectory, turn, name of its group, return)
     for t in valid:
         rewards = t.rewards[3::4]
         for k in range(len(rewards)):
-            name = t.group, k if credit == "turn" else t.states[k] or (id(t), k)
-            value = sum(gamma ** j * reward for j, reward in enumerate(rewards[k:]))
+            name = t.group, t.states[k] or (id(t), k)
+            value = sum(0.95 ** j * reward for j, reward in enumerate(rewards[k:]))
             returns.setdefault(name, []).append(value)
             of_turn.append((t, k, name, value))
     expected = torch.zeros_like(advantages)
     for t, k, name, value in of_turn:
         advantage = compare(value, returns[name]) if len(returns[name]) > 1 else 0.0
-        if credit == "state":  # GiGPO: both advantages
-            advantage += compare(t.reward, [other.reward for other in valid
-                                            if other.group == t.group])
+        # GiGPO adds the trajectory's advantage.
+        advantage += compare(t.reward, [other.reward for other in valid
+                                        if other.group == t.group])
         expected[played.index(t), 4 * k + 2:4 * k + 4] = advantage
     torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
     assert (expected != 0).sum() > 8 and not advantages[5].any()
