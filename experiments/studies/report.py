@@ -51,8 +51,8 @@ WORDS = {
     "turn": "credit by turn",
     "state": "credit by state (GiGPO)",
     "dynamic": "dynamic sampling",
-    "keep_half": "the half of the groups that differ most",
-    "frontier": "items solved now and then",
+    "keep_half": "half of the groups",
+    "frontier": "items on the frontier",
     "distill": "a teacher's log-probs",
 }
 
