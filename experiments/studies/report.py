@@ -329,11 +329,14 @@ def gains(study, worlds, results, path):
     baseline = BASELINES[study]
     figure, axes = plt.subplots(1, len(worlds), figsize=(9.2, 4.6), layout="constrained",
                                 sharey=True, squeeze=False)
-    for world, ax in zip(worlds, axes[0]):
-        labels = by_label(study, world, results)
+    of_world = {world: by_label(study, world, results) for world in worlds}
+    compared = dict.fromkeys(label for labels in of_world.values() for label in labels
+                             if label not in (baseline, "base"))
+    for (world, labels), ax in zip(of_world.items(), axes[0]):
         base = results[Run(world, "base", 0).name]
-        compared = [label for label in labels if label not in (baseline, "base")]
         for line, label in enumerate(compared):
+            if label not in labels:
+                continue
             seeds, baseline_seeds = labels[label], labels[baseline]
             halves = common_seeds(success_at_half(seeds), success_at_half(baseline_seeds))
             ends = common_seeds(success_at_end(seeds), success_at_end(baseline_seeds))
