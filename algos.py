@@ -351,7 +351,8 @@ def _segment_mean(x: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
 
     x [B, T], mask [B, T] bool, segments [B, T] long ids, from 0 on -> [B, T]
     """
-    sums, counts = torch.zeros(2, len(x), int(segments.max()) + 1, dtype=x.dtype, device=x.device)
+    num_segments = int(segments.max()) + 1 if segments.numel() else 0
+    sums, counts = torch.zeros(2, len(x), num_segments, dtype=x.dtype, device=x.device)
     sums.scatter_add_(1, segments, x * mask)
     counts.scatter_add_(1, segments, mask.to(x.dtype))
     return (sums / counts.clamp(min=1)).gather(1, segments)

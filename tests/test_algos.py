@@ -185,7 +185,11 @@ def test_results_are_in_float32_or_more(dtype):
         reinforce_pp_advantage(x, mask),
         grpo_advantage(x[:, 0], torch.arange(2)),
         rloo_advantage(x[:, 0], torch.arange(2)),
+        turn_returns(x, mask),
+        turn_advantage(x, mask, torch.arange(2)[:, None]),
+        importance_weights(x, x, mask),
         policy_loss(x, x, x, mask)[0],
+        policy_loss(x, x, x, mask, kind="gspo_turn")[0],
         value_loss(x, x, x, mask),
         kl(x, x, "k3"),
         entropy(x),
@@ -207,6 +211,8 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
     (policy_loss, (X, X[0], X, MASK)),
     (value_loss, (X, X, X[:, 0], MASK)),
     (grpo_advantage, (X[0], torch.arange(4))),
+    (turn_advantage, (X[0], MASK, torch.zeros(3, 1, dtype=torch.long))),
+    (importance_weights, (X, X[:, :1], MASK)),
 ])
 def test_shapes_and_masks_that_would_broadcast_or_index_are_refused(function, arguments):
     message = "mask must be bool|does not match the mask|must be .B, T."
@@ -443,13 +449,33 @@ def test_a_trajectory_that_is_left_out_may_have_the_most_turns():
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_turns_of_nothing_have_no_advantage(shape):
+def test_turns_of_nothing_have_no_advantage_and_no_loss(shape):
     mask = torch.zeros(shape, dtype=torch.bool)
     groups = torch.zeros(shape[0], 0, dtype=torch.long)
-    assert turn_advantage(torch.zeros(shape), mask, groups).tolist() == mask.float().tolist()
+    nothing = torch.zeros(shape)
+    assert turn_advantage(nothing, mask, groups).tolist() == mask.float().tolist()
+    for kind in ("ppo", "gspo", "gspo_turn"):
+        loss, stats = policy_loss(nothing, nothing, nothing, mask, kind=kind)
+        assert loss.shape == shape and stats["tokens"] == 0
 
 
 # ---- truncated sampling ----
+
+
+def test_importance_weights_equal_the_loop():
+    """Ragged rows, one of them without a sampled token; both sides of the cap."""
+    g = torch.Generator().manual_seed(6)
+    logp, behaviour = normal(g, 5, 9) - 2, normal(g, 5, 9) - 2
+    mask = torch.rand(5, 9, generator=g) < 0.5
+    mask[3] = False
+    expected = torch.ones(5, 9, dtype=F64)
+    for b in range(5):
+        for t in range(9):
+            if mask[b, t]:
+                expected[b, t] = min(math.exp(logp[b, t].item() - behaviour[b, t].item()), 1.5)
+    weights = importance_weights(logp, torch.where(mask, behaviour, NAN), mask, cap=1.5)
+    close(weights, expected)
+    assert (weights == 1.5).any() and ((weights < 1) & mask).any()
 
 
 def test_importance_weights_turn_means_over_the_nucleus_into_sums_of_the_policy():
