@@ -98,7 +98,8 @@ def whole_numbers(values: object) -> list[int]:
 def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | None]]:
     """Name of a curve -> its value in each row, None where there is no finite number.
 
-    `left_out` counts these values, except those of held-out items, which few rows have.
+    `left_out` counts these values, except those of held-out items and of mutual information, which
+    not every row has.
     """
     columns = all_columns(rows)
     names = CURVES if "success" in columns else SFT_CURVES
@@ -107,7 +108,7 @@ def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | Non
     metrics = {}
     for key in curves:
         values = [number_or_none(row.get(key)) for row in rows]
-        is_sparse = key.startswith(("eval/", "held_out"))
+        is_sparse = key.startswith(("eval/", "held_out", "mutual_information"))
         if not is_sparse:
             left_out[f"values of {key} that are missing or not finite"] += values.count(None)
         if any(value is not None for value in values):
