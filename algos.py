@@ -318,6 +318,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     tensor([[-1.3416, -1.3416,  0.0000]])
     """
     _check_mask(mask, logprobs, old_logprobs)
+    if kind not in ("ppo", "gspo", "gspo_turn"):
+        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn")
     if advantages.dim() != mask.dim():
         raise ValueError(f"advantages must be [B, T] or [B, 1], not {list(advantages.shape)}")
     # Mask the inputs, not only the result. With a NaN outside the mask, masking only the result
@@ -327,8 +329,6 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    if kind not in ("ppo", "gspo", "gspo_turn"):
-        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn")
     if kind != "ppo":
         turns = turn_numbers(mask).clamp(min=0)  # [B, T]
         segments = turns if kind == "gspo_turn" else torch.zeros_like(turns)

@@ -784,7 +784,7 @@ def check_combinations(cfg: Config) -> None:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
     if cfg.credit == "state" and cfg.algo not in ("grpo", "rloo"):
-        raise ValueError(f"--credit state is for --algo grpo and rloo: "
+        raise ValueError("--credit state is for --algo grpo and rloo: "
                          f"{cfg.algo} has an advantage for each token")
     if cfg.credit == "state":
         for world, urls in servers(cfg.env_url, cfg.worlds).items():

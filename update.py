@@ -55,7 +55,7 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
         extra = [0.0] * turns
         if shaping != "none":
             lengths = (ends - starts)[:turns].tolist()
-            extra = shaping_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
+            extra = potential_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
         for end, more in zip(ends, extra):
             t.rewards[end - 1] += more - turn_cost
         if shaping == "potential":
@@ -65,7 +65,7 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
             t.reward = math.fsum(t.rewards)
 
 
-def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: float = 1.0,
+def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: float = 1.0,
                     keep: bool = False) -> list[float]:
     """The rewards that potential-based shaping adds to the turns of one trajectory.
 
@@ -81,9 +81,9 @@ def shaping_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: 
     -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
     compare sums within a group (GRPO, RLOO) do not change. PPO and REINFORCE++ use them per turn.
 
-    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5])
+    >>> potential_rewards([0.25, 0.75, 1.0], [5, 5, 5])
     [0.25, 0.5, -0.75]
-    >>> shaping_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
+    >>> potential_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
     [0.25, 0.5, 0.25]
     """
     before = [0.0, *potentials]
@@ -211,22 +211,27 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
                 start = t.mask.index(True)
                 end = (t.mask + [False]).index(False, start)
                 first[t.group] = category_of(t.item), t.tokens[:start], t.tokens[start:end]
-        sizes = Counter(kind for kind, _, _ in first.values())
-        chosen = sorted(first.values(), key=lambda item: (-sizes[item[0]], item[0]))
+
+        # The items of the largest categories. One that is left alone in its category is dropped.
+        sizes = Counter(category for category, _, _ in first.values())
+        chosen = sorted(first.values(), key=lambda entry: (-sizes[entry[0]], entry[0]))
         chosen = chosen[:INFORMATION_ITEMS]
-        sizes = Counter(kind for kind, _, _ in chosen)
-        chosen = [item for item in chosen if sizes[item[0]] > 1]
+        sizes = Counter(category for category, _, _ in chosen)
+        chosen = [entry for entry in chosen if sizes[entry[0]] > 1]
         if not chosen:
             continue
-        # Each reply after each prompt of its category.
-        pairs = [(i, j) for i, (kind, _, _) in enumerate(chosen)
-                 for j, (other, _, _) in enumerate(chosen) if kind == other]
-        room = cfg.max_length - max(len(prompt) for _, prompt, _ in chosen)
-        rows = [(chosen[j][1], chosen[i][2][:room]) for i, j in pairs]
+
+        # The log-prob of reply i after the prompt of item j, for items of the same category.
+        categories, prompts, replies = zip(*chosen)
+        num_items = len(chosen)
+        pairs = [(i, j) for i in range(num_items) for j in range(num_items)
+                 if categories[i] == categories[j]]
+        room = cfg.max_length - max(map(len, prompts))
+        rows = [(prompts[j], replies[i][:room]) for i, j in pairs]
         batch = pad_rows([prompt + reply for prompt, reply in rows],
                          [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
         logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)
-        scores = torch.full((len(chosen), len(chosen)), math.nan)
+        scores = torch.full((num_items, num_items), math.nan)
         scores[tuple(zip(*pairs))] = logprobs.sum(1)
         found[world] = algos.mutual_information(scores)
     return found

@@ -445,10 +445,10 @@ FAULTS = [
     Fault("algos.py", "-math.inf).logsumexp(1)", "-math.inf).logsumexp(0)",
           "Mutual information sums over replies in the place of items.",
           "algos::test_mutual_information_is_that_of_a_small_channel"),
-    Fault("update.py", "enumerate(chosen) if kind == other]", "enumerate(chosen)]",
+    Fault("update.py", "if categories[i] == categories[j]]", "if True]",
           "Replies are compared with those to items of other categories.",
-          "update::test_the_information_of_a_step_is_that_of_each_first_reply_after_each_first_prompt"
-          ),
+          "update::test_the_information_of_a_step_is_that_of_each_first_reply_after_each_first_"
+          "prompt"),
     Fault("algos.py", "logp = torch.where(mask, _as_float(logprobs), 0.0)",
           "logp = _as_float(logprobs)",
           "What stands outside the mask reaches the gradient of the policy.",

@@ -7,7 +7,7 @@ import pytest
 
 from envs import make_env
 from rollout import Trajectory
-from update import shape_rewards, shaping_rewards
+from update import potential_rewards, shape_rewards
 from worlds.textcraft import goal_depth, solution
 
 
@@ -60,11 +60,11 @@ def test_every_sequence_of_actions_keeps_its_return(gamma):
     for choices in itertools.product(range(num_choices), repeat=3):
         rewards, progress = play(env, item, choices)
         lengths = [rng.randint(1, 5) for _ in rewards]
-        extra = shaping_rewards(progress, lengths, gamma)
+        extra = potential_rewards(progress, lengths, gamma)
         shaped = [reward + more for reward, more in zip(rewards, extra)]
         plain_return = discounted_return(rewards, lengths, gamma)
         assert discounted_return(shaped, lengths, gamma) == pytest.approx(plain_return)
-        paid = shaping_rewards(progress, lengths, gamma, keep=True)
+        paid = potential_rewards(progress, lengths, gamma, keep=True)
         changed_by_progress += abs(discounted_return(paid, lengths, gamma)) > 1e-6
     assert changed_by_progress > 10
 

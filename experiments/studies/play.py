@@ -116,7 +116,7 @@ def next_steps(run, metrics):
     The piece has at least one step. It has more as long as even the longest trajectories cannot
     exceed the turns that are left.
     """
-    trajectories = max(row["trajectories"] for row in metrics) if metrics else 128
+    trajectories = metrics[-1]["trajectories"] if metrics else 128
     steps = len(metrics) + 1
     left = run.turns - turns_played(metrics) - trajectories * max_turns(run, len(metrics))
     while left >= trajectories * max_turns(run, steps):
