@@ -352,6 +352,7 @@ def gains(study, worlds, results, path):
         ax.axvline(0, color="black", lw=1)
         ax.set(title=in_words(world), xlabel=f"success, difference to {in_words(baseline)}")
         ax.set_yticks(range(len(compared)), map(in_words, compared))
+        ax.locator_params(axis="x", nbins=5)
         ax.grid(axis="x", alpha=0.3)
     axes[0, 0].invert_yaxis()
     figure.suptitle("held-out items; dots: mean over the seeds, bars: 95 % interval of the paired "
