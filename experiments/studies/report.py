@@ -223,13 +223,10 @@ def pairs_at_equal_time(seeds, baseline_seeds, base):
     """Success of both runs of each seed when the faster of the two has ended -> two lists.
 
     Between evaluations success is interpolated; it starts with that of `base`, rows of the model
-    before training. Times are those of training alone. A run whose summary says what disturbed its
-    times ("disturbed") is left out.
+    before training. Times are those of training alone, on whatever else the machine did.
     """
     pairs = []
     for seed in sorted(seeds.keys() & baseline_seeds.keys()):
-        if seeds[seed][1].get("disturbed") or baseline_seeds[seed][1].get("disturbed"):
-            continue
         curves = []
         for of_seed in (seeds[seed], baseline_seeds[seed]):
             points = of_seed[1].get("held_out", [])
