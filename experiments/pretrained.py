@@ -1,14 +1,16 @@
 """A pretrained model, as it comes -> warm start -> RL: keep the rows of the runs, and draw them.
 
     python experiments/pretrained.py add WORLD STAGE RESULT.json [RUN COMMIT]
-    python experiments/pretrained.py policies WORLD HORIZON
+    python experiments/pretrained.py policies WORLD HORIZON [FOLDER]
     python experiments/pretrained.py
 
-STAGE: raw, warm or rl. RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or
-train.py run, for its flags and its rows; COMMIT: the one it ran at. `policies` plays the world's
-expert and the uniformly random policy (where a world does not list its valid actions, the one that
-the built-in model was trained to imitate). Without arguments: the table and docs/pretrained.png,
-from experiments/results/pretrained.jsonl.gz alone.
+WORLD: a name such as "sciworld find", which begins with the world's; of the model that was trained
+in several worlds "mixture, sciworld find". STAGE: raw, warm or rl. RESULT: what eval.py wrote to
+--out. RUN: the folder of the sft.py or train.py run, for its flags and its rows; COMMIT: the one it
+ran at. `policies` plays the world's expert and the uniformly random policy (where a world does not
+list its valid actions, the one that the built-in model was trained to imitate) on the held-out
+items, of FOLDER if it is given. Without arguments: the table and docs/pretrained.png, from
+experiments/results/pretrained.jsonl.gz alone.
 """
 
 import json
@@ -29,6 +31,7 @@ from experiments.studies.report import in_words  # noqa: E402
 STUDY = "pretrained"
 STAGES = {"raw": "as it comes", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
+MIXTURE = "mixture, "
 
 
 def add(world, stage, result, run=None, commit=""):
@@ -47,11 +50,11 @@ def seconds(row):
     return row.get("seconds_rollout", 0) + row["seconds_update"]
 
 
-def add_policies(world, horizon):
+def add_policies(world, horizon, folder=None):
     """Keep what the expert and a random policy reach on the held-out items."""
     from experiments.policies import measure
 
-    found = measure(world, horizon=horizon)
+    found = measure(world.split()[0], horizon=horizon, data=folder)
     found["random"] = found.get("uniform", found["imitated"])
     for label in POLICIES:
         success = list(found[label]["success"].values())
@@ -69,46 +72,62 @@ def keep(world, stage, new):
 
 def report():
     """Print the table and write the picture."""
-    kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
+    kept = rows.load(STUDY)
     worlds = sorted({name.rpartition("_")[0] for name in kept})
+    alone = [world for world in worlds if not world.startswith(MIXTURE)]
+    together = [world for world in worlds if world.startswith(MIXTURE)]
     print("| world, horizon | model | steps, min | held-out success | valid actions | turns |")
     print("|---|---|---|---|---|---|")
-    figure, axes = plt.subplots(figsize=(2 + 2.2 * len(worlds), 4), layout="constrained")
-    for place, world in enumerate(worlds):
-        for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
-            summary = kept.get(f"{world}_{stage}")
-            x = place + 0.25 * (number - 1)
-            if summary is None:
-                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
-                continue
-            steps = len(rows.load(STUDY)[f"{world}_{stage}"]) - 1
-            print(line(world, label, summary, steps))
-            success = summary["evaluation"]["success"]
-            low, high = summary["evaluation"]["ci95"]["success"]
-            if stage in STAGES:
-                axes.bar(x, success, 0.22, color=f"C{number}", label=label if place == 0 else None)
-                bar = axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
-                                    color="black", capsize=3)
-                axes.text(x, high + 0.01, f"{success:.3f}", ha="center", va="bottom")
-            else:
-                axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
-                            linestyles="--" if stage == "expert" else ":",
-                            label=label if place == 0 else None)
-    horizons = [kept[f"{world}_warm"]["evaluation"]["config"]["horizon"] for world in worlds]
-    names = [" ".join(map(in_words, world.split())) for world in worlds]
-    axes.set_xticks(range(len(worlds)), [f"{n}, horizon {h}" for n, h in zip(names, horizons)])
-    bar.set_label("95 % interval\nover items")
-    axes.set(ylabel="success on held-out items", ylim=(0, 1.04), title="SmolLM2-135M, seed 0")
-    figure.legend(loc="outside right upper")
+    figure, (above, below) = plt.subplots(2, figsize=(2 + 2 * len(alone), 7.5),
+                                          layout="constrained", sharey=True)
+    draw(above, kept, alone)
+    draw(below, kept, together)
+    above.set_title("SmolLM2-135M, seed 0: a model for each world")
+    below.set_title("one model for four worlds")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(ROOT / "docs/pretrained.png", dpi=110)
     print("docs/pretrained.png")
 
 
-def line(world, label, summary, steps):
+def draw(axes, kept, worlds):
+    """The bars of some worlds, and their lines of the table."""
+    names = []
+    for place, world in enumerate(worlds):
+        alone = world.removeprefix(MIXTURE)
+        for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
+            run = kept.get(f"{world}_{stage}")
+            if run is None and (stage in POLICIES or stage == "raw"):
+                run = kept.get(f"{alone}_{stage}")  # the same model, the same items
+            x = place + 0.25 * (number - 1)
+            if run is None:
+                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
+                continue
+            if f"{world}_{stage}" in kept:
+                print(line(world, label, run))
+            success = run[-1]["evaluation"]["success"]
+            low, high = run[-1]["evaluation"]["ci95"]["success"]
+            label = label if place == 0 else None
+            if stage in STAGES:
+                axes.bar(x, success, 0.22, color=f"C{number}", label=label)
+                axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
+                              color="black", capsize=3,
+                              label="95 % interval" if label and stage == "raw" else None)
+                axes.text(x, high + 0.01, f"{success:.3f}", ha="center", va="bottom")
+            else:
+                axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
+                            linestyles="--" if stage == "expert" else ":", label=label)
+        horizon = kept[f"{world}_warm"][-1]["evaluation"]["config"]["horizon"]
+        names.append(" ".join(map(in_words, alone.split())) + f",\nhorizon {horizon}")
+    axes.set_xticks(range(len(worlds)), names)
+    axes.set(ylabel="success on held-out items", ylim=(0, 1.1))
+
+
+def line(world, label, run):
     """A line of the table."""
+    *steps, summary = run
     found = summary["evaluation"]
     low, high = found["ci95"]["success"]
-    trained = f"{steps}, {summary['minutes']:.0f}" if steps else ""
+    trained = f"{len(steps)}, {summary['minutes']:.0f}" if steps else ""
     valid = f"{found['valid_actions']:.3f}" if "valid_actions" in found else ""
     return (f"| {world}, {found['config']['horizon']} | {label} | {trained} | "
             f"{found['success']:.3f} [{low:.3f}, {high:.3f}] | {valid} | {found['turns']:.2f} |")

@@ -2,7 +2,8 @@
 
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
-NAME is one of: algorithms, horizon, collapse, recipe, worlds, credit, distill.
+NAME is one of: algorithms, horizon, rooms_horizon, collapse, recipe, worlds, transfer, credit,
+distill.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
@@ -26,6 +27,9 @@ horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive hor
     differences (Student's t) excludes 0. The comparison named beforehand: TextCraft, scaling
     against long. A run has collapsed if it ends with less than half of its best success on
     held-out items.
+rooms_horizon: the same four horizons in BabyAI's rooms, where half of the items need more turns
+    than the first stage allows; five seeds, evaluated at half of the turns and at the end.
+    The comparison named beforehand: scaling against long at the end.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three
@@ -33,6 +37,9 @@ recipe: the first 40 steps of the default run in BabyAI with one thing changed, 
 worlds: GRPO in SearchQA, in one task of SciWorld, in WebArena's tasks of one click, and one model
     for BabyAI and TextCraft; three seeds. Needs the extras searchqa, sciworld and webarena, and
     Chromium. The item sets are made in runs/items.
+transfer: train in one world, measure in all five (SciWorld's and WebArena's items are those of
+    study worlds): each alone, all of them mixed, and one after the other, each run going on from
+    the model of the run before it (--jobs 1). Draws a matrix.
 credit: GRPO against each addition to it (losses, credit over turns, choice of groups and items)
     in BabyAI's rooms and in TextCraft, five seeds, all runs with the same number of environment
     turns (CREDIT_TURNS). Compared with GRPO seed by seed, as in study horizon, after half of them
@@ -43,6 +50,7 @@ distill: the default run of BabyAI, and the same run whose only signal is a teac
 """
 
 import argparse
+import shutil
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +62,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from experiments.studies import play, report, rows  # noqa: E402
 from experiments.studies.runs import (  # noqa: E402
+    ALL_ITEMS,
     SCIWORLD_ITEMS,
     STUDIES,
     WEBARENA_ITEMS,
@@ -95,7 +104,7 @@ def main():
     if not args.draw and (missing or rows.plain_files(args.study)):
         commit = play.revision()
         lock = play.begin(args.study, results)
-        if missing and args.study == "worlds":
+        if missing and args.study in ("worlds", "transfer"):
             make_item_sets()
         failed = run_all(args.study, missing, commit, args.jobs)
         rows.pack(args.study)
@@ -123,11 +132,20 @@ def minutes_needed(missing, runs, results):
 
 
 def make_item_sets():
-    """The item sets of the study "worlds", where they are not there yet."""
+    """The item sets of the studies "worlds" and "transfer", where they are not there yet."""
     if not (ROOT / SCIWORLD_ITEMS).is_dir():
         play.call("experiments/sciworld_tasks.py", SCIWORLD_ITEMS, "find-non-living-thing")
     if not (ROOT / WEBARENA_ITEMS).is_dir():
         play.call("experiments/web.py", "navigate", WEBARENA_ITEMS)
+    if not (ROOT / ALL_ITEMS).is_dir():
+        sources = dict.fromkeys(("babyai", "textcraft", "searchqa"), "data")
+        sources |= {"sciworld": SCIWORLD_ITEMS, "webarena": WEBARENA_ITEMS}
+        (ROOT / ALL_ITEMS / "AgentItemId").mkdir(parents=True)
+        for world, folder in sources.items():
+            training = f"AgentItemId/{world}_train.json"
+            shutil.copy(ROOT / folder / training, ROOT / ALL_ITEMS / training)
+            held_out = f"AgentEval/{world}"
+            shutil.copytree(ROOT / folder / held_out, ROOT / ALL_ITEMS / held_out)
 
 
 def run_all(study, runs, commit, jobs):

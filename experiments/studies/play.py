@@ -29,7 +29,8 @@ def do(study, run, commit):
     """Train and evaluate `run`, then write its file of rows.
 
     A run that train.py stops (--max_kl, nan) is evaluated at its last checkpoint. A mixture is
-    evaluated in each of its worlds. The file gets its name only when it is complete.
+    evaluated in each of its worlds, a run with `measured` in those. The file gets its name only
+    when it is complete.
 
     Raises:
         RuntimeError: a command failed, or another commit than `commit` is checked out.
@@ -58,7 +59,8 @@ def do(study, run, commit):
     else:
         model = out / "final"
     samples = 4 if study == "horizon" else 2
-    evaluations = [evaluate(world, run, model, samples, path) for world in run.world.split(",")]
+    worlds = run.measured or run.world.split(",")
+    evaluations = [evaluate(world, run, model, samples, path) for world in worlds]
     midway = []
     if metrics and study in EVALUATED_MIDWAY:
         parts = MIDWAY_PARTS.get(study, (0.25, 0.5, 0.75))

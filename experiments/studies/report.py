@@ -12,8 +12,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from experiments.studies.runs import BASELINES, EVALUATED_MIDWAY, Run, runs_of  # noqa: E402
-from config import TINY_HORIZONS  # noqa: E402
+from experiments.studies.runs import (  # noqa: E402
+    BASELINES,
+    EVALUATED_MIDWAY,
+    TRANSFER_STEPS,
+    Run,
+    runs_of,
+)
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -272,6 +277,8 @@ def draw(study, results):
         sweep(worlds, results, DOCS / f"study_{study}.png")
     elif study == "credit":
         gains(study, worlds, results, DOCS / f"study_{study}.png")
+    elif study == "transfer":
+        matrix(results, DOCS / f"study_{study}.png")
     else:
         picture(study, worlds, results, DOCS / f"study_{study}.png")
 
@@ -357,6 +364,44 @@ def gains(study, worlds, results, path):
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
     save(figure, path)
+
+
+def matrix(results, path):
+    """A line per training of study "transfer", a column per world: the score on held-out items
+    with half the width of its 95 % interval; the color is the score less the built-in model's."""
+    order = ("base", "alone", "next", "mixture")
+    runs = [run for run in runs_of("transfer") if run.name in results]
+    runs.sort(key=lambda run: order.index(run.label))
+    columns = list(TRANSFER_STEPS)
+    cells = np.array([[results[run.name][-1]["worlds"][world]["score"] for world in columns]
+                      for run in runs])
+    gained = cells - cells[0]
+    figure, ax = plt.subplots(figsize=(8, 1.6 + 0.45 * len(runs)), layout="constrained")
+    image = ax.imshow(gained, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    for y, run in enumerate(runs):
+        for x, world in enumerate(columns):
+            low, high = results[run.name][-1]["worlds"][world]["score_ci95"]
+            ax.text(x, y, f"{cells[y, x]:.3f} ± {(high - low) / 2:.3f}", ha="center", va="center",
+                    color="white" if abs(gained[y, x]) > 0.6 else "black", fontsize=9)
+    ax.set_xticks(range(len(columns)), map(in_words, columns))
+    ax.set_yticks(range(len(runs)), map(training_in_words, runs))
+    ax.set(xlabel="score on held-out items, with half of its 95 % interval over items",
+           title="Trained in one world, measured in all")
+    figure.colorbar(image, label="difference to the built-in model")
+    save(figure, path)
+
+
+def training_in_words(run):
+    """What a model of study "transfer" was trained on."""
+    if run.label == "base":
+        return "nothing (built-in model)"
+    if run.label == "mixture":
+        return "all five, mixed"
+    if run.label == "alone":
+        return in_words(run.world)
+    first, second, *_ = TRANSFER_STEPS
+    before = f"{in_words(first)}, " if run.world == second else "... "
+    return f"{before}then {in_words(run.world)}"
 
 
 def picture(study, worlds, results, path):
@@ -475,7 +520,8 @@ def draw_held_out(axes, world, labels, base):
         name = name_of(label, seeds)
         for column, ax in enumerate(axes):
             ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], label=name, **style)
-    ylabel = f"success within {TINY_HORIZONS[world].eval_horizon} turns"
+    any_rows = base or next(iter(labels.values()))[0]  # all are evaluated at one horizon
+    ylabel = f"success within {any_rows[-1]['eval_horizon']} turns"
     for unit, ax in zip(UNITS.values(), axes):
         ax.set(xlabel=unit, ylabel=ylabel, title=f"{in_words(world)}: held-out items")
         if base:

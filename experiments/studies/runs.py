@@ -33,14 +33,24 @@ CREDIT_WORLDS = {
 }
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
-EVALUATED_MIDWAY = ("horizon", "collapse", "credit", "distill")
-MIDWAY_PARTS = {"credit": (0.5,)}  # where they are not a quarter, half and three quarters
+EVALUATED_MIDWAY = ("horizon", "rooms_horizon", "collapse", "credit", "distill")
+# Where they are not a quarter, half and three quarters.
+MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,)}
 # The label that the others are compared with.
-BASELINES = {"horizon": "scaling", "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
+BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "collapse": "scaling",
+             "credit": "grpo", "distill": "grpo"}
 
-# Study "worlds": folders of item sets.
+# Studies "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
 WEBARENA_ITEMS = "runs/items/NAV"
+ALL_ITEMS = "runs/items/ALL"  # five worlds: those two, and the sets in data/ of the others
+
+# Study "rooms_horizon".
+ROOMS_ROUNDS = "3,6,10"
+ROOMS_TURNS = 40_000
+
+# Study "transfer": the worlds in the order in which one model learns them, and their steps.
+TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
 
 # Study "recipe": label -> flags that differ from the default run.
 RECIPES = {
@@ -69,6 +79,7 @@ class Run(NamedTuple):
     flags: tuple = ()  # of train.py
     turns: int = 0  # environment turns after which training ends; 0: the default number of steps
     horizon: int = 0  # in evaluation; 0: the world's default
+    measured: tuple = ()  # worlds of the evaluation; none: those of the training
 
     @property
     def name(self):
@@ -105,6 +116,23 @@ def horizon():
         for seed in range(SEEDS[world]):
             for label, schedule in schedules.items():
                 found.append(Run(world, label, seed, schedule + flags, TURNS[world]))
+    return found
+
+
+def rooms_horizon():
+    rooms = ("--data", "data/rooms", "--save_every", "5", "--keep", "1000")
+    growing = ("--horizon", ROOMS_ROUNDS)
+    first, *_, last = ROOMS_ROUNDS.split(",")
+    schedules = {
+        "scaling": (*growing, "--horizon_steps", "25"),
+        "long": fixed(last),
+        "short": fixed(first),
+        "adaptive": (*growing, "--horizon_schedule", "adaptive"),
+    }
+    found = [Run("babyai", "base", 0, rooms, horizon=int(last))]
+    for seed in range(5):
+        for label, schedule in schedules.items():
+            found.append(Run("babyai", label, seed, schedule + rooms, ROOMS_TURNS, int(last)))
     return found
 
 
@@ -169,11 +197,30 @@ def distill():
     return found
 
 
+def transfer():
+    every = tuple(TRANSFER_STEPS)
+    data = ("--data", ALL_ITEMS)
+    found = [Run("babyai", "base", 0, data, measured=every)]
+    before = ""
+    for world, steps in TRANSFER_STEPS.items():
+        flags = ("--steps", str(steps), *data)
+        found.append(Run(world, "alone", 0, flags, measured=every))
+        if before:  # the first of them is the run above
+            model = f"runs/study/transfer/{before}/final"
+            found.append(Run(world, "next", 0, (*flags, "--model", model), measured=every))
+        before = found[-1].name
+    mixture = ",".join(every)
+    found.append(Run(mixture, "mixture", 0, ("--steps", "60", *data), measured=every))
+    return found
+
+
 STUDIES = {
     "credit": credit,
     "distill": distill,
     "algorithms": algorithms,
     "horizon": horizon,
+    "rooms_horizon": rooms_horizon,
+    "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
     "worlds": worlds,
