@@ -100,7 +100,8 @@ def draw(axes, kept, worlds):
                 run = kept.get(f"{alone}_{stage}")  # the same model, the same items
             x = place + 0.25 * (number - 1)
             if run is None:
-                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
+                if stage in STAGES:
+                    axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
                 continue
             if f"{world}_{stage}" in kept:
                 print(line(world, label, run))
