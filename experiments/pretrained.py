@@ -74,53 +74,58 @@ def report():
     """Print the table and write the picture."""
     kept = rows.load(STUDY)
     worlds = sorted({name.rpartition("_")[0] for name in kept})
-    alone = [world for world in worlds if not world.startswith(MIXTURE)]
-    together = [world for world in worlds if world.startswith(MIXTURE)]
     print("| world, horizon | model | steps, min | held-out success | valid actions | turns |")
     print("|---|---|---|---|---|---|")
+    for world in worlds:
+        for stage, label in (STAGES | POLICIES).items():
+            if f"{world}_{stage}" in kept:
+                print(line(world, label, kept[f"{world}_{stage}"]))
+
+    alone = [world for world in worlds if not world.startswith(MIXTURE)]
+    together = [world for world in worlds if world.startswith(MIXTURE)]
     figure, (above, below) = plt.subplots(2, figsize=(2 + 2 * len(alone), 7.5),
                                           layout="constrained", sharey=True)
     draw(above, kept, alone)
     draw(below, kept, together)
     above.set_title("SmolLM2-135M, seed 0: a model for each world")
-    below.set_title("one model for four worlds")
-    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    below.set_title("one model for these worlds")
+    handles, labels = above.get_legend_handles_labels()
+    legend = dict(zip(labels, handles))  # each label once
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=6)
     figure.savefig(ROOT / "docs/pretrained.png", dpi=110)
     print("docs/pretrained.png")
 
 
 def draw(axes, kept, worlds):
-    """The bars of some worlds, and their lines of the table."""
+    """The bars of some worlds, and lines for the policies that are not models.
+
+    The mixture has no rows for what it shares with a world's own model: the policies, and the model
+    as it comes.
+    """
     names = []
     for place, world in enumerate(worlds):
-        alone = world.removeprefix(MIXTURE)
+        own = world.removeprefix(MIXTURE)
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
-            run = kept.get(f"{world}_{stage}")
-            if run is None and (stage in POLICIES or stage == "raw"):
-                run = kept.get(f"{alone}_{stage}")  # the same model, the same items
+            source = world if stage in ("warm", "rl") else own
             x = place + 0.25 * (number - 1)
-            if run is None:
-                if stage in STAGES:
-                    axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
+            if f"{source}_{stage}" not in kept:
+                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
                 continue
-            if f"{world}_{stage}" in kept:
-                print(line(world, label, run))
-            success = run[-1]["evaluation"]["success"]
-            low, high = run[-1]["evaluation"]["ci95"]["success"]
-            label = label if place == 0 else None
+            evaluation = kept[f"{source}_{stage}"][-1]["evaluation"]
+            success = evaluation["success"]
+            low, high = evaluation["ci95"]["success"]
             if stage in STAGES:
                 axes.bar(x, success, 0.22, color=f"C{number}", label=label)
                 axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
-                              color="black", capsize=3,
-                              label="95 % interval" if label and stage == "raw" else None)
+                              color="black", capsize=3, label="95 % interval over items")
                 axes.text(x, high + 0.01, f"{success:.3f}", ha="center", va="bottom")
             else:
                 axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
                             linestyles="--" if stage == "expert" else ":", label=label)
         horizon = kept[f"{world}_warm"][-1]["evaluation"]["config"]["horizon"]
-        names.append(" ".join(map(in_words, alone.split())) + f",\nhorizon {horizon}")
+        names.append(" ".join(map(in_words, own.split())) + f",\nhorizon {horizon}")
     axes.set_xticks(range(len(worlds)), names)
-    axes.set(ylabel="success on held-out items", ylim=(0, 1.1))
+    axes.set(ylabel="success on held-out items", ylim=(0, 1.12))
 
 
 def line(world, label, run):

@@ -86,6 +86,49 @@ def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
     assert report.pairs_at_equal_time({1: slow}, {2: fast}, base) == ([], [])
 
 
+def test_all_horizons_of_a_study_share_their_other_flags():
+    for name in ("horizon", "rooms_horizon"):
+        for run in runs.runs_of(name):
+            if run.label == "base":
+                continue
+            assert run.flags[-len(runs.TO_THE_END):] == runs.TO_THE_END
+            longest = run.horizon or runs.TINY_HORIZONS[run.world].rounds[-1]
+            largest = {"short": 3}.get(run.label, longest)
+            assert play.max_turns(run, 10_000) == largest, run.name
+
+
+def test_a_chain_of_worlds_begins_with_the_model_of_the_run_before():
+    chain = [run for run in runs.runs_of("transfer") if run.label == "next"]
+    before = ["babyai_alone_s0", *(run.name for run in chain)]
+    for run, model in zip(chain, before):
+        assert play.flag(run, "--model", "") == f"runs/study/transfer/{model}/final"
+    order = [run.name for run in runs.runs_of("transfer")]
+    assert sorted(before, key=order.index) == before  # a model is there when it is needed
+
+
+def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(play, "ROOT", tmp_path)
+    monkeypatch.setattr(play, "revision", lambda: "abc")
+    (tmp_path / "data/tiny").mkdir(parents=True)
+    (tmp_path / "data/tiny/model.safetensors").write_bytes(b"one")
+    asked = []
+
+    def evaluate(world, *_):
+        asked.append(world)
+        figures = {"success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
+                   "env_error": 0.0, "categories": {}}
+        config = {"env": world, "model": "tiny", "samples": 2, "horizon": 4, "data": "",
+                  "model_sha256": "1"}
+        return figures | {"ci95": {"success": [0, 1], "score": [0, 1]}, "config": config}
+
+    monkeypatch.setattr(play, "evaluate", evaluate)
+    base = runs.runs_of("transfer")[0]
+    play.do("transfer", base, "abc")
+    assert asked == list(runs.TRANSFER_STEPS)
+    assert list(rows.load("transfer")[base.name][-1]["worlds"]) == asked
+
+
 def test_a_collapse_is_the_loss_of_half_of_the_best():
     def summary(*successes, stopped=""):
         held_out = [{"success": success} for success in successes]
@@ -239,6 +282,28 @@ def words_of(figure):
     for legend in figure.legends:
         texts += [text.get_text() for text in legend.get_texts()]
     return texts
+
+
+def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model(monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
+    results = {}
+    for number, run in enumerate(runs.runs_of("transfer")):
+        score = 0.05 * number
+        figure = {"score": score, "score_ci95": [score - 0.02, score + 0.02]}
+        results[run.name] = [{"worlds": dict.fromkeys(runs.TRANSFER_STEPS, figure)}]
+    report.draw("transfer", {"babyai_alone_s0": results["babyai_alone_s0"]})
+    assert not figures  # without the built-in model
+    report.draw("transfer", results)
+    (figure,) = figures
+    plt.close(figure)
+    ax = figure.axes[0]
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names[:3] == ["nothing (built-in model)", "BabyAI", "TextCraft"]
+    assert names[6] == "BabyAI, then TextCraft" and names[-1] == "all five, mixed"
+    first_cells = [text.get_text() for text in ax.texts][::len(runs.TRANSFER_STEPS)]
+    assert first_cells[:3] == ["0.000 ± 0.020", "0.050 ± 0.020", "0.100 ± 0.020"]
+    assert abs(ax.images[0].get_array()[-1, 0] - 0.5) < 1e-9  # the last of eleven runs
 
 
 @pytest.mark.parametrize("name", ["algorithms", "horizon", "collapse", "recipe", "credit",

@@ -370,8 +370,10 @@ def matrix(results, path):
     """A line per training of study "transfer", a column per world: the score on held-out items
     with half the width of its 95 % interval; the color is the score less the built-in model's."""
     order = ("base", "alone", "next", "mixture")
-    runs = [run for run in runs_of("transfer") if run.name in results]
-    runs.sort(key=lambda run: order.index(run.label))
+    runs = sorted(runs_of("transfer"), key=lambda run: order.index(run.label))
+    runs = [run for run in runs if run.name in results]
+    if not runs or runs[0].label != "base":
+        return  # nothing to compare with
     columns = list(TRANSFER_STEPS)
     cells = np.array([[results[run.name][-1]["worlds"][world]["score"] for world in columns]
                       for run in runs])

@@ -45,9 +45,11 @@ SCIWORLD_ITEMS = "runs/items/FNL"
 WEBARENA_ITEMS = "runs/items/NAV"
 ALL_ITEMS = "runs/items/ALL"  # five worlds: those two, and the sets in data/ of the others
 
-# Study "rooms_horizon".
-ROOMS_ROUNDS = "3,6,10"
-ROOMS_TURNS = 40_000
+# Studies "horizon" and "rooms_horizon": only NaN and --max_kl stop a run. Checkpoints are frequent:
+# one near every number of turns.
+TO_THE_END = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
+ROOMS_ROUNDS = (3, 6, 10)
+ROOMS_TURNS = 50_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -100,39 +102,36 @@ def algorithms():
     return found
 
 
+def schedules(rounds, growing=()):
+    """The four schedules of the horizon: label -> flags. growing: the flags that set `rounds`."""
+    return {
+        "scaling": growing,
+        "long": fixed(rounds[-1]),
+        "short": fixed(rounds[0]),
+        "adaptive": ("--horizon_schedule", "adaptive", *growing),
+    }
+
+
 def horizon():
-    # Only NaN and --max_kl stop a run. Checkpoints are frequent: one near every number of turns.
-    flags = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
     found = []
     for world in ("babyai", "textcraft"):
-        rounds = TINY_HORIZONS[world].rounds
-        schedules = {
-            "scaling": (),
-            "long": fixed(rounds[-1]),
-            "short": fixed(rounds[0]),
-            "adaptive": ("--horizon_schedule", "adaptive"),
-        }
         found.append(Run(world, "base", 0))
+        labels = schedules(TINY_HORIZONS[world].rounds)
         for seed in range(SEEDS[world]):
-            for label, schedule in schedules.items():
-                found.append(Run(world, label, seed, schedule + flags, TURNS[world]))
+            for label, schedule in labels.items():
+                found.append(Run(world, label, seed, schedule + TO_THE_END, TURNS[world]))
     return found
 
 
 def rooms_horizon():
-    rooms = ("--data", "data/rooms", "--save_every", "5", "--keep", "1000")
-    growing = ("--horizon", ROOMS_ROUNDS)
-    first, *_, last = ROOMS_ROUNDS.split(",")
-    schedules = {
-        "scaling": (*growing, "--horizon_steps", "25"),
-        "long": fixed(last),
-        "short": fixed(first),
-        "adaptive": (*growing, "--horizon_schedule", "adaptive"),
-    }
-    found = [Run("babyai", "base", 0, rooms, horizon=int(last))]
+    rooms = ("--data", "data/rooms")
+    labels = schedules(ROOMS_ROUNDS, ("--horizon", ",".join(map(str, ROOMS_ROUNDS))))
+    last = ROOMS_ROUNDS[-1]
+    found = [Run("babyai", "base", 0, rooms, horizon=last)]
     for seed in range(5):
-        for label, schedule in schedules.items():
-            found.append(Run("babyai", label, seed, schedule + rooms, ROOMS_TURNS, int(last)))
+        for label, schedule in labels.items():
+            flags = schedule + rooms + TO_THE_END
+            found.append(Run("babyai", label, seed, flags, ROOMS_TURNS, last))
     return found
 
 
