@@ -289,7 +289,7 @@ def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model(mo
     monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
     results = {}
     for number, run in enumerate(runs.runs_of("transfer")):
-        score = 0.05 * number
+        score = 0.1 + 0.05 * number
         figure = {"score": score, "score_ci95": [score - 0.02, score + 0.02]}
         results[run.name] = [{"worlds": dict.fromkeys(runs.TRANSFER_STEPS, figure)}]
     report.draw("transfer", {"babyai_alone_s0": results["babyai_alone_s0"]})
@@ -302,7 +302,7 @@ def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model(mo
     assert names[:3] == ["nothing (built-in model)", "BabyAI", "TextCraft"]
     assert names[6] == "BabyAI, then TextCraft" and names[-1] == "all five, mixed"
     first_cells = [text.get_text() for text in ax.texts][::len(runs.TRANSFER_STEPS)]
-    assert first_cells[:3] == ["0.000 ± 0.020", "0.050 ± 0.020", "0.100 ± 0.020"]
+    assert first_cells[:3] == ["0.100 ± 0.020", "0.150 ± 0.020", "0.200 ± 0.020"]
     assert abs(ax.images[0].get_array()[-1, 0] - 0.5) < 1e-9  # the last of eleven runs
 
 
