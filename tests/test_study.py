@@ -129,6 +129,22 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
     assert list(rows.load("transfer")[base.name][-1]["worlds"]) == asked
 
 
+def test_an_evaluation_of_which_many_episodes_failed_is_no_row(tmp_path, monkeypatch):
+    share = {}
+
+    def eval_py(*command):
+        out = command[command.index("--out") + 1]
+        out.write_text(json.dumps({"success": 0.1, "env_error": share["failed"]}))
+
+    monkeypatch.setattr(play, "call", eval_py)
+    base = runs.runs_of("transfer")[0]
+    share["failed"] = 0.01
+    assert play.evaluate("webarena", base, "tiny", 2, tmp_path / "run.jsonl")["success"] == 0.1
+    share["failed"] = 0.9
+    with pytest.raises(RuntimeError, match="90% of the episodes in webarena failed"):
+        play.evaluate("webarena", base, "tiny", 2, tmp_path / "run.jsonl")
+
+
 def test_a_collapse_is_the_loss_of_half_of_the_best():
     def summary(*successes, stopped=""):
         held_out = [{"success": success} for success in successes]

@@ -24,6 +24,10 @@ KEPT = (
     "valid_actions", "env_error", "entropy", "kl_behaviour",
 )
 
+# The largest share of an evaluation's episodes whose environment may fail. They are left out of its
+# figures.
+MOST_FAILED = 0.02
+
 
 def do(study, run, commit):
     """Train and evaluate `run`, then write its file of rows.
@@ -139,7 +143,11 @@ def max_turns(run, step):
 
 
 def evaluate(world, run, model, samples, path):
-    """Play the held-out items with eval.py -> what it writes to --out, as a dict."""
+    """Play the held-out items with eval.py -> what it writes to --out, as a dict.
+
+    Raises:
+        RuntimeError: more than MOST_FAILED of the episodes failed, so that the rest says little.
+    """
     data = ()
     if "--data" in run.flags:
         begin = run.flags.index("--data")
@@ -152,6 +160,8 @@ def evaluate(world, run, model, samples, path):
     )
     found = json.loads(result.read_text())
     result.unlink()
+    if found["env_error"] > MOST_FAILED:
+        raise RuntimeError(f"{found['env_error']:.0%} of the episodes in {world} failed; see eval.py")
     return found
 
 
