@@ -161,7 +161,8 @@ def evaluate(world, run, model, samples, path):
     found = json.loads(result.read_text())
     result.unlink()
     if found["env_error"] > MOST_FAILED:
-        raise RuntimeError(f"{found['env_error']:.0%} of the episodes in {world} failed; see eval.py")
+        share = f"{found['env_error']:.0%}"
+        raise RuntimeError(f"{share} of the episodes in {world} failed: run the study again")
     return found
 
 
