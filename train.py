@@ -587,11 +587,13 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
         reason = str(e)
         if isinstance(e, CheckpointException):
             reason = str(next(iter(e.failures.values()))[0])
-        if isinstance(e, RuntimeError) and not any(words in reason for words in LACKS):
+        lacks = isinstance(e, MemoryError) or any(words in reason for words in LACKS)
+        if isinstance(e, RuntimeError) and not lacks:
             raise
-        line = f"{reason.splitlines()[0] if reason else 'out of memory'}; "
-        if "memory" in line:
-            line += "a smaller --microbatch_tokens or --slots takes less; "
+        line = f"{reason.splitlines()[0] if reason else type(e).__name__}; "
+        if lacks:
+            line = (f"no memory or no thread left: {line}"
+                    "a smaller --microbatch_tokens or --slots takes less; ")
         usage_error(ValueError(f"{line}{cfg.out} is kept, --resume goes on from its newest "
                                "checkpoint"), script)
 

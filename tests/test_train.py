@@ -635,15 +635,16 @@ def test_a_damaged_row_of_metrics_is_one_line_and_a_half_written_last_one_is_not
 
 @pytest.mark.parametrize("limit, says", [
     ("-f 2000", "File too large"),  # of the weights' file
-    ("-v 1700000", "memory"),
+    ("-v 1700000", "no memory or no thread left"),
 ])
 def test_a_lack_of_disk_or_memory_is_one_line(limit, says, tmp_path):
     train_small = shlex.join([sys.executable, "train.py", *SMALL, "--out", str(tmp_path / "r")])
     done = subprocess.run(["bash", "-c", f"ulimit {limit}; {train_small}"], cwd=ROOT, env=ENV,
                           capture_output=True, text=True, timeout=300)
-    last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert last.startswith("train.py: ") and says in last and "--resume goes on" in last
+    # Python, too, may write "MemoryError" at its end.
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1 and says in lines[0] and "--resume goes on" in lines[0], done.stderr
 
 
 def test_a_model_without_a_chat_template_needs_the_file_of_one(tmp_path):
