@@ -13,9 +13,10 @@ with one step each, and the fastest are taken. Then come a warm-up step, three m
 one that is checked: whether exactly the sampled tokens are trained on, and how far the trainer's
 log-probs are from those with which they were sampled. Tokens a second are the median of the
 measured steps, with the smallest and the largest. --full adds SmolLM2-135M, `--models smollm2`
-measures it alone (see data/get_smollm2.py): 4 items x 4 samples and one measured step, because a
-step of TRL takes minutes. The scripts are in benches/peers_scripts/;
-their code above the line "measurements" is what a user of the program writes.
+measures it alone (see data/get_smollm2.py), `--models runs/warm/final` a model of one's own: 4
+items x 4 samples and one measured step, because a step of TRL takes minutes. The scripts are in
+benches/peers_scripts/; their code above the line "measurements" is what a user of the program
+writes.
 """
 
 import ast
@@ -38,10 +39,22 @@ import envs
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benches" / "peers_scripts"
 MARKER = "# ---- measurements"  # what follows in a script is no part of the job
-# Model -> our tokens a second over those of the fastest peer; reported, no stated ratio.
-GOALS = {"tiny": 5, "smollm2": 3}
-NUM_TRIED = {"smollm2": 2}  # model -> how many of a program's settings are tried; others: all
 NUM_WARM_UP, NUM_CHECKED = 1, 1  # steps before and after the measured ones
+
+
+class Scale(NamedTuple):
+    """The size of the job."""
+
+    items: int  # of a step
+    samples: int  # of an item
+    measured: int  # steps
+    tried: int  # settings of a program
+    lr: float
+    goal: float  # our tokens a second over those of the fastest peer; reported, no stated ratio
+
+
+TINY = Scale(items=8, samples=8, measured=3, tried=4, lr=4e-4, goal=5)
+REAL = Scale(items=4, samples=4, measured=1, tried=2, lr=5e-5, goal=3)  # any other model
 
 
 class Program(NamedTuple):
@@ -198,19 +211,33 @@ def user_lines(source):
 # ---- the table ----
 
 
+def scale_of(args, model):
+    """The size of the job for this model; flags win."""
+    scale = TINY if model == "tiny" else REAL
+    given = {name: getattr(args, name) for name in ("items", "samples", "measured")}
+    return scale._replace(**{name: value for name, value in given.items() if value})
+
+
+def folder_of(model):
+    """A name in data/, or a path."""
+    named = ROOT / "data" / model
+    return named if named.exists() else Path(model).expanduser().resolve()
+
+
 def job_of(args, model, world, program, settings, measured, checked):
     """What a script is given: see benches/peers_scripts/measure.py."""
+    scale = scale_of(args, model)
     num_steps = NUM_WARM_UP + measured + NUM_CHECKED
     return {
         "root": str(ROOT),
-        "model": str(ROOT / "data" / model),
+        "model": str(folder_of(model)),
         "world": world,
-        "items": envs.items(world, "train")[: num_steps * args.items],
-        "items_per_step": args.items,
-        "samples": args.samples,
+        "items": envs.items(world, "train")[: num_steps * scale.items],
+        "items_per_step": scale.items,
+        "samples": scale.samples,
         "horizon": args.horizon,
         "max_tokens": 32,
-        "lr": 4e-4 if model == "tiny" else 5e-5,
+        "lr": scale.lr,
         "threads": args.threads,
         "measured": measured,
         "checked": checked,
@@ -222,10 +249,11 @@ def job_of(args, model, world, program, settings, measured, checked):
 def measure_program(args, model, world, name):
     """-> figures of a program; {"error": ...} if it cannot be installed or fails."""
     program = PROGRAMS[name]
+    scale = scale_of(args, model)
     try:
         python = python_of(program, Path(args.envs).expanduser())
         tried = []
-        candidates = program.settings[: NUM_TRIED.get(model)]
+        candidates = program.settings[: scale.tried]
         if args.no_trials:
             candidates = candidates[:1]
         for settings in candidates:
@@ -240,7 +268,7 @@ def measure_program(args, model, world, name):
             tried.append({**settings, "tokens_per_cpu_second": speed})
         best = max(range(len(tried)), key=lambda i: tried[i]["tokens_per_cpu_second"] or 0)
         settings = candidates[best]
-        job = job_of(args, model, world, program, settings, args.measured, checked=True)
+        job = job_of(args, model, world, program, settings, scale.measured, checked=True)
         row = run_script(program, python, job, args.limit)
     except (RuntimeError, ValueError) as e:
         return {"error": str(e)}
@@ -301,13 +329,15 @@ def add_flags(parser):
         default="~/.cache/multiturn-rl/peers",
         help="folder for the peers' virtual environments",
     )
-    parser.add_argument("--models", type=split, default=["tiny"], help="tiny, smollm2, or both")
+    parser.add_argument(
+        "--models", type=split, default=["tiny"], help="tiny, smollm2, or a model's folder"
+    )
     parser.add_argument("--worlds", type=split, default=["babyai", "textcraft"])
     parser.add_argument("--programs", type=split, default=list(PROGRAMS))
-    parser.add_argument("--items", type=int, default=8, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="of an item")
     parser.add_argument("--horizon", type=int, default=4, help="turns of an episode")
-    parser.add_argument("--measured", type=int, default=3, help="steps")
+    for name, text in (("items", "of a step"), ("samples", "of an item"), ("measured", "steps")):
+        default = f"default: {getattr(TINY, name)}, with other models {getattr(REAL, name)}"
+        parser.add_argument(f"--{name}", type=int, help=f"{text} ({default})")
     parser.add_argument(
         "--no_trials", action="store_true", help="take each program's first settings untried"
     )
@@ -324,13 +354,11 @@ def measure(args):
     if args.full and "smollm2" not in args.models:
         args.models = [*args.models, "smollm2"]
     for model in args.models:
-        if model not in GOALS or not (ROOT / "data" / model / "config.json").exists():
-            raise ValueError(f"--models: there is no data/{model}; choose from tiny, smollm2 "
-                             "(python data/get_smollm2.py)")
+        if not (folder_of(model) / "config.json").exists():
+            raise ValueError(f"--models: neither data/{model} nor {model} is a model's folder; "
+                             "python data/get_smollm2.py makes data/smollm2")
     figures = {}
     for model in args.models:
-        if model == "smollm2":
-            args.items, args.samples, args.measured = 4, 4, 1
         for world in args.worlds:
             tqdm.write(f"{model}, {world}")
             rows = {}
@@ -343,6 +371,6 @@ def measure(args):
                 tqdm.write(
                     f"  ours: {found['ratio']:.2f} times the tokens a second of the fastest peer, "
                     f"{found['fastest']}; by processor time {found['cpu_ratio']:.2f}; "
-                    f"goal {GOALS[model]}"
+                    f"goal {scale_of(args, model).goal}"
                 )
     return figures, []

@@ -1,6 +1,7 @@
 """`bench.py peers`: reading the reports of other programs. None of them is needed here."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import run_script
@@ -81,4 +82,14 @@ def test_the_command_explains_itself_and_refuses_an_unknown_program():
     assert "unknown program 'nothing'; choose from ours, trl_environment" in done.stderr
     done = run_script("bench.py", "peers", "--models", "nothing")
     assert done.returncode == 2
-    assert "there is no data/nothing; choose from tiny, smollm2" in done.stderr
+    assert "neither data/nothing nor nothing is a model's folder" in done.stderr
+
+
+def test_a_model_of_ones_own_gets_the_job_of_a_real_model(tmp_path):
+    args = SimpleNamespace(items=2, samples=None, measured=None, threads=1, horizon=4)
+    assert peers.scale_of(args, "tiny") == peers.TINY._replace(items=2)
+    program = peers.PROGRAMS["ours"]
+    job = peers.job_of(args, str(tmp_path), "babyai", program, {}, measured=1, checked=True)
+    assert job["model"] == str(tmp_path) and job["lr"] == peers.REAL.lr
+    assert (job["items_per_step"], job["samples"], len(job["items"])) == (2, 4, 6)
+    assert peers.folder_of("tiny") == peers.ROOT / "data/tiny"
