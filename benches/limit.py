@@ -8,7 +8,9 @@ weights and the same cache. Its time is what the arithmetic alone costs with PyT
     update    one optimizer step on trajectories of that rollout, without its optimizer
 
 Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is
-the processor time of the bare loop divided by ours, the median of three pairs in turn.
+the processor time of the bare loop divided by ours, the median of three pairs in turn. `memory` is
+the share of the bare loop's time that it would take to read its weights and its cache once a call,
+at the speed with which this machine reads a large tensor: near 1, the memory is the limit.
 """
 
 import statistics
@@ -49,6 +51,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.kept = {x.untyped_storage().data_ptr() for x in kept}
         self.calls = []
+        self.bytes_read = 0  # of the tensors that are kept
         self.memory = {}  # (dtype, number of the argument) -> flat tensor
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -62,6 +65,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(x, torch.Tensor):
             return x
         if x.untyped_storage().data_ptr() in self.kept:
+            self.bytes_read += x.numel() * x.element_size()
             return x.detach()
         return Shape(x)
 
@@ -115,6 +119,17 @@ def cpu_seconds(function):
     return time.process_time() - start
 
 
+def memory_bandwidth():
+    """-> bytes a second with which all threads read a tensor of 1 GB, the best of five."""
+    x = torch.ones(2**28)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum()
+        seconds.append(time.perf_counter() - start)
+    return x.numel() * x.element_size() / min(seconds)
+
+
 def compare(ours, recorder):
     """Time the function `ours` and the bare loop in turn -> figures."""
     with recorder:
@@ -125,9 +140,12 @@ def compare(ours, recorder):
     for _ in range(REPEATS):
         seconds.append(cpu_seconds(ours))
         limit.append(cpu_seconds(repeat))
+    bandwidth = memory_bandwidth()
+    clock = statistics.median(limit) / torch.get_num_threads()
     return {"seconds": statistics.median(seconds), "limit": statistics.median(limit),
             "share": statistics.median(b / a for a, b in zip(seconds, limit)),
-            "products": len(recorder.calls)}
+            "products": len(recorder.calls), "gb_a_second": bandwidth / 1e9,
+            "memory": recorder.bytes_read / bandwidth / clock}
 
 
 def rollout_figures(model, tokenizer, dtype, slots, trajectories, turns):

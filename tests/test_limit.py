@@ -39,5 +39,11 @@ def test_the_recorder_keeps_every_product_with_its_shapes_and_the_weights_it_rea
 def test_the_share_is_the_time_of_the_loop_over_ours(monkeypatch):
     times = iter([8.0, 2.0, 10.0, 4.0, 10.0, 6.0])
     monkeypatch.setattr(limit, "cpu_seconds", lambda function: next(times))
-    figures = limit.compare(lambda: torch.ones(2, 2) @ torch.ones(2, 2), limit.Recorder([]))
-    assert figures == {"seconds": 10.0, "limit": 4.0, "share": 0.4, "products": 1}
+    monkeypatch.setattr(limit, "memory_bandwidth", lambda: 8.0)  # bytes a second
+    threads = torch.get_num_threads()
+    weight = torch.ones(2, 2)
+    figures = limit.compare(lambda: torch.ones(2, 2) @ weight, limit.Recorder([weight]))
+    assert figures == {
+        "seconds": 10.0, "limit": 4.0, "share": 0.4, "products": 1, "gb_a_second": 8e-9,
+        "memory": 16 / 8 / (4.0 / threads),  # the weight's bytes; its seconds; those of the loop
+    }
