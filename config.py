@@ -473,7 +473,8 @@ class Config(RunConfig):
 MAY_CHANGE = {
     "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
     "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
-    "report_to", "min_entropy", "max_kl", "min_information", "graphs",
+    "report_to", "min_entropy", "max_kl", "min_information", "graphs", "slots",
+    "microbatch_tokens",
 }
 
 
@@ -817,6 +818,8 @@ def check_items(cfg: Config) -> None:
         if not count:
             raise ValueError(f"--items_per_step is {cfg.items_per_step}, "
                              f"which leaves none for {world}")
+        if cfg.eval_every:
+            envs.items(world, "test", cfg.data or None)
         if len(items) < count:
             raise ValueError(f"a step takes {count} items of {world} (--items_per_step), "
                              f"but the training set has {len(items)}")

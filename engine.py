@@ -476,7 +476,8 @@ def synchronizing_refused() -> Iterator[None]:
     """Inside, code that waits for the GPU raises RuntimeError. A graph cannot record such code, and
     an attempt to would leave CUDA's random generator in a state in which it cannot be used."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):  # that this is a prototype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -103,9 +103,16 @@ def mean(values: Sequence[float]) -> float:
 
 def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
     """Statistics of a step's trajectories. Failed environments are left out; their share is
-    `env_error`."""
+    `env_error`. If all have failed, that is all there is to say."""
     played = [t for t in trajectories if t.status != "env_error"]
     failed = [t for t in trajectories if t.status == "env_error"]
+    common = {"env_error": len(failed) / len(trajectories), "trajectories": len(trajectories)}
+    kinds = Counter(t.error.split(":")[0] for t in failed)  # timeout | fault | crash
+    for kind, count in sorted(kinds.items()):
+        common[f"env_error/{kind}"] = count / len(trajectories)
+    if not played:
+        return common
+
     turns = max(1, sum(t.turns for t in played))
     sampled_tokens = max(1, sum(sum(t.mask) for t in played))
     rewards_of_group = {}
@@ -120,16 +127,11 @@ def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
         "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
-        "env_error": 1 - len(played) / len(trajectories),
         "truncated": mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": mean([t.status == "length" for t in played]),
         "zero_gradient_groups": mean([max(g) == min(g) for g in rewards_of_group.values()]),
-        "trajectories": len(trajectories),
     }
-    kinds = Counter(t.error.split(":")[0] for t in failed)  # timeout | fault | crash
-    for kind, count in sorted(kinds.items()):
-        row[f"env_error/{kind}"] = count / len(trajectories)
-    return row
+    return row | common
 
 
 WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error",

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 import algos
 from parallel import blocks, gather, of_rank_0, ranks, sharded, through
@@ -591,11 +592,16 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     else:
         state = {}
+    # GPT-2's layers keep their weights as [in, out].
+    transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name in [name for name in state if ".lora_A." in name]:
         base = name.split("lora_A")[0] + "base_layer.weight"
         a = state.pop(name)
         b = state.pop(name.replace("lora_A", "lora_B"))
-        state[base] = (state[base].float() + LORA_SCALE * b @ a).to(state[base].dtype)
+        change = LORA_SCALE * b @ a  # [out, in]
+        if base.removesuffix(".weight") in transposed:
+            change = change.T
+        state[base] = (state[base].float() + change).to(state[base].dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)
@@ -656,7 +662,8 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
             taken = [float(s["step"]) for s in optimizer.state.values()]
             optimizer_steps[name] = max(taken, default=0.0)
         writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
-        with warnings.catch_warnings(action="ignore"):  # that this is a single process
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a single process
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         names = of_rank_0(lambda: file_names(partial))
         hashes = dict(zip(names, file_hashes(partial, names)))
@@ -797,7 +804,8 @@ def resume(folder: str | Path, trained: Trained) -> dict:
     try:
         state, _ = read_state(folder)
         reader = HuggingFaceStorageReader(str(Path(folder) / "training"))
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             dcp.load(training_tensors(trained), storage_reader=reader,
                      no_dist=not dist.is_initialized())
         for name, (_, optimizer) in trained.items():

@@ -87,6 +87,8 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     options = envs.env_options(cfg.env_args, weights)
     for world in weights:
         envs.items(world, "train", cfg.data or None)
+        if cfg.eval_every:
+            envs.items(world, "test", cfg.data or None)
         envs.check_env(world, **options.get(world, {}))
     return cfg
 
@@ -197,16 +199,35 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if min_reward is not None:
         found = [t for t in found if t.reward >= min_reward]
+    without_tokens = sum(not t.tokens for t in found)
     found = [t for t in found if t.status != Status.ENV_ERROR and any(t.mask)]
     if not found:
-        raise ValueError(f"no trajectory of {path} is left to learn from")
+        why = " (a served model played it: there are no tokens)" if without_tokens else ""
+        raise ValueError(f"no trajectory of {path} is left to learn from{why}")
+    return found
+
+
+def fitting(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
+    """Those that are not longer than --max_length; a line on stderr says how many are. Raises
+    ValueError if all are."""
+    longest = max(settings.max_length for settings in cfg.worlds.values())
+    found = []
+    for t in trajectories:
+        limit = cfg.worlds[t.env].max_length if t.env in cfg.worlds else longest
+        if len(t.tokens) <= limit:
+            found.append(t)
+    if not found:
+        raise ValueError(f"every trajectory of {cfg.trajectories} is longer than --max_length")
+    if len(found) < len(trajectories):
+        print(f"sft.py: {len(trajectories) - len(found)} of {len(trajectories)} trajectories of "
+              f"{cfg.trajectories} are longer than --max_length and left out", file=sys.stderr)
     return found
 
 
 def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: Chat) -> None:
     """Raise ValueError unless this tokenizer writes the beginning of each trajectory as it is."""
     for t in trajectories:
-        if t.messages:
+        if t.messages and t.tokens:
             prompt, reply, observation = (message["content"] for message in t.messages[:3])
             start = chat.start(prompt, observation, reply=reply)
             if t.tokens[: len(start)] != start:
@@ -271,7 +292,7 @@ def gather_trajectories(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
                 if (run.folder / name).exists() else [] for name in DEMO_FILES]
     demos = []
     if cfg.trajectories:
-        demos += read_trajectories(cfg.trajectories, chat, cfg.min_reward)
+        demos += fitting(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
     if cfg.demos:
         demos += expert_trajectories(cfg, chat, "train", cfg.demos, cfg.noise)
     held_out = []

@@ -94,7 +94,7 @@ def train(cfg: Config) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         except envs.ItemError as e:
-            usage_error(e)
+            usage_error(e, of_one_rank=True)
         except FloatingPointError as e:
             sys.exit(f"train.py: {e} at step {run.step}; "
                      f"the last step's trajectories and checkpoints are in {run.folder}")
@@ -179,10 +179,10 @@ def start(cfg: Config) -> Run | None:
     is finished. All inputs that may be broken are read before anything is written."""
     try:
         run = load(cfg)
+        if is_finished(run, cfg.steps):
+            return None
     except ValueError as e:
         usage_error(e)
-    if is_finished(run, cfg.steps):
-        return None
     run.adaptive = adaptive_states(cfg, run.adaptive)
     run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
     try:
@@ -214,13 +214,22 @@ def load(cfg: RunConfig) -> Run:
 
 
 def is_finished(run: Run, steps: int) -> bool:
-    """Whether the run has taken all its steps; if so, rank 0 says so."""
-    # A finished run stays finished when its last checkpoint is damaged.
-    saved = max((int(folder.name[5:]) for folder in rl.named_checkpoints(run.folder)), default=0)
-    finished = saved >= steps and (run.folder / "final").exists()
-    if finished and run.rank == 0:
-        print(f"{run.folder} is finished ({saved} steps)")
-    return finished
+    """Whether the run has taken all its steps; if so, rank 0 says so. Raises ValueError if it has
+    not and its final/ would be lost, as there is no checkpoint to go on from."""
+    # A finished run stays finished when its checkpoints are damaged or deleted.
+    final = run.folder / "final"
+    if not final.exists():
+        return False
+    metrics = run.folder / "metrics.jsonl"
+    rows = read_objects(metrics)[0] if metrics.exists() else []
+    saved = [int(folder.name[5:]) for folder in rl.named_checkpoints(run.folder)]
+    taken = max(len(rows), *saved, 0)
+    if taken < steps and run.saved is None:
+        raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
+                         f"on from: start another run with --model {final}")
+    if taken >= steps and run.rank == 0:
+        print(f"{run.folder} is finished ({taken} steps)")
+    return taken >= steps
 
 
 def prepare(run: Run) -> None:
@@ -493,7 +502,8 @@ def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str
     for world, own in world_metrics(played, horizons).items():
         suffix = f"/{world}" if len(worlds) > 1 else ""
         row |= {f"eval/{name}{suffix}": own[name]
-                for name in ("success", "score", "turns", "valid_actions")}
+                for name in ("success", "score", "turns", "valid_actions", "env_error")
+                if name in own}
     return row
 
 
@@ -595,13 +605,16 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
             line = (f"no memory or no thread left: {line}"
                     "a smaller --microbatch_tokens or --slots takes less; ")
         usage_error(ValueError(f"{line}{cfg.out} is kept, --resume goes on from its newest "
-                               "checkpoint"), script)
+                               "checkpoint"), script, of_one_rank=True)
 
 
-def usage_error(e: Exception, script: str = "train.py") -> NoReturn:
-    """One line on stderr, of rank 0 alone; exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{script}: " + " ".join(str(e).split()), file=sys.stderr)
+def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = False) -> NoReturn:
+    """One line on stderr, of rank 0 alone; exit code 2. of_one_rank: the other ranks may not have
+    this error, so every rank that has it says so."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or of_one_rank:
+        at = f"rank {rank}: " if rank != "0" else ""
+        print(f"{script}: {at}" + " ".join(str(e).split()), file=sys.stderr)
     sys.exit(2)
 
 

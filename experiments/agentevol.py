@@ -18,9 +18,16 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from sft import SFTConfig  # noqa: E402
+
+
+# Flags of sft.py that are not those of the warm start.
+OWN_FLAGS = ("env", "out", "resume", "demos", "noise", "trajectories", "min_reward")
 
 
 def command(script: str, *flags: object) -> None:
@@ -52,9 +59,13 @@ def learn(args: argparse.Namespace, learnt: list[dict], folder: Path) -> Path:
     path = folder / "learnt.jsonl"
     path.write_text("".join(json.dumps(t) + "\n" for t in learnt))
     settings = json.loads((args.warm / "config.json").read_text())
-    kept = ("model", "data", "horizon", "action_format", "max_tokens", "max_length", "epochs",
-            "batch", "lr", "microbatch_tokens", "dtype", "seed")
-    flags = [word for name in kept for word in (f"--{name}", settings[name])]
+    flags = []
+    for field in fields(SFTConfig):
+        value = settings.get(field.name)
+        if field.init and field.name not in OWN_FLAGS and value is not None:
+            flags += [f"--{field.name}", value]
+    if (folder / "sft/metrics.jsonl").exists():  # it was interrupted
+        flags.append("--resume")
     command("sft.py", "--env", args.env, "--trajectories", path, "--out", folder / "sft", *flags)
     return folder / "sft/final"
 
@@ -90,7 +101,8 @@ def main() -> None:
         folder = args.out / f"iteration_{iteration}"
         folder.mkdir(parents=True, exist_ok=True)
         explored = explore(args, model, iteration, folder)
-        kept = [t for t in explored if t["success"]]
+        played = [t for t in explored if t["status"] != "env_error"]
+        kept = [t for t in played if t["success"]]
         (folder / "kept.jsonl").write_text("".join(json.dumps(t) + "\n" for t in kept))
         learnt += kept
         model = learn(args, learnt, folder)
@@ -98,7 +110,7 @@ def main() -> None:
         turns = (rows[-1]["turns"] if rows else 0) + sum(t["turns"] for t in explored)
         rows.append({
             "iteration": iteration, "turns": turns, "explored": len(explored),
-            "explored_success": len(kept) / len(explored), "learnt": len(learnt),
+            "explored_success": len(kept) / max(1, len(played)), "learnt": len(learnt),
             "success": result["success"], "ci95": result["ci95"]["success"],
             "model_sha256": result["config"]["model_sha256"],
         })

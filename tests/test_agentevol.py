@@ -3,12 +3,38 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_script
 from test_train import ENV, read_jsonl
 
+import sft
+from experiments import agentevol
+
 FLAGS = ["--horizon", "3", "--demos", "8", "--epochs", "1", "--batch", "4", "--max_length", "900"]
+
+
+def test_an_iteration_trains_with_the_flags_of_the_warm_start(tmp_path, monkeypatch):
+    warm = sft.parse_sft_config([
+        "--env", "babyai,textcraft", "--demos", "3", "--lora_rank", "0", "--warmup_steps", "7",
+        "--system", "Be brief.", "--horizon", "babyai=3 textcraft=5", "--out", str(tmp_path / "w")])
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/config.json").write_text(json.dumps(asdict(warm)))
+    commands = []
+    monkeypatch.setattr(agentevol, "command", lambda script, *flags: commands.append(flags))
+    args = SimpleNamespace(env=warm.env, warm=tmp_path / "w")
+    for _ in range(2):  # the second time an interrupted training goes on
+        agentevol.learn(args, [], tmp_path)
+        (tmp_path / "sft").mkdir(exist_ok=True)
+        (tmp_path / "sft/metrics.jsonl").write_text("{}\n")
+    first, again = ([str(flag) for flag in flags] for flags in commands)
+    assert again == [*first, "--resume"]
+    own = {"out": str(tmp_path / "sft"), "demos": 0, "noise": 0.1,
+           "trajectories": str(tmp_path / "learnt.jsonl")}
+    (tmp_path / "sft/metrics.jsonl").unlink()
+    assert asdict(sft.parse_sft_config(first)) == asdict(warm) | own
 
 
 @pytest.mark.slow

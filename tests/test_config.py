@@ -74,6 +74,8 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_its_settings(env, monkey
     resumed = parse_config([*argv, "--resume"])
     assert asdict(resumed) == asdict(started) | {"resume": True}
     assert (resumed.dtype, resumed.max_tokens, resumed.microbatch_tokens) == ("bfloat16", 512, 999)
+    smaller = parse_config([*argv, "--resume", "--microbatch_tokens", "99", "--slots", "2"])
+    assert (smaller.microbatch_tokens, smaller.slots) == (99, 2)
     with pytest.raises(ValueError, match="was started with --dtype bfloat16, not float32"):
         parse_config([*argv, "--resume", "--dtype", "float32"])
     with pytest.raises(ValueError, match="was started with --lr 1e-06, not 1e-05"):

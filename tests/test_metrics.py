@@ -29,6 +29,8 @@ def test_failed_environments_are_left_out_of_the_metrics():
         "trajectories": 5,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+    # Nothing was played: that is no success of 0.
+    assert rollout_metrics([failed]) == {"env_error": 1, "env_error/fault": 1, "trajectories": 1}
 
 
 def test_the_explained_variance_counts_sampled_tokens_only():

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import random_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import rl
 import update
@@ -18,6 +19,24 @@ from rollout import Trajectory, rollout
 def trajectories(tiny, pool):
     return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
                    max_tokens=8)
+
+
+def test_lora_is_merged_into_weights_of_either_layout():
+    """GPT-2 keeps its weights as [in, out]."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=20, n_embd=8, n_layer=1,
+                                       n_head=2)).eval()
+    plain = copy.deepcopy(model)
+    rl.add_lora(model, 2)
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:
+            p.data.normal_()
+    plain.load_state_dict(rl.full_state_dict(model), strict=False)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits)
+        with rl.adapters_off(model):
+            assert (plain(ids).logits - model(ids).logits).abs().max() > 0.1
 
 
 # ---- token log-probs ----

@@ -166,6 +166,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     ("[[]]", "holds no trajectories"),
     ('{"item": "babyai_1", "env": "babyai", "tokens": [1, 2], "mask": [false, false]}',
      "left to learn"),
+    ('{"item": "babyai_1", "env": "babyai", "messages": [{}]}', "a served model played it"),
 ])
 def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, message):
     (tmp_path / "t").write_text(text)
@@ -181,6 +182,20 @@ def test_trajectories_of_another_tokenizer_are_refused(tiny, tmp_path):
     (tmp_path / "t").write_text(json.dumps(t.to_json()))
     with pytest.raises(ValueError, match="another tokenizer"):
         sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+def test_recorded_trajectories_that_are_too_long_are_left_out(reference, tiny, capsys):
+    found = sft.read_trajectories(reference / "demos.jsonl", Chat(tiny[1]), None)
+    lengths = sorted(len(t.tokens) for t in found)
+    limit = lengths[len(lengths) // 2]
+    flags = ["--trajectories", str(reference / "demos.jsonl"), "--out", "runs/never-made"]
+    cfg = sft.parse_sft_config([*flags, "--max_length", str(limit)])
+    fitting = sft.fitting(found, cfg)
+    assert [t for t in found if len(t.tokens) <= limit] == fitting != found
+    assert f"{len(found) - len(fitting)} of {len(found)} trajectories" in capsys.readouterr().err
+    cfg = sft.parse_sft_config([*flags, "--max_length", str(lengths[0] - 1)])
+    with pytest.raises(ValueError, match="every trajectory .* is longer than --max_length"):
+        sft.fitting(found, cfg)
 
 
 # ---- stopped, resumed, refused ----

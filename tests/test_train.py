@@ -161,6 +161,15 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
     assert len(again.stdout.splitlines()) == 1
 
 
+def test_an_error_of_one_rank_is_shown_on_that_rank(monkeypatch, capsys):
+    for rank, of_one_rank, said in (("0", False, "train.py: no\n"), ("1", False, ""),
+                                    ("1", True, "train.py: rank 1: no\n")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            train.usage_error(ValueError("no"), of_one_rank=of_one_rank)
+        assert capsys.readouterr().err == said
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -176,6 +185,16 @@ def test_a_damaged_checkpoint_is_never_trained_on(reference, tmp_path):
     done = run(*args, "--resume")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{out} is finished (3 steps)\n"
+
+    # Also without any, which leaves nothing to go on from.
+    shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
+    args_bare = ["--out", str(tmp_path / "bare"), *SMALL]
+    before = contents(tmp_path / "bare")
+    done = run(*args_bare, "--resume")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/bare is finished (3 steps)\n")
+    done = run(*args_bare, "--resume", "--steps", "5")
+    assert done.returncode == 2 and "start another run with --model" in done.stderr
+    assert contents(tmp_path / "bare") == before
 
     # Another run goes on from the checkpoint before, and keeps the damaged one.
     shutil.rmtree(out / "final")
