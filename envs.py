@@ -152,6 +152,7 @@ def _make_remote(name, url, kw):
     prompt = ""
     stop = ()
     instant = False
+    whole_reply = False
     if name in client.PROTOCOLS:
         prompt = client.PROTOCOLS[name].prompt
     if name in WORLDS:
@@ -165,7 +166,8 @@ def _make_remote(name, url, kw):
             prompt = world.prompt
             stop = world.stop
             instant = world.instant
-    return client.RemoteEnv(name, url, prompt, stop, instant, **kw)
+            whole_reply = world.whole_reply
+    return client.RemoteEnv(name, url, prompt, stop, instant, whole_reply, **kw)
 
 
 def _world_class(name):
@@ -284,6 +286,11 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
         if path != test_file:
             found.update(dict.fromkeys(_read_items(path, env), path.stem))
     return found
+
+
+def has_known_categories(env_url: str, env_args: str) -> bool:
+    """Whether `category_of` holds: not for items on a server, nor for tasks of one's own."""
+    return not env_url and "questions=" not in env_args and "tasks=" not in env_args
 
 
 def category_of(item: str) -> str:
@@ -444,6 +451,11 @@ class EnvPool:
         self.dropped: list[Worker] = []  # their threads may still run
         # Numbers of new environments start at the rank: each process begins at another server.
         self.next_number = int(os.environ.get("RANK", 0))
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether any world is played on a server."""
+        return bool(self.urls)
 
     def take(self, name: str) -> Worker:
         """Return a free worker of the world `name`, or a new one."""

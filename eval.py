@@ -241,10 +241,10 @@ def check_model_flags(cfg: EvalConfig) -> None:
     if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:
         raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
                          "password: a key is taken from OPENAI_API_KEY")
-    flags = ("top_k", "min_p", "system", "chat_args")
+    flags = ("top_k", "min_p", "system", "chat_args", "chat_template")
     if any(getattr(cfg, flag) for flag in flags) or cfg.engine != "ragged" or not cfg.graphs:
-        raise ValueError("--top_k, --min_p, --engine, --graphs, --system and --chat_args are for "
-                         "models that run here")
+        raise ValueError("--top_k, --min_p, --engine, --graphs, --system, --chat_args and "
+                         "--chat_template are for models that run here")
 
 
 def check_served(base_url: str) -> None:
@@ -310,6 +310,8 @@ class PartFile:
         if lines[:1] != [self.head]:
             raise ValueError(f"{self.path} is of an evaluation with another model, other items or "
                              "flags: remove it, or give another --out")
+        # Of a sample that was played again, as its item was not complete, the last one counts.
+        played = {horizon: {} for horizon in self.horizons}
         if not lines[-1].endswith("\n"):  # the process ended while it wrote this line
             self.path.write_text("".join(lines[:-1]))
         for number, line in enumerate(lines[1:], 2):
@@ -317,9 +319,11 @@ class PartFile:
                 break
             try:
                 row = json.loads(line)
-                self.played[row["horizon"]].append(Trajectory(**row["trajectory"]))
+                t = Trajectory(**row["trajectory"])
+                played[row["horizon"]][t.item, t.sample] = t
             except (ValueError, KeyError, TypeError) as e:
                 raise ValueError(f"line {number} of {self.path} is damaged: delete it") from e
+        self.played = {horizon: list(own.values()) for horizon, own in played.items()}
         count = sum(map(len, self.played.values()))
         print(f"eval.py: goes on from {count} trajectories in {self.path}", file=sys.stderr)
 
@@ -674,7 +678,8 @@ class TextEpisode:
         if not error:
             return result
         resetting = not self.trajectory.messages
-        if resetting and future.done() and isinstance(future.exception(), ValueError):
+        # A subclass of ValueError, as of a page that is not JSON, is the environment's fault.
+        if resetting and future.done() and type(future.exception()) is ValueError:
             raise future.exception()
         self.fail(error)
         return None

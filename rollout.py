@@ -547,7 +547,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
-                forwarded = Decoder(engine, queue).run()
+                forwarded = Decoder(engine, queue, envs.on_servers).run()
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
@@ -577,10 +577,15 @@ class Decoder:
     reset.
     """
 
-    def __init__(self, engine: Ragged, queue: TrajectoryQueue):
+    def __init__(self, engine: Ragged, queue: TrajectoryQueue, on_servers: bool):
         self.engine = engine
         self.queue = queue
         self.arrival_order = queue.config.arrival_order
+        # Resets take time, so a few more may be under way than there are free slots. A server may
+        # have no room for more episodes than slots. Without `arrival_order` its batches must be
+        # those of a world in this process.
+        is_limited = on_servers and self.arrival_order
+        self.resets_ahead = 0 if is_limited else min(8, engine.slots // 4)
         self.free = list(range(engine.slots))
         self.starting: list[Episode] = []
         self.playing: dict[int, Episode] = {}
@@ -600,7 +605,8 @@ class Decoder:
                 idle = not (self.playing or self.starting or self.queue.todo)
                 if idle or now % DEAL_EVERY == 0:
                     self.queue.deal(self.room())
-                while self.queue.todo and len(self.starting) < self.num_resets_ahead():
+                num_resets = len(self.free) + self.resets_ahead
+                while self.queue.todo and len(self.starting) < num_resets:
                     self.starting.append(self.queue.begin())
                 if not self.playing and not self.starting and self.queue.is_dealt():
                     return self.engine.forwarded
@@ -646,11 +652,6 @@ class Decoder:
         reserve = max(1, self.engine.slots // RESERVE)
         taken = len(self.starting) + len(self.queue.todo)
         return max(0, len(self.free) + reserve - taken)
-
-    def num_resets_ahead(self) -> int:
-        """How many resets may be under way: resets take time, so a few more than there are free
-        slots."""
-        return len(self.free) + min(8, self.engine.slots // 4)
 
     def fill_free_slots(self) -> None:
         """Give free slots to starting episodes. Each copies the longest prefix that a slot

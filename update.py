@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import algos
 import rl
-from envs import category_of
+from envs import category_of, has_known_categories
 from metrics import explained_variance
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 
@@ -204,13 +204,15 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
     out, the largest categories come first. Worlds without any are left out.
     """
     found = {}
+    is_known = has_known_categories(cfg.env_url, cfg.env_args)
     for world in dict.fromkeys(t.env for t in trajectories):
         first = {}  # group -> (category, first prompt, first reply)
         for t in trajectories:
             if t.env == world and t.group not in first and any(t.mask):
                 start = t.mask.index(True)
                 end = (t.mask + [False]).index(False, start)
-                first[t.group] = category_of(t.item), t.tokens[:start], t.tokens[start:end]
+                category = category_of(t.item) if is_known else ""
+                first[t.group] = category, t.tokens[:start], t.tokens[start:end]
 
         # The items of the largest categories. One that is left alone in its category is dropped.
         sizes = Counter(category for category, _, _ in first.values())

@@ -56,6 +56,12 @@ def test_the_defaults_of_real_models_depend_on_what_the_machine_has(has, dtype, 
     assert (given.dtype, given.max_tokens) == ("bfloat16", 9)
 
 
+def test_a_served_models_replies_do_not_depend_on_this_machine(monkeypatch):
+    monkeypatch.setattr(config, "machine", lambda: AVX2)
+    found = config.presets("openai:x", "textcraft")
+    assert (found["max_tokens"], found["max_length"]) == (REAL["max_tokens"], 12288)
+
+
 def test_the_defaults_of_the_tiny_model_are_the_same_on_all_machines(monkeypatch):
     found = []
     for has, _ in MACHINES:

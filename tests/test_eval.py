@@ -383,6 +383,20 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
     assert f"{part} is of an evaluation with another model" in capsys.readouterr().err
 
 
+def test_samples_that_were_played_twice_count_once(tmp_path):
+    """An evaluation that is stopped twice plays the items that were not complete from the first
+    sample on, each time."""
+    cfg = parse_eval_config(["--items", "2", "--samples", "3", "--horizon", "2", "--out",
+                             str(tmp_path / "r.json")])
+    part = evaluation.PartFile(cfg, {"model": "tiny"})
+    for item, samples in (("babyai_1", (0, 1)), ("babyai_1", (0, 2)), ("babyai_2", (0, 1, 0))):
+        for sample in samples:
+            part.add(2, Trajectory(item, "babyai", sample=sample, turns=1))
+    found = evaluation.PartFile(cfg, {"model": "tiny"}).played[2]
+    assert sorted((t.item, t.sample) for t in found) == [
+        ("babyai_1", 0), ("babyai_1", 1), ("babyai_1", 2), ("babyai_2", 0), ("babyai_2", 1)]
+
+
 def test_a_sweep_gives_one_result_for_each_horizon(tmp_path, capsys):
     out = tmp_path / "sweep.json"
     flags = dict(items=3, horizon="1,2", out=out, trajectories=tmp_path / "t.jsonl")
@@ -484,7 +498,8 @@ BAD = {  # flags -> what the line on stderr says
     "--engine vllm": "unknown --engine",
     "--chat_args thinking": "cannot read --chat_args 'thinking'",
     "--chat_args thinking=1": "no switch 'thinking'",
-    "--model openai:x --base_url http://127.0.0.1:9/v1 --system Hi": "--system and --chat_args",
+    "--model openai:x --base_url http://127.0.0.1:9/v1 --system Hi": "--system, --chat_args and",
+    "--model openai:x --base_url http://127.0.0.1:9/v1 --chat_template t": "--chat_template are",
     "--action_format xml": "unknown --action_format",
     "--data {tmp}": "no items for 'babyai'",
     "--env_url http://127.0.0.1:9": "no environment server answers",

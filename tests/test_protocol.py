@@ -634,6 +634,9 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
         expected.append(("/close", {bodies.id_key: 7}))
     if name == "webarena":
         expected.insert(2, ("/observation?env_idx=7", None))
+    if bodies is TOOL:  # after each reply
+        for place in (2, 4, 6):
+            expected.insert(place, ("/observation?env_idx=7", None))
     if name == "wordle":
         expected.insert(1, ("/filtered_vocab?id=7", None))
         assert env.prompt.endswith("\nshire, panic")
@@ -647,6 +650,65 @@ def fixed_reply(name, path):
     replies[f"/observation?{bodies.id_key}=7"] = SEEN
     replies["/filtered_vocab?id=7"] = ["shire", "panic"]
     return replies[path]
+
+
+@pytest.mark.parametrize("name", ["weather", "webarena"])
+def test_an_episode_outlives_a_pause_after_any_reply(name):
+    """uvicorn closes a connection after a pause of 5 s. These servers' GET /observation has another
+    text than /step: the tool servers' has no closing line, nor what an unreadable action got;
+    WebArena's is the page, not the message about an unreadable action."""
+    steps = []
+
+    def answer(path, body):
+        if path.startswith("/observation"):
+            return 200, SEEN if name == "webarena" else f"After {steps.count('good')}."
+        if path != "/step":
+            return 200, fixed_reply(name, path)
+        steps.append(body["action"])
+        text = "I cannot read that." if body["action"] == "bad" else f"After {steps.count('good')}."
+        reply = {"observation": text + "\nGive me one action.", "reward": 0, "info": None}
+        if name == "webarena":
+            if body["action"] == "good":
+                reply |= {"observation": SEEN, "info": {"fail_error": ""}}
+            return 200, reply | {"terminated": False, "truncated": False}
+        return 200, reply | {"done": False}
+
+    with stand_in_server(answer) as (url, _):
+        env = make_env(name, url=url)
+        env.reset(5)
+        for action in ("good", "bad", "bad", "good"):
+            env.socket.shutdown(socket.SHUT_RDWR)
+            env.step(action)
+        assert env.server.doubts == 0
+        env.close()
+
+
+def test_an_episode_that_has_ended_is_closed(servers):
+    """Our server, as AgentGym's, knows no observation of an episode that has ended. If the
+    connection is lost then, the episode could not be told from another one, nor be closed."""
+    env = make_env("babyai", url=servers["babyai"])
+    first = env.reset(5)
+    number = env.episode_id
+    done = False
+    local = make_env("babyai")
+    local.reset(5)
+    while not done:
+        action = local.expert()
+        local.step(action)
+        done = env.step(action).done
+    assert env.episode_id is None and number not in env.server.live
+    env.socket.shutdown(socket.SHUT_RDWR)
+    before = env.server.doubts
+    assert env.reset(5) == first
+    assert env.server.doubts == before
+    env.close()
+
+
+def test_a_rollout_has_no_more_episodes_on_a_server_than_slots(tiny):
+    with serving("babyai", "--max_episodes", "4") as (url, _), EnvPool([url]) as pool:
+        played = rollout(*tiny, pool, ["babyai_8", "babyai_50"], 2, samples=6, slots=4, retries=0,
+                         max_tokens=4, arrival_order=True)
+    assert [t.error for t in played if t.error] == []
 
 
 def steps_of(name, *replies):
@@ -1079,6 +1141,12 @@ def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
     assert t.status == "horizon" and t.turns == 2
     sent = [body["action"] for path, body in seen if path == "/step"]
     assert sent == [message["content"] for message in t.messages[3::2]]
+
+
+def test_a_world_of_ones_own_that_wants_the_whole_reply_gets_it_from_a_server(monkeypatch):
+    monkeypatch.setattr(envs._world_class("babyai"), "whole_reply", True)
+    with stand_in_server(lambda *_: (200, 1)) as (url, _):
+        assert make_env("babyai", url=url).whole_reply
 
 
 def test_flags_know_the_worlds_that_only_servers_have(tmp_path):

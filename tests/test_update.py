@@ -617,6 +617,11 @@ def test_the_information_of_a_step_is_that_of_each_first_reply_after_each_first_
     three = expected([played[1], *first_samples(2, 5)])
     assert found == {"babyai": pytest.approx(statistics.mean(three), abs=1e-4)}
     assert update.item_information(first_samples(0, 1, 6), tiny[0], cfg) == {}
+    # The categories of one's own tasks are not known: all items are of one.
+    cfg.env_args = "searchqa.questions=mine.jsonl"
+    found = update.item_information(first_samples(0, 1), tiny[0], cfg)
+    own = statistics.mean(expected(first_samples(0, 1)))
+    assert found == {"babyai": pytest.approx(own, abs=1e-4)}
 
 
 def test_the_documented_examples_hold():

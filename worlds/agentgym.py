@@ -53,6 +53,10 @@ class Protocol(NamedTuple):
     success_reward: float = 1.0
     # GET /observation gives the first observation at any time, not the last one.
     observation_is_first: bool = False
+    # GET /observation gives other texts than /reset and /step. It is asked after each of them.
+    observation_differs: bool = False
+    # GET /observation gives nothing once the episode has ended: it is closed then.
+    ended_is_unknown: bool = False
     whole_reply: bool = False  # "action" is the agent's whole reply, not the action parsed from it
     has_close: bool = True
     # The start of the observation after an invalid action (a regular expression).
@@ -73,6 +77,7 @@ def _tool_server(purpose):
         item_key="id",
         first_observation_keys=(),
         score_key="reward",
+        observation_differs=True,
         whole_reply=True,
         has_close=False,
         prompt=(
@@ -92,6 +97,7 @@ PROTOCOLS = {
         server_name="BabyAI",
         opening="Your goal: ",
         success_reward=0.5,
+        ended_is_unknown=True,
         invalid_pattern="The action is not recognized|You cannot|There is a barrier",
     ),
     "textcraft": Protocol(
@@ -106,6 +112,7 @@ PROTOCOLS = {
         first_observation_keys=("task_description", "observation"),
         score_key="score",
         max_score=100.0,
+        ended_is_unknown=True,
         invalid_pattern="No known action matches that input",
         prompt=(
             "You are in a small world of rooms with things in them, and you have a science task to "
@@ -304,9 +311,10 @@ class RemoteEnv(Env):
         self,
         name: str,  # of the world; a name that is not in PROTOCOLS has the default protocol
         url: str,
-        prompt: str = "",  # prompt, stop, instant: those of the world, see `Env`
+        prompt: str = "",  # prompt, stop, instant, whole_reply: those of the world, see `Env`
         stop: tuple[str, ...] = (),
         instant: bool = False,
+        whole_reply: bool = False,
         timeout: float = 300.0,  # seconds for one call, all its attempts together
         create_timeout: float = 3600.0,  # the same for /create, where some servers start a process
         tries: int = 3,  # largest number of attempts at a call
@@ -324,7 +332,7 @@ class RemoteEnv(Env):
         self.prompt = prompt  # with the server's vocabulary, if it has one
         self.stop = stop
         self.instant = instant
-        self.whole_reply = self.protocol.whole_reply
+        self.whole_reply = whole_reply or self.protocol.whole_reply
         self.timeout = timeout
         self.create_timeout = create_timeout
         self.tries = tries
@@ -341,6 +349,8 @@ class RemoteEnv(Env):
 
     def reset(self, item: int) -> str:
         """Begin the episode of `item` on the server -> the first observation."""
+        if self.episode_id is None:
+            self._create_episode()
         try:
             reply = self._send_reset(item)
         except (ServerRefused, LostEpisode):
@@ -362,6 +372,8 @@ class RemoteEnv(Env):
             wrong = f"no first observation of {self.name}: {observation!r:.80}"
             raise EnvError(f"{self.url}/reset: {wrong}")
         self.first = self.last = reply[keys[-1]]
+        if self.protocol.observation_differs:
+            self.last = self._present_observation()
         actions = reply.get("available_actions")  # alfworld; AgentGym's client shows the first ones
         if isinstance(actions, list):
             observation += f"\nAVAILABLE ACTIONS: {','.join(map(str, actions))}"
@@ -371,6 +383,7 @@ class RemoteEnv(Env):
         """Send the action -> the Step that the server's reply means."""
         protocol = self.protocol
         body = {protocol.id_key: self.episode_id, "action": action}
+        before = self.last
         # The server may have taken the step although its reply was lost: never send it twice.
         reply = self._call("step", body, repeat=False)
         observation = self._read_observation(reply, (protocol.observation_key,))
@@ -398,13 +411,19 @@ class RemoteEnv(Env):
         succeeded = done and achieved >= protocol.success_reward
         success = self._read_optional(reply, "success", bool, default=succeeded)
         looks_valid = not re.match(protocol.invalid_pattern, observation)
+        if protocol.observation_differs:
+            self.last = self._present_observation()
         if protocol.info_tells_validity:
             info = reply.get("info")
+            if info is None:  # the observation is a message; the page is the one before
+                self.last = before
             looks_valid = isinstance(info, dict) and not info.get("fail_error")
         valid = self._read_optional(reply, "valid", bool, default=looks_valid)
         known_progress = self.total if protocol.score_key == "score" else 0.0
         progress = self._read_optional(reply, "progress", float, default=known_progress)
         score = min(1.0, max(0.0, score))
+        if done and protocol.ended_is_unknown:
+            self._close_episode()
         return Step(observation, reward, score, done, success, valid, progress)
 
     def close(self) -> None:
@@ -434,6 +453,16 @@ class RemoteEnv(Env):
     def _get(self, path, timeout=None):
         """GET `path` of this episode -> the JSON of the reply."""
         return self._call(f"{path}?{self.protocol.id_key}={self.episode_id}", None, timeout=timeout)
+
+    def _present_observation(self):
+        """What GET /observation gives now; "" (not known) unless it comes over the connection of
+        the last reply."""
+        connection = self.socket
+        try:
+            texts = _texts(self._get("observation"))
+        except EnvError:
+            texts = []
+        return texts[0] if texts and self.socket is connection else ""
 
     def _send_reset(self, item):
         protocol = self.protocol
