@@ -353,8 +353,8 @@ class RunConfig:
 
     flags_of("evaluating, saving, reporting")
     eval_every: Annotated[int, not_negative] = arg(
-        0, f"steps between evaluations on the first {EVAL_ITEMS} held-out items of each world; "
-           "0: none")
+        0, f"steps between evaluations on {EVAL_ITEMS} held-out items of each world, always the "
+           "same; 0: none")
     save_every: Annotated[int, positive] = arg(50, "steps between checkpoints")
     keep: Annotated[int, positive] = arg(2, "checkpoints kept")
     report_to: Annotated[str, one_of("none", "tensorboard", "wandb")] = arg(
@@ -382,8 +382,8 @@ class Config(RunConfig):
     flags_of("how much is played and trained")
     steps: Annotated[int | None, positive] = arg(None, "training steps")
     items_per_step: Annotated[int | None, positive] = arg(
-        None, "different items a step; a mixture's default is as many for each world as it has "
-              "alone")
+        None, "different items a step; a mixture's default is, for each world, as many as the "
+              "first one has alone")
     rollouts_per_item: Annotated[int | None, positive] = arg(
         None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
@@ -424,7 +424,7 @@ class Config(RunConfig):
     turn_cost: Annotated[float, not_negative] = arg(0.0, "taken off the reward of every turn")
     shaping: Annotated[str, one_of("none", "potential", "progress")] = arg(
         "none", "none | potential: pay progress as it comes, take it back at the end | "
-                "progress: pay for it (textcraft, sciworld)")
+                "progress: pay for it (textcraft, sciworld, textworld)")
 
     flags_of("optimization")
     critic_lr: Annotated[float | None, positive] = arg(

@@ -142,6 +142,9 @@ def _make_local(name, kw):
         if unknown:
             takes = ", ".join(parameters) or "none"
             raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {takes}")
+        for key, value in kw.items():
+            if type(parameters[key].default) is int and not isinstance(value, int):
+                raise ValueError(f"{name}.{key} is a whole number, not '{value}'")
         return world(**kw)
     except ModuleNotFoundError as e:
         raise _missing_package(name, e) from e

@@ -199,6 +199,20 @@ def check_gguf(path: str) -> str:
     return split
 
 
+# What PyTorch, CUDA and Python say if there is no memory or thread to be had.
+LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread",
+         "ALLOC_FAILED")
+
+
+def is_lack_of_resources(message: str) -> bool:
+    """Whether an exception's message says that there is no memory or thread to be had.
+
+    >>> is_lack_of_resources("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    True
+    """
+    return any(words in message for words in LACKS)
+
+
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:
     """The context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in
     bfloat16 would not learn: an optimizer step of 1e-6 is far below their resolution."""

@@ -34,9 +34,9 @@ import envs
 import rl
 import train
 from agent import Chat
-from envs import Env, EnvPool, split_item
+from envs import Env, EnvError, EnvPool, split_item
 from metrics import memory_gb, write_atomically
-from parallel import StopSignals, of_rank_0, on_any_rank
+from parallel import StopSignals, Terminated, of_rank_0, on_any_rank
 from rollout import RolloutConfig, Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
@@ -99,31 +99,42 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
     """`count` trajectories in which the worlds' experts succeed on items of the split, shared out
-    among the worlds by weight. A function of the seed. Raises ValueError for a world whose expert
-    fails too often."""
+    among the worlds by weight. A function of the seed, unless an environment fails: then it is
+    made anew, and the episode is left out. Raises ValueError for a world whose expert fails too
+    often."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     found = []
     with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
         for world, wanted in items_per_world(cfg, count).items():
             names = envs.items(world, split, cfg.data or None)
             random.Random(cfg.seed).shuffle(names)
-            env = envs.make_env(world, **options.get(world, {}))
+            env = None
+            fault = ""  # the last one of an environment
             kept = 0
             for attempt in range(3 * wanted):
                 if kept == wanted:
                     break
                 item, again = names[attempt % len(names)], attempt // len(names)
                 rng = random.Random(f"{cfg.seed} {item} {again}")
-                t = demonstrate(env, item, chat, cfg, noise, rng)
+                try:
+                    env = env or envs.make_env(world, **options.get(world, {}))
+                    t = demonstrate(env, item, chat, cfg, noise, rng)
+                except EnvError as e:
+                    fault = f"; the last fault of an environment: {e}"
+                    if env is not None:
+                        env.close()
+                    env = None
+                    continue
                 if t.success and len(t.tokens) <= cfg.worlds[world].max_length and any(t.mask):
                     t.sample = again
                     found.append(t)
                     kept += 1
                     bar.update()
-            env.close()
+            if env is not None:
+                env.close()
             if kept < wanted:
                 raise ValueError(f"the expert of {world} succeeded in {kept} of {3 * wanted} "
-                                 f"episodes, {wanted} are wanted")
+                                 f"episodes, {wanted} are wanted{fault}")
     return found
 
 
@@ -268,7 +279,7 @@ def sft(cfg: SFTConfig) -> None:
         try:
             with train.report_lack_of_resources(cfg, "sft.py"):
                 run = train.load(cfg)
-                demos, held_out = of_rank_0(partial(gather_trajectories, run))
+                demos, held_out = of_rank_0(partial(gather_trajectories, run, signals))
                 steps = cfg.epochs * -(-len(demos) // cfg.batch)
                 if not train.is_finished(run, steps):
                     train.prepare(run)
@@ -282,9 +293,10 @@ def sft(cfg: SFTConfig) -> None:
             train.release(run)
 
 
-def gather_trajectories(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
+def gather_trajectories(run: Run,
+                        signals: StopSignals) -> tuple[list[Trajectory], list[Trajectory]]:
     """-> the trajectories to learn, and held-out ones if --eval_every asks for their loss. A
-    resumed run reads those that it began with."""
+    resumed run reads those that it began with. Raises ValueError if a stop signal comes."""
     cfg = run.cfg
     chat = Chat(run.tokenizer)
     if run.saved is not None:
@@ -293,11 +305,15 @@ def gather_trajectories(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     demos = []
     if cfg.trajectories:
         demos += fitting(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
-    if cfg.demos:
-        demos += expert_trajectories(cfg, chat, "train", cfg.demos, cfg.noise)
     held_out = []
-    if cfg.eval_every and cfg.demos:
-        held_out = expert_trajectories(cfg, chat, "test", EVAL_ITEMS, noise=0.0)
+    try:
+        with signals:
+            if cfg.demos:
+                demos += expert_trajectories(cfg, chat, "train", cfg.demos, cfg.noise)
+            if cfg.eval_every and cfg.demos:
+                held_out = expert_trajectories(cfg, chat, "test", EVAL_ITEMS, noise=0.0)
+    except Terminated:
+        raise ValueError(f"{signals.received} before the first step: nothing is written") from None
     for number, t in enumerate(demos):
         t.group = number
     return demos, held_out

@@ -486,7 +486,7 @@ def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
 
 
 def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str, float]:
-    """Play the first held-out items of each world once, at its last horizon -> "eval/success" and
+    """Play some held-out items of each world once, at its last horizon -> "eval/success" and
     so on, for several worlds "eval/success/babyai" ...; {} if a stop signal came.
 
     Every evaluation of a run plays the same items with the same random numbers.
@@ -583,10 +583,6 @@ def finish(run: Run) -> None:
               f"next: python eval.py --env {world} --model {run.folder}/final")
 
 
-# What PyTorch and Python say if there is no memory or thread to be had.
-LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread")
-
-
 @contextmanager
 def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
     """A lack of disk space, memory or threads in the block ends the process with one line and exit
@@ -597,7 +593,7 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
         reason = str(e)
         if isinstance(e, CheckpointException):
             reason = str(next(iter(e.failures.values()))[0])
-        lacks = isinstance(e, MemoryError) or any(words in reason for words in LACKS)
+        lacks = isinstance(e, MemoryError) or rl.is_lack_of_resources(reason)
         if isinstance(e, RuntimeError) and not lacks:
             raise
         line = f"{reason.splitlines()[0] if reason else type(e).__name__}; "

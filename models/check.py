@@ -186,7 +186,9 @@ def differences(way: Way, model: PreTrainedModel, plays: list[Play],
         found = way(model, plays)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing of the way
-    except Exception:  # whatever a model's code raises when it is used in a way not made for it
+    except Exception as e:  # what a model's code raises when it is used in a way not made for it
+        if rl.is_lack_of_resources(str(e)):
+            raise
         return [math.inf]
     both = zip(itertools.chain(*found), itertools.chain(*oracle), strict=True)
     gaps = [abs(a - b) for a, b in both]
@@ -220,7 +222,8 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
         gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
                          for name, gap in paths.gaps.items() if name.startswith(what))
         raise ValueError(f"models of the type {model.config.model_type} cannot be used: no {what} "
-                         f"has the log-probs of the model's own forward pass (gaps: {gaps})")
+                         f"has the log-probs of the model's own forward pass (gaps: {gaps}; "
+                         f"kept in {kept})")
     return paths
 
 

@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         # A page of another site that has its name point here may not read the runs.
-        name = (self.headers.get("Host") or "").rpartition(":")[0]
+        name = (self.headers.get("Host") or "").partition(":")[0]  # port 80 is left out
         if name not in LOCAL_NAMES:
             self.reply(403, "text/plain", "open this page under 127.0.0.1")
             return

@@ -82,7 +82,9 @@ class Replay:
         name = trajectory["env"]
         lenient_as = name if self.config.get("parse") == "lenient" else ""
         draw = DRAW[name]
-        world.reset(number)
+        # Item 7 of another program's trajectory may be another task.
+        if len(messages) < 3 or world.reset(number).strip() not in messages[2]["content"]:
+            return None
         drawn = [draw(world)]
         for observation, reply in zip(messages[2::2], messages[3::2]):
             asked = observation["content"]

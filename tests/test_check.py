@@ -27,6 +27,18 @@ EXPECTED = {
 }
 
 
+def test_a_lack_of_memory_says_nothing_of_a_way():
+    def full(*_):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+
+    def broken(*_):
+        raise RuntimeError("shapes do not match")
+
+    assert check.differences(broken, None, [], []) == [math.inf]
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        check.differences(full, None, [], [])
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_family_is_computed_in_the_fastest_exact_way(name, pool):
     model, tokenizer = tiny_model(name)

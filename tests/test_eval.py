@@ -502,6 +502,7 @@ BAD = {  # flags -> what the line on stderr says
     "--model openai:x --base_url http://127.0.0.1:9/v1 --chat_template t": "--chat_template are",
     "--action_format xml": "unknown --action_format",
     "--data {tmp}": "no items for 'babyai'",
+    "--env sciworld --env_args sciworld.max_moves=1e3": "max_moves is a whole number, not '1e3'",
     "--env_url http://127.0.0.1:9": "no environment server answers",
     "--max_length 9 --items 4": "max_length is 9",
     "--trajectories {tmp}": "is in the way",

@@ -772,6 +772,8 @@ def test_a_live_page_is_for_this_machine_alone(live):
     assert page.status_code == 200 and "connect-src 'self'" in page.text
     foreign = requests.get(address, headers={"Host": "example.org:80"}, timeout=60)
     assert foreign.status_code == 403 and len(foreign.text) < 100
+    without_port = requests.get(address, headers={"Host": "127.0.0.1"}, timeout=60)  # port 80
+    assert without_port.status_code == 200
     for path in ("trajectory?run=0&id=99", "trajectory?run=0&id=-1", "trajectory?run=5&id=0",
                  "trajectory", "update?generation=0&rows=x", "search"):
         assert requests.get(address + path, timeout=60).status_code == 400, path

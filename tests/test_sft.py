@@ -1,6 +1,7 @@
 """The command sft.py: what is learnt, from whom, and that it goes on where it was stopped."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import envs
 import rl
 import sft
 from agent import Chat
+from envs import EnvError
 from rollout import Trajectory
 from update import collate
 
@@ -77,6 +79,40 @@ def test_only_trajectories_in_which_the_expert_succeeds_are_kept(tiny, tmp_path)
     assert all(t.success and t.turns <= 4 for t in found)
     train_items = set(envs.items("babyai", "train"))
     assert all(t.item in train_items for t in found)
+
+
+def test_a_fault_while_the_expert_plays_costs_one_episode(tiny, tmp_path, monkeypatch):
+    demonstrate = sft.demonstrate
+    worlds = []
+
+    def breaking(env, *rest):
+        worlds.append(env)
+        if len(worlds) in faults:
+            raise EnvError("the power is out")
+        return demonstrate(env, *rest)
+
+    monkeypatch.setattr(sft, "demonstrate", breaking)
+    faults = (2, 3)
+    found = sft.expert_trajectories(config_of(tmp_path), Chat(tiny[1]), "train", 5, 0.0)
+    assert len(found) == 5
+    assert worlds[0] is worlds[1] and len(set(map(id, worlds[1:4]))) == 3  # each was made anew
+    faults = range(1000)
+    with pytest.raises(ValueError, match="succeeded in 0 of 6 .* the power is out"):
+        sft.expert_trajectories(config_of(tmp_path), Chat(tiny[1]), "train", 2, 0.0)
+
+
+def test_ctrl_c_while_the_expert_plays_ends_the_run_at_once(tmp_path, monkeypatch):
+    demonstrate = sft.demonstrate
+
+    def stopping(*rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+        return demonstrate(*rest)
+
+    monkeypatch.setattr(sft, "demonstrate", stopping)
+    with pytest.raises(ValueError, match="SIGINT before the first step: nothing is written"):
+        sft.sft(config_of(tmp_path))
+    assert not (tmp_path / "r/metrics.jsonl").exists()
 
 
 def test_the_loss_is_the_mean_over_the_replies_tokens_alone(tiny, tmp_path):

@@ -117,7 +117,8 @@ CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"
 
 
 def test_rooms_are_drawn_as_the_replies_were_read():
-    said = ["Play.", "OK", "A room.", "Action: [turn right].", "A wall."]
+    room = make_env("babyai").reset(88)
+    said = ["Play.", "OK", room, "Action: [turn right].", "A wall."]
     trajectory = {"env": "babyai", "item": "babyai_88",
                   "messages": [{"content": text} for text in said]}
     for parse, turned in (("strict", False), ("lenient", True)):
@@ -143,9 +144,12 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
 
 
 def test_nothing_is_drawn_of_worlds_on_servers():
-    messages = [{"content": "Play."}, {"content": "OK"}, {"content": "A room."}]
+    room = make_env("babyai").reset(88)
+    messages = [{"content": "Play."}, {"content": "OK"}, {"content": room}]
     trajectory = {"env": "babyai", "item": "babyai_88", "messages": messages}
     assert Replay(CONFIG).scenes(trajectory)
+    # Nor of what another program calls item 88.
+    assert Replay(CONFIG).scenes(trajectory | {"item": "babyai_89"}) is None
     replay = Replay(CONFIG | {"env_url": "http://127.0.0.1:1"})
     assert replay.scenes(trajectory) is None and replay.category("babyai_88") == ""
 

@@ -24,7 +24,7 @@ def esc(value) -> str:
     return escape(str(value), quote=True)
 
 
-def link(path, text, **query):
+def link(path, text, /, **query):
     """A link to `path` with these query parameters.
 
     >>> link("/orders", "Orders", page=2)

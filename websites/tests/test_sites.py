@@ -128,6 +128,7 @@ def test_pages_show_text_as_text(server):
     "/%00",
     "//evil.example/",
     "/search?q=%ff%fe",
+    "/orders?path=1&text=2",
 ])
 def test_any_path_gives_a_page(server, path):
     with episode(server) as (_, ask):

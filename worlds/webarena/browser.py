@@ -469,7 +469,8 @@ class Window:
         prepare: expressions to run first.
         """
         is_last = address == "last"
-        page = self.page if is_last else self.context.new_page()
+        before = self.page
+        page = before if is_last else self.context.new_page()
         try:
             if not is_last:
                 page.goto(address, wait_until="load")
@@ -481,7 +482,7 @@ class Window:
         finally:
             if not is_last:
                 page.close()
-                self.page = self.context.pages[0]
+                self.page = before
 
     def _evaluate(self, page, code):
         """Run JavaScript. A script's own error gives None, as in WebArena's code."""

@@ -143,6 +143,8 @@ def read_tasks(path: str) -> list:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         for task in found:  # raises KeyError or TypeError for anything else than a task
             _ = task["intent"], task["start_url"], task["sites"], task["eval"]["eval_types"]
+        if not found or not isinstance(found, list):
+            raise ValueError("no list of tasks")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
