@@ -115,8 +115,8 @@ def presets(model: str, world: str) -> dict:
     else:
         horizons, values = PUBLISHED_HORIZONS, REAL | WORLD_REAL.get(world, {})
         has = machine()
-        is_elsewhere = model.startswith("openai:")  # this machine does not compute it
-        if "cuda" not in has and not is_elsewhere:
+        is_served = model.startswith("openai:")  # another machine computes it
+        if "cuda" not in has and not is_served:
             values |= REAL_ON_CPU
         if not has & FAST_BFLOAT16:
             values["dtype"] = "float32"

@@ -292,7 +292,8 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
 
 
 def has_known_categories(env_url: str, env_args: str) -> bool:
-    """Whether `category_of` holds: not for items on a server, nor for tasks of one's own."""
+    """Whether `category_of` is right for a run with these flags. It is not for worlds on a server
+    or for the user's own tasks, whose item numbers mean other tasks."""
     return not env_url and "questions=" not in env_args and "tasks=" not in env_args
 
 
@@ -458,7 +459,7 @@ class EnvPool:
     @property
     def on_servers(self) -> bool:
         """Whether any world is played on a server."""
-        return bool(self.urls)
+        return any(self.urls.values()) if isinstance(self.urls, dict) else bool(self.urls)
 
     def take(self, name: str) -> Worker:
         """Return a free worker of the world `name`, or a new one."""

@@ -103,7 +103,8 @@ def mean(values: Sequence[float]) -> float:
 
 def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
     """Statistics of a step's trajectories. Failed environments are left out; their share is
-    `env_error`. If all have failed, that is all there is to say."""
+    `env_error`. If all have failed, the row has only the shares of failures and the number of
+    trajectories."""
     played = [t for t in trajectories if t.status != "env_error"]
     failed = [t for t in trajectories if t.status == "env_error"]
     common = {"env_error": len(failed) / len(trajectories), "trajectories": len(trajectories)}

@@ -606,7 +606,7 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     else:
         state = {}
-    # GPT-2's layers keep their weights as [in, out].
+    # The weight of a Conv1D layer (GPT-2) is [in, out], that of nn.Linear [out, in].
     transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name in [name for name in state if ".lora_A." in name]:
         base = name.split("lora_A")[0] + "base_layer.weight"

@@ -581,9 +581,9 @@ class Decoder:
         self.engine = engine
         self.queue = queue
         self.arrival_order = queue.config.arrival_order
-        # Resets take time, so a few more may be under way than there are free slots. A server may
-        # have no room for more episodes than slots. Without `arrival_order` its batches must be
-        # those of a world in this process.
+        # Resets take time, so a few more may be under way than there are free slots. But a server
+        # may allow no more episodes than slots. Without `arrival_order` the batches must be the
+        # same as with the world in this process, so this limit does not hold there.
         is_limited = on_servers and self.arrival_order
         self.resets_ahead = 0 if is_limited else min(8, engine.slots // 4)
         self.free = list(range(engine.slots))

@@ -99,9 +99,9 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
     """`count` trajectories in which the worlds' experts succeed on items of the split, shared out
-    among the worlds by weight. A function of the seed, unless an environment fails: then it is
-    made anew, and the episode is left out. Raises ValueError for a world whose expert fails too
-    often."""
+    among the worlds by weight. A function of the seed, unless an environment fails: then its
+    episode is left out, and a new environment is made. Raises ValueError for a world whose expert
+    fails too often."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     found = []
     with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
@@ -109,7 +109,7 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
             names = envs.items(world, split, cfg.data or None)
             random.Random(cfg.seed).shuffle(names)
             env = None
-            fault = ""  # the last one of an environment
+            fault = ""  # the last fault of an environment, as the end of a message
             kept = 0
             for attempt in range(3 * wanted):
                 if kept == wanted:
@@ -213,14 +213,16 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
     without_tokens = sum(not t.tokens for t in found)
     found = [t for t in found if t.status != Status.ENV_ERROR and any(t.mask)]
     if not found:
-        why = " (a served model played it: there are no tokens)" if without_tokens else ""
+        why = ""
+        if without_tokens:
+            why = f" ({without_tokens} have no tokens, as those of a served model)"
         raise ValueError(f"no trajectory of {path} is left to learn from{why}")
     return found
 
 
-def fitting(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
-    """Those that are not longer than --max_length; a line on stderr says how many are. Raises
-    ValueError if all are."""
+def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
+    """The trajectories of at most --max_length tokens. A line on stderr says how many are longer.
+    Raises ValueError if all are."""
     longest = max(settings.max_length for settings in cfg.worlds.values())
     found = []
     for t in trajectories:
@@ -304,7 +306,7 @@ def gather_trajectories(run: Run,
                 if (run.folder / name).exists() else [] for name in DEMO_FILES]
     demos = []
     if cfg.trajectories:
-        demos += fitting(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
+        demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
     held_out = []
     try:
         with signals:

@@ -214,8 +214,9 @@ def load(cfg: RunConfig) -> Run:
 
 
 def is_finished(run: Run, steps: int) -> bool:
-    """Whether the run has taken all its steps; if so, rank 0 says so. Raises ValueError if it has
-    not and its final/ would be lost, as there is no checkpoint to go on from."""
+    """Whether the run has taken all its steps; if so, rank 0 says so. Raises ValueError if a run
+    with a final/ is to take more steps but has no checkpoint: it would start at step 0 and lose
+    final/."""
     # A finished run stays finished when its checkpoints are damaged or deleted.
     final = run.folder / "final"
     if not final.exists():
@@ -223,7 +224,7 @@ def is_finished(run: Run, steps: int) -> bool:
     metrics = run.folder / "metrics.jsonl"
     rows = read_objects(metrics)[0] if metrics.exists() else []
     saved = [int(folder.name[5:]) for folder in rl.named_checkpoints(run.folder)]
-    taken = max(len(rows), *saved, 0)
+    taken = max([len(rows), *saved])
     if taken < steps and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
                          f"on from: start another run with --model {final}")
@@ -486,7 +487,7 @@ def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
 
 
 def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str, float]:
-    """Play some held-out items of each world once, at its last horizon -> "eval/success" and
+    """Play EVAL_ITEMS held-out items of each world once, at its last horizon -> "eval/success" and
     so on, for several worlds "eval/success/babyai" ...; {} if a stop signal came.
 
     Every evaluation of a run plays the same items with the same random numbers.
@@ -606,7 +607,7 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
 
 def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = False) -> NoReturn:
     """One line on stderr, of rank 0 alone; exit code 2. of_one_rank: the other ranks may not have
-    this error, so every rank that has it says so."""
+    this error, so any rank prints it."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or of_one_rank:
         at = f"rank {rank}: " if rank != "0" else ""

@@ -9,8 +9,8 @@ weights and the same cache. Its time is what the arithmetic alone costs with PyT
 
 Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is
 the processor time of the bare loop divided by ours, the median of three pairs in turn. `memory` is
-the share of the bare loop's time that it would take to read its weights and its cache once a call,
-at the speed with which this machine reads a large tensor: near 1, the memory is the limit.
+the share of the bare loop's time that reading its weights and its cache from memory takes, at the
+speed at which this machine reads a large tensor (`gb_a_second`). Near 1 the memory is the limit.
 """
 
 import statistics
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.kept = {x.untyped_storage().data_ptr() for x in kept}
         self.calls = []
-        self.bytes_read = 0  # of the tensors that are kept
+        self.bytes_read = 0  # by the recorded calls, of the tensors that are kept
         self.memory = {}  # (dtype, number of the argument) -> flat tensor
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -120,7 +120,7 @@ def cpu_seconds(function):
 
 
 def memory_bandwidth():
-    """-> bytes a second with which all threads read a tensor of 1 GB, the best of five."""
+    """-> bytes a second at which all threads read a tensor of 1 GB, the best of five."""
     x = torch.ones(2**28)
     seconds = []
     for _ in range(5):
@@ -141,11 +141,11 @@ def compare(ours, recorder):
         seconds.append(cpu_seconds(ours))
         limit.append(cpu_seconds(repeat))
     bandwidth = memory_bandwidth()
-    clock = statistics.median(limit) / torch.get_num_threads()
+    loop_seconds = statistics.median(limit) / torch.get_num_threads()  # by the clock
     return {"seconds": statistics.median(seconds), "limit": statistics.median(limit),
             "share": statistics.median(b / a for a, b in zip(seconds, limit)),
             "products": len(recorder.calls), "gb_a_second": bandwidth / 1e9,
-            "memory": recorder.bytes_read / bandwidth / clock}
+            "memory": recorder.bytes_read / bandwidth / loop_seconds}
 
 
 def rollout_figures(model, tokenizer, dtype, slots, trajectories, turns):

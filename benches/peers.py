@@ -47,8 +47,8 @@ class Scale(NamedTuple):
 
     items: int  # of a step
     samples: int  # of an item
-    measured: int  # steps
-    tried: int  # settings of a program
+    measured: int  # number of measured steps
+    tried: int  # number of settings of a program that are tried
     lr: float
     goal: float  # our tokens a second over those of the fastest peer; reported, no stated ratio
 
@@ -212,14 +212,14 @@ def user_lines(source):
 
 
 def scale_of(args, model):
-    """The size of the job for this model; flags win."""
+    """The size of the job for this model, with the values that flags give."""
     scale = TINY if model == "tiny" else REAL
     given = {name: getattr(args, name) for name in ("items", "samples", "measured")}
     return scale._replace(**{name: value for name, value in given.items() if value})
 
 
 def folder_of(model):
-    """A name in data/, or a path."""
+    """-> the model's folder: `model` is the name of one in data/, or a path."""
     named = ROOT / "data" / model
     return named if named.exists() else Path(model).expanduser().resolve()
 

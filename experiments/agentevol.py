@@ -25,8 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from sft import SFTConfig  # noqa: E402
 
-
-# Flags of sft.py that are not those of the warm start.
+# Flags of sft.py that do not take the values of the warm start.
 OWN_FLAGS = ("env", "out", "resume", "demos", "noise", "trajectories", "min_reward")
 
 

@@ -222,8 +222,8 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
         gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
                          for name, gap in paths.gaps.items() if name.startswith(what))
         raise ValueError(f"models of the type {model.config.model_type} cannot be used: no {what} "
-                         f"has the log-probs of the model's own forward pass (gaps: {gaps}; "
-                         f"kept in {kept})")
+                         f"has the log-probs of the model's own forward pass (gaps: {gaps}). "
+                         f"Delete {kept} to check again.")
     return paths
 
 

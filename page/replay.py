@@ -82,7 +82,7 @@ class Replay:
         name = trajectory["env"]
         lenient_as = name if self.config.get("parse") == "lenient" else ""
         draw = DRAW[name]
-        # Item 7 of another program's trajectory may be another task.
+        # In a trajectory of another program, the item's number may mean another task.
         if len(messages) < 3 or world.reset(number).strip() not in messages[2]["content"]:
             return None
         drawn = [draw(world)]

@@ -16,6 +16,7 @@ import eval as evaluation
 from envs import EnvError, EnvPool, items
 from eval import ModelError, ServedModel, play_served, summarise
 from rollout import RolloutConfig, rollout
+from worlds.textcraft import TextCraft
 
 LOOK = "Action: inventory"  # a reply with an action that is always valid in TextCraft
 
@@ -142,6 +143,21 @@ def test_a_failed_environment_is_no_reward_of_zero():
         (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1,
                            RolloutConfig(retries=1))
     assert t.status == "env_error" and t.error == "fault: gone" and len(made) == 2
+
+
+def test_a_fault_whose_exception_is_a_kind_of_value_error_ends_no_evaluation(monkeypatch):
+    reset = TextCraft.reset
+    faults = iter([json.JSONDecodeError("no JSON", "", 0)])
+
+    def breaking(env, item):
+        for fault in faults:
+            raise fault
+        return reset(env, item)
+
+    monkeypatch.setattr(TextCraft, "reset", breaking)
+    with server(lambda *_: (200, LOOK)) as url, EnvPool() as pool:
+        (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1, RolloutConfig())
+    assert t.status == "horizon" and next(faults, None) is None
 
 
 def test_a_conversation_that_the_server_finds_too_long_ends_with_length_and_the_others_go_on():

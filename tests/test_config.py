@@ -88,6 +88,19 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_its_settings(env, monkey
         parse_config([*argv, "--resume", "--lr", "1e-5"])
 
 
+def test_a_run_that_is_evaluated_needs_held_out_items(tmp_path):
+    (tmp_path / "AgentItemId").mkdir()
+    names = [{"item_id": f"babyai_{n}"} for n in range(20)]
+    (tmp_path / "AgentItemId/babyai_train.json").write_text(json.dumps(names))
+    argv = ["--data", str(tmp_path), "--out", str(tmp_path / "r")]
+    parse_config(argv)
+    parse_sft_config([*argv, "--demos", "1"])
+    with pytest.raises(ValueError, match="no items for 'babyai': .*AgentEval"):
+        parse_config([*argv, "--eval_every", "1"])
+    with pytest.raises(ValueError, match="no items for 'babyai': .*AgentEval"):
+        parse_sft_config([*argv, "--demos", "1", "--eval_every", "1"])
+
+
 # ---- how replies are read, and --prompts ----
 
 TEXTS = {"babyai": {"prompt": "Play.\n\n", "reply": "Ok."},

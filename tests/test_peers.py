@@ -1,6 +1,7 @@
 """`bench.py peers`: reading the reports of other programs. None of them is needed here."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,3 +94,4 @@ def test_a_model_of_ones_own_gets_the_job_of_a_real_model(tmp_path):
     assert job["model"] == str(tmp_path) and job["lr"] == peers.REAL.lr
     assert (job["items_per_step"], job["samples"], len(job["items"])) == (2, 4, 6)
     assert peers.folder_of("tiny") == peers.ROOT / "data/tiny"
+    assert peers.folder_of("runs/warm/final") == Path("runs/warm/final").resolve()

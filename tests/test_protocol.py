@@ -652,23 +652,29 @@ def fixed_reply(name, path):
     return replies[path]
 
 
-@pytest.mark.parametrize("name", ["weather", "webarena"])
-def test_an_episode_outlives_a_pause_after_any_reply(name):
-    """uvicorn closes a connection after a pause of 5 s. These servers' GET /observation has another
-    text than /step: the tool servers' has no closing line, nor what an unreadable action got;
-    WebArena's is the page, not the message about an unreadable action."""
+@pytest.mark.parametrize("name, ours", [("weather", False), ("webarena", False),
+                                        ("webarena", True)])
+def test_an_episode_outlives_a_pause_after_any_reply(name, ours):
+    """uvicorn closes a connection after a pause of 5 s. The tool servers' GET /observation lacks
+    /step's last line, and its message about an unreadable action. AgentGym's WebArena replies with
+    the page instead of that message. Ours replies with what /step did, whose "info" is always
+    null."""
     steps = []
 
     def answer(path, body):
         if path.startswith("/observation"):
+            if ours:
+                return 200, f"Page {len(steps)}."
             return 200, SEEN if name == "webarena" else f"After {steps.count('good')}."
         if path != "/step":
             return 200, fixed_reply(name, path)
         steps.append(body["action"])
         text = "I cannot read that." if body["action"] == "bad" else f"After {steps.count('good')}."
         reply = {"observation": text + "\nGive me one action.", "reward": 0, "info": None}
+        if ours:
+            reply["observation"] = f"Page {len(steps)}."
         if name == "webarena":
-            if body["action"] == "good":
+            if body["action"] == "good" and not ours:
                 reply |= {"observation": SEEN, "info": {"fail_error": ""}}
             return 200, reply | {"terminated": False, "truncated": False}
         return 200, reply | {"done": False}
@@ -702,6 +708,12 @@ def test_an_episode_that_has_ended_is_closed(servers):
     assert env.reset(5) == first
     assert env.server.doubts == before
     env.close()
+
+
+def test_a_pool_knows_whether_a_world_is_on_a_server():
+    assert not EnvPool().on_servers and not EnvPool({"babyai": []}).on_servers
+    assert EnvPool(["http://a:1"]).on_servers
+    assert EnvPool({"babyai": [], "textcraft": ["http://a:1"]}).on_servers
 
 
 def test_a_rollout_has_no_more_episodes_on_a_server_than_slots(tiny):

@@ -202,7 +202,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     ("[[]]", "holds no trajectories"),
     ('{"item": "babyai_1", "env": "babyai", "tokens": [1, 2], "mask": [false, false]}',
      "left to learn"),
-    ('{"item": "babyai_1", "env": "babyai", "messages": [{}]}', "a served model played it"),
+    ('{"item": "babyai_1", "env": "babyai", "messages": [{}]}', "1 have no tokens"),
 ])
 def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, message):
     (tmp_path / "t").write_text(text)
@@ -226,12 +226,12 @@ def test_recorded_trajectories_that_are_too_long_are_left_out(reference, tiny, c
     limit = lengths[len(lengths) // 2]
     flags = ["--trajectories", str(reference / "demos.jsonl"), "--out", "runs/never-made"]
     cfg = sft.parse_sft_config([*flags, "--max_length", str(limit)])
-    fitting = sft.fitting(found, cfg)
-    assert [t for t in found if len(t.tokens) <= limit] == fitting != found
-    assert f"{len(found) - len(fitting)} of {len(found)} trajectories" in capsys.readouterr().err
+    short = sft.drop_long(found, cfg)
+    assert [t for t in found if len(t.tokens) <= limit] == short != found
+    assert f"{len(found) - len(short)} of {len(found)} trajectories" in capsys.readouterr().err
     cfg = sft.parse_sft_config([*flags, "--max_length", str(lengths[0] - 1)])
     with pytest.raises(ValueError, match="every trajectory .* is longer than --max_length"):
-        sft.fitting(found, cfg)
+        sft.drop_long(found, cfg)
 
 
 # ---- stopped, resumed, refused ----

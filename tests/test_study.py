@@ -132,14 +132,22 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
 def test_an_evaluation_of_which_many_episodes_failed_is_no_row(tmp_path, monkeypatch):
     share = {}
 
+    files = []
+
     def eval_py(*command):
         out = command[command.index("--out") + 1]
+        files.append(out)
         out.write_text(json.dumps({"success": 0.1, "env_error": share["failed"]}))
 
     monkeypatch.setattr(play, "call", eval_py)
     base = runs.runs_of("transfer")[0]
     share["failed"] = 0.01
     assert play.evaluate("webarena", base, "tiny", 2, tmp_path / "run.jsonl")["success"] == 0.1
+    # No evaluation goes on from what another one of the run has left.
+    play.evaluate("babyai", base, "tiny", 2, tmp_path / "run.jsonl")
+    play.evaluate("webarena", base, tmp_path / "step_000005", 2, tmp_path / "run.jsonl")
+    play.evaluate("webarena", base, "tiny", 1, tmp_path / "run.jsonl")
+    assert len(set(files)) == 4
     share["failed"] = 0.9
     with pytest.raises(RuntimeError, match="90% of the episodes in webarena failed"):
         play.evaluate("webarena", base, "tiny", 2, tmp_path / "run.jsonl")

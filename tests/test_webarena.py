@@ -10,6 +10,7 @@ import queue
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -292,11 +293,13 @@ def test_arguments_are_checked(tmp_path, monkeypatch):
     for name in webarena.PLACES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bad.json").write_text('[{"intent": "a"}]')
+    (tmp_path / "empty.json").write_text("[]")
     (tmp_path / "good.json").write_text(json.dumps([tasks.make(0)[0]]))
     has_playwright = importlib.util.find_spec("playwright") is not None
     for arguments, message in (
         ({"chromium": "/nowhere"}, "apt-get install chromium"),
         ({"tasks": f"{tmp_path}/bad.json"}, "no tasks in WebArena's form"),
+        ({"tasks": f"{tmp_path}/empty.json"}, "no list of tasks"),
         ({"tasks": f"{tmp_path}/none.json"}, "none.json"),
         ({"tasks": f"{tmp_path}/good.json"}, "SHOPPING_ADMIN"),
         ({"shopping": "http://a"}, "need tasks="),
@@ -557,6 +560,9 @@ def test_every_action_does_what_it_says(env):
     text = do(f"goto [{forums}]")
     assert "Tab 0: Audio | Tab 1 (current): Forums" in text
     assert current_url(text) == forums
+    # An evaluator that reads another page leaves the current tab as it is.
+    for address, title in ((env._to_real(audio), "Audio"), ("last", "Forums")):
+        assert title in env.browser.call(env.window.look, address, "document.title")
     assert current_url(do("tab_focus [0]")) == audio
     text = do("close_tab")
     assert "Tab 0 (current): Forums" in text and "Tab 1" not in text
@@ -886,6 +892,7 @@ def test_our_server_speaks_webarenas_bodies():
         assert far.whole_reply and far.prompt == near.prompt
         assert far.reset(3) == near.reset(3)
         for reply in ("nonsense", "```click [500]```", "```scroll [down]```", "```stop [x]```"):
+            far.socket.shutdown(socket.SHUT_RDWR)  # as after a pause
             assert far.step(reply) == near.step(reply)
         far.close()
         near.close()

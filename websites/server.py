@@ -13,7 +13,6 @@ import random
 import secrets
 import sqlite3
 import threading
-import traceback
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, quote, urlsplit
@@ -168,9 +167,6 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(303, "", location=str(redirect), cookie=cookie)
             except sqlite3.ProgrammingError:  # the episode has ended meanwhile
                 self._send(410, "This episode has ended.")
-            except Exception:  # any address may come from a policy: a broken page is no fault
-                traceback.print_exc()
-                self._send(500, "This page cannot be shown.")
 
     def _cookie_key(self):
         """The episode's key in the cookie, or ""."""

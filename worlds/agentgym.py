@@ -53,9 +53,10 @@ class Protocol(NamedTuple):
     success_reward: float = 1.0
     # GET /observation gives the first observation at any time, not the last one.
     observation_is_first: bool = False
-    # GET /observation gives other texts than /reset and /step. It is asked after each of them.
+    # GET /observation replies with other texts than /reset and /step, so the client requests it
+    # after each of them.
     observation_differs: bool = False
-    # GET /observation gives nothing once the episode has ended: it is closed then.
+    # GET /observation fails once the episode has ended, so the client closes the episode then.
     ended_is_unknown: bool = False
     whole_reply: bool = False  # "action" is the agent's whole reply, not the action parsed from it
     has_close: bool = True
@@ -373,7 +374,7 @@ class RemoteEnv(Env):
             raise EnvError(f"{self.url}/reset: {wrong}")
         self.first = self.last = reply[keys[-1]]
         if self.protocol.observation_differs:
-            self.last = self._present_observation()
+            self.last = self._current_observation()
         actions = reply.get("available_actions")  # alfworld; AgentGym's client shows the first ones
         if isinstance(actions, list):
             observation += f"\nAVAILABLE ACTIONS: {','.join(map(str, actions))}"
@@ -383,7 +384,6 @@ class RemoteEnv(Env):
         """Send the action -> the Step that the server's reply means."""
         protocol = self.protocol
         body = {protocol.id_key: self.episode_id, "action": action}
-        before = self.last
         # The server may have taken the step although its reply was lost: never send it twice.
         reply = self._call("step", body, repeat=False)
         observation = self._read_observation(reply, (protocol.observation_key,))
@@ -411,12 +411,11 @@ class RemoteEnv(Env):
         succeeded = done and achieved >= protocol.success_reward
         success = self._read_optional(reply, "success", bool, default=succeeded)
         looks_valid = not re.match(protocol.invalid_pattern, observation)
-        if protocol.observation_differs:
-            self.last = self._present_observation()
+        differs = protocol.observation_differs
         if protocol.info_tells_validity:
             info = reply.get("info")
-            if info is None:  # the observation is a message; the page is the one before
-                self.last = before
+            # After an action that could not be read, /step replies with a message, not the page.
+            differs = info is None
             looks_valid = isinstance(info, dict) and not info.get("fail_error")
         valid = self._read_optional(reply, "valid", bool, default=looks_valid)
         known_progress = self.total if protocol.score_key == "score" else 0.0
@@ -424,6 +423,8 @@ class RemoteEnv(Env):
         score = min(1.0, max(0.0, score))
         if done and protocol.ended_is_unknown:
             self._close_episode()
+        elif differs:
+            self.last = self._current_observation()
         return Step(observation, reward, score, done, success, valid, progress)
 
     def close(self) -> None:
@@ -454,9 +455,9 @@ class RemoteEnv(Env):
         """GET `path` of this episode -> the JSON of the reply."""
         return self._call(f"{path}?{self.protocol.id_key}={self.episode_id}", None, timeout=timeout)
 
-    def _present_observation(self):
-        """What GET /observation gives now; "" (not known) unless it comes over the connection of
-        the last reply."""
+    def _current_observation(self):
+        """The reply to GET /observation; "" (not known) if the request fails or needs a new
+        connection."""
         connection = self.socket
         try:
             texts = _texts(self._get("observation"))

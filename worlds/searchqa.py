@@ -10,8 +10,8 @@ These things differ from AgentGym's server on purpose:
 
 * A wrong answer ends the episode, as in Search-R1. AgentGym's says "try again", so that the reward
   of a long horizon pays for guessing: here a question is answered once.
-* Tags between <think> and </think> do not count: thoughts are no actions. A thought that is not
-  closed is none: a reply ends with its first </search> or </answer>, as in Search-R1.
+* Tags between <think> and </think> do not count: thoughts are no actions. A reply ends with its
+  first </search> or </answer>, as in Search-R1. If that comes before </think>, the tag counts.
 * An empty tag gets a hint. AgentGym's server searches for the empty text.
 * The first observation is the question alone; the instructions are in the prompt. AgentGym's
   observation repeats the instructions before the question.

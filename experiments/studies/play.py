@@ -153,7 +153,7 @@ def evaluate(world, run, model, samples, path):
         begin = run.flags.index("--data")
         data = run.flags[begin : begin + 2]
     horizon = run.horizon or TINY_HORIZONS[world].eval_horizon
-    # A name of its own: an evaluation that was interrupted has left its part.
+    # A file for each evaluation: eval.py goes on from the .part of one that was interrupted.
     result = path.with_suffix(f".{world}_{Path(model).name}_{samples}.result")
     call(
         "eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,
