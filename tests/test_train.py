@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, random_model, run_script
@@ -652,18 +653,56 @@ def test_a_damaged_row_of_metrics_is_one_line_and_a_half_written_last_one_is_not
         assert train.rows_before(metrics, number - 1) == rows.splitlines()[: number - 1]
 
 
-@pytest.mark.parametrize("limit, says", [
-    ("-f 2000", "File too large"),  # of the weights' file
-    ("-v 1700000", "no memory or no thread left"),
-])
-def test_a_lack_of_disk_or_memory_is_one_line(limit, says, tmp_path):
-    train_small = shlex.join([sys.executable, "train.py", *SMALL, "--out", str(tmp_path / "r")])
-    done = subprocess.run(["bash", "-c", f"ulimit {limit}; {train_small}"], cwd=ROOT, env=ENV,
+def test_a_lack_of_disk_is_one_line(tmp_path):
+    refused = run_within("-f 2000", tmp_path / "r")  # less than the weights' file needs
+    assert "File too large" in refused and "--resume goes on" in refused
+
+
+def test_a_lack_of_memory_is_one_line(tmp_path):
+    """A single large request fails, so that Python has memory left to say so. Where many small ones
+    use up the memory, some libraries abort the process."""
+    model = tmp_path / "large"
+    shutil.copytree(ROOT / "data/tiny", model)
+    size = 32 << 30  # bytes; the file is a hole
+    header = json.dumps({"model.embed_tokens.weight": {
+        "dtype": "F32", "shape": [size // 512, 128], "data_offsets": [0, size]}}).encode()
+    with (model / "model.safetensors").open("wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header)
+        f.truncate(8 + len(header) + size)
+    refused = run_within("-v 20000000", tmp_path / "r", "--model", str(model))
+    assert "no memory or no thread left" in refused and "--microbatch_tokens" in refused
+
+
+def run_within(limit, out, *flags):
+    """Run train.py under a limit of bash's ulimit that it must exceed -> its one line."""
+    command = shlex.join([sys.executable, "train.py", *SMALL, "--out", str(out), *flags])
+    done = subprocess.run(["bash", "-c", f"ulimit {limit}; {command}"], cwd=ROOT, env=ENV,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    # Python, too, may write "MemoryError" at its end.
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and says in lines[0] and "--resume goes on" in lines[0], done.stderr
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def no_thread(*_):
+    raise RuntimeError("can't start new thread")  # as Python says it
+
+
+@pytest.mark.parametrize("use_up", [
+    lambda: torch.empty(2**48),  # PyTorch's RuntimeError
+    lambda: np.empty(2**56),  # numpy's MemoryError
+    no_thread,
+])
+def test_every_lack_of_memory_or_threads_is_said_alike(use_up, capsys):
+    cfg = parse_config(NO_RUN)
+    with pytest.raises(SystemExit) as ended, train.report_lack_of_resources(cfg, "train.py"):
+        use_up()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: no memory or no thread left: ") and said.count("\n") == 1
+    with pytest.raises(RuntimeError, match="another"):
+        with train.report_lack_of_resources(cfg, "train.py"):
+            raise RuntimeError("another error")
 
 
 def test_a_model_without_a_chat_template_needs_the_file_of_one(tmp_path):
