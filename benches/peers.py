@@ -14,9 +14,10 @@ one that is checked: whether exactly the sampled tokens are trained on, and how 
 log-probs are from those with which they were sampled. Tokens a second are the median of the
 measured steps, with the smallest and the largest. --full adds SmolLM2-135M, `--models smollm2`
 measures it alone (see data/get_smollm2.py), `--models runs/warm/final` a model of one's own: 4
-items x 4 samples and one measured step, because a step of TRL takes minutes. The scripts are in
-benches/peers_scripts/; their code above the line "measurements" is what a user of the program
-writes.
+items x 4 samples and one measured step, because a step of TRL takes minutes. Our update computes
+nothing for an item whose samples have equal rewards: a model that always succeeds needs harder
+items (--data). The scripts are in benches/peers_scripts/; their code above the line "measurements"
+is what a user of the program writes.
 """
 
 import ast
@@ -232,7 +233,7 @@ def job_of(args, model, world, program, settings, measured, checked):
         "root": str(ROOT),
         "model": str(folder_of(model)),
         "world": world,
-        "items": envs.items(world, "train")[: num_steps * scale.items],
+        "items": envs.items(world, "train", args.data or None)[: num_steps * scale.items],
         "items_per_step": scale.items,
         "samples": scale.samples,
         "horizon": args.horizon,
@@ -333,6 +334,7 @@ def add_flags(parser):
         "--models", type=split, default=["tiny"], help="tiny, smollm2, or a model's folder"
     )
     parser.add_argument("--worlds", type=split, default=["babyai", "textcraft"])
+    parser.add_argument("--data", default="", help="folder of item sets, as train.py's --data")
     parser.add_argument("--programs", type=split, default=list(PROGRAMS))
     parser.add_argument("--horizon", type=int, default=4, help="turns of an episode")
     for name, text in (("items", "of a step"), ("samples", "of an item"), ("measured", "steps")):
@@ -351,6 +353,7 @@ def measure(args):
         raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
     for world in args.worlds:
         envs.check_env(world)
+        envs.items(world, "train", args.data or None)  # raises ValueError if there are none
     if args.full and "smollm2" not in args.models:
         args.models = [*args.models, "smollm2"]
     for model in args.models:

@@ -8,6 +8,7 @@ import pytest
 from conftest import run_script
 
 from benches import peers
+from envs import items
 
 
 def report():
@@ -84,14 +85,19 @@ def test_the_command_explains_itself_and_refuses_an_unknown_program():
     done = run_script("bench.py", "peers", "--models", "nothing")
     assert done.returncode == 2
     assert "neither data/nothing nor nothing is a model's folder" in done.stderr
+    done = run_script("bench.py", "peers", "--data", "nothing")
+    assert done.returncode == 2 and "nothing/AgentItemId/babyai_train.json" in done.stderr
 
 
 def test_a_model_of_ones_own_gets_the_job_of_a_real_model(tmp_path):
-    args = SimpleNamespace(items=2, samples=None, measured=None, threads=1, horizon=4)
+    args = SimpleNamespace(items=2, samples=None, measured=None, threads=1, horizon=4, data="")
     assert peers.scale_of(args, "tiny") == peers.TINY._replace(items=2)
     program = peers.PROGRAMS["ours"]
     job = peers.job_of(args, str(tmp_path), "babyai", program, {}, measured=1, checked=True)
     assert job["model"] == str(tmp_path) and job["lr"] == peers.REAL.lr
     assert (job["items_per_step"], job["samples"], len(job["items"])) == (2, 4, 6)
+    args.data = peers.ROOT / "data/levels"
+    job = peers.job_of(args, str(tmp_path), "babyai", program, {}, measured=1, checked=True)
+    assert job["items"] == items("babyai", "train", args.data)[:6]
     assert peers.folder_of("tiny") == peers.ROOT / "data/tiny"
     assert peers.folder_of("runs/warm/final") == Path("runs/warm/final").resolve()
