@@ -659,6 +659,8 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     if cfg.action_format is None and len(weights) > 1:
         others = [default[w]["action_format"] for w in weights if w not in ("searchqa", "webarena")]
         cfg.action_format = others[0] if others else None
+    if cfg.slots is None:  # as few as the world whose environments cost the most
+        cfg.slots = min(own["slots"] for own in default.values())
     for name, value in default[next(iter(weights))].items():
         if name in flags and getattr(cfg, name) is None:
             setattr(cfg, name, value)

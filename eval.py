@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import arg, below_one, chat_arguments, check_ranges, flags_of, fraction
+from config import LIMITS, arg, below_one, chat_arguments, check_ranges, flags_of, fraction
 from config import merge_env_args, mixture, not_negative, one_of, positive, presets, read_flags
 from config import read_prompts, run_of, servers
 import numpy as np
@@ -134,7 +134,8 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
 
     Raises ValueError with one clear line.
     """
-    epilog = "a flag without a default takes the run's value, else that of train.py --help"
+    epilog = ("a flag without a default takes the run's value (--max_tokens, --max_length and "
+              "--slots only in worlds that the run was trained on), else that of train.py --help")
     cfg = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0], epilog)
 
     run = run_of(cfg.model)
@@ -142,10 +143,13 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if not cfg.env:
         cfg.env = default_world(trained_on)
 
-    # The run's settings and the presets. In a mixture each world has limits of its own.
+    # The run's settings and the presets. In a mixture each world has limits of its own. The limits
+    # of a run that was not trained on this world are those of other worlds.
     default = presets(cfg.model, cfg.env)
     default |= {"data": "", "plan": False, "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})
+    if cfg.env not in trained_on:
+        own = {name: value for name, value in run.items() if name not in (*LIMITS, "slots")}
 
     # Keyword arguments of the world. A run's are those of the worlds that it was trained on.
     preset_env_args = "" if cfg.env_url else default["env_args"]

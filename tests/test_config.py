@@ -1,5 +1,6 @@
 """Defaults that depend on the machine, and what runs keep of the way replies are read."""
 
+import shutil
 import json
 import os
 import subprocess
@@ -54,6 +55,15 @@ def test_the_defaults_of_real_models_depend_on_what_the_machine_has(has, dtype, 
         assert getattr(of_eval, name) == getattr(cfg, name)
     given = parse_config([*MODEL, "--dtype", "bfloat16", "--max_tokens", "9", "--out", "runs/no"])
     assert (given.dtype, given.max_tokens) == ("bfloat16", 9)
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Debian's chromium")
+def test_a_mixture_plays_as_many_at_a_time_as_its_most_costly_world():
+    slots = {env: parse_config(["--env", env, "--out", "runs/no"]).slots
+             for env in ("babyai", "webarena", "babyai,webarena")}
+    assert slots == {"babyai": 128, "webarena": 32, "babyai,webarena": 32}
+    given = parse_config(["--env", "babyai,webarena", "--slots", "64", "--out", "runs/no"])
+    assert given.slots == 64
 
 
 def test_a_served_models_replies_do_not_depend_on_this_machine(monkeypatch):

@@ -789,6 +789,19 @@ def test_a_page_that_hangs_is_ended_by_the_watchdog(monkeypatch):
     env.close()
 
 
+def test_a_browser_thread_that_was_given_up_ends_with_its_job(monkeypatch):
+    """Else its Chromium, started late on a busy machine, would stay for ever."""
+    monkeypatch.setattr(browsers, "JOB_TIMEOUT", -9.5)  # the thread is given up 10 seconds later
+    browser = browsers.Browser("no program", [])
+    late = threading.Event()
+    with pytest.raises(EnvError, match="no answer"):
+        browser.call(late.wait)
+    assert browser.thread.is_alive()
+    late.set()
+    browser.thread.join(30)
+    assert not browser.thread.is_alive()
+
+
 # ---- the tiny model ----
 
 

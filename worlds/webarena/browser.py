@@ -195,6 +195,7 @@ class Browser:
                 self.kill()
             if seconds > JOB_TIMEOUT + 10:  # killing Chromium did not help: give the thread up
                 self.broken = True
+                self.end()  # if the job ends after all, so does its Chromium
             if self.broken:
                 raise EnvError(f"browser: no answer within {JOB_TIMEOUT:g} s")
         return future.result()
@@ -219,6 +220,7 @@ class Browser:
     def _launch(self):
         from playwright.sync_api import sync_playwright
 
+        self.pid = None
         if not self.driver:
             self.driver = sync_playwright().start()
         self.chromium = self.driver.chromium.launch(
