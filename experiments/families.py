@@ -193,6 +193,9 @@ def speed(name: str) -> tuple[str, bool]:
 
 
 def main(args):
+    if {"-h", "--help"} & set(args):
+        print(__doc__)
+        return 0
     names = [arg for arg in args if arg != "--speed"]
     unknown = set(names) - set(FAMILIES)
     if unknown:

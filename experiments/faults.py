@@ -304,6 +304,9 @@ def chaos(env_name="babyai", steps=20, seed=0):
 
 
 def main(args):
+    if {"-h", "--help"} & set(args):
+        print(__doc__)
+        return 0
     if args == ["chaos-run"]:
         return chaos()
     names = args

@@ -1,6 +1,6 @@
 """Faults that the tests must notice: `python experiments/mutants.py [--only TEXT] [--table]`.
 
-Each fault of FAULTS changes one line of the core, in a copy of the repository and never in the
+Each fault of FAULTS changes one line of the code, in a copy of the repository and never in the
 checkout. It survives if the test named beside it still passes: then a test is missing. Before the
 faults, the unchanged copy must pass all the named tests.
 
@@ -784,7 +784,7 @@ def table(faults: list[Fault], outcomes: list[Outcome]) -> str:
     lines = [
         "# Faults that the tests notice",
         "",
-        "Each fault changes one line of the core. `python experiments/mutants.py --table` applies",
+        "Each fault changes one line of the code. `python experiments/mutants.py --table` applies",
         "it in a copy of the repository, runs the test named beside it, and writes this table.",
         "",
         "| fault | file | test that fails |",

@@ -73,6 +73,9 @@ def notebook(text):
 
 
 def main():
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+        return
     made = notebook((ROOT / "notebook.py").read_text())
     path = ROOT / "notebook.ipynb"
     path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")

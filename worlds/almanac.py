@@ -1,4 +1,4 @@
-"""Invented worlds for SearchQA: each an encyclopedia of about 10,000 short articles, and questions.
+"""Invented worlds for SearchQA: each an encyclopedia of about 9,400 short articles, and questions.
 
 `almanac(seed)` returns a world of people, works, organisations, towns, regions and rivers, all of
 them invented. The seed determines its facts, articles and questions.
