@@ -528,12 +528,12 @@ class Chat:
 
     `end_id` is the end-of-turn token, which the policy samples to finish a reply.
 
-    A template may have channels, as GPT-OSS's has: the policy writes a message to the channel
-    "analysis", then one to the channel "final". `final_header` is what the second one begins with
-    ([] without channels); only what follows it is the answer that the environment gets. The
-    end-of-turn token does not end a reply before it. An end-of-sequence token always does
-    (GPT-OSS's <|return|>), and it stays in the trajectory, as the analysis does: the template
-    itself would write <|end|> for it in earlier turns, and leave the analysis out.
+    A template may have channels, as GPT-OSS's has: the policy first writes a message to the channel
+    "analysis", then one to the channel "final". `final_header` is the ids that open the final
+    message ([] without channels). The environment gets only the text after it. Before
+    `final_header` an end-of-turn token does not end the reply; an end-of-sequence token (GPT-OSS's
+    <|return|>) always does. The trajectory keeps the analysis and the end-of-sequence token. The
+    template would drop the analysis of earlier turns and write <|end|> instead.
 
     Raises ValueError for a template that fails, that does not show every message exactly once
     and in order, or that ends a reply with an ordinary token: replies would end anywhere.
@@ -541,8 +541,8 @@ class Chat:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
-        # A copy with a setting of its own, as transformers changes that of the tokenizer with
-        # every call. Used without transformers' wrapper, which doubles the time.
+        # A copy of the fast tokenizer, because every transformers call resets
+        # `encode_special_tokens` on the original. Calling it directly takes half the time.
         self.encoder = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
         if self.encoder is not None:
             self.encoder.encode_special_tokens = True
@@ -611,8 +611,12 @@ class Chat:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def observation(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of an observation. If it has more than `most` tokens, at least `most` of them: of a
-        text of megabytes only the part that shows this is encoded."""
+        """Token ids of an observation. most: the number of tokens there is room for.
+
+        A text that is certainly longer is cut before it is encoded, which saves encoding
+        megabytes. At least `most` ids are still returned, so the caller sees that the observation
+        does not fit.
+        """
         text = text.strip()
         if most is not None and len(text) > most * self.longest_token:
             ids = self._encode(text[: most * self.longest_token])

@@ -101,10 +101,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0,
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / std over the masked tokens of the whole batch.
+    """(x - mean) / std over the sampled tokens of the whole batch.
 
     x [B, T] float, mask [B, T] bool -> [B, T], zero outside the mask. The result is all zeros if
-    there are fewer than two masked tokens or if they are all equal. 1e-8 is added to the variance,
+    there are fewer than two sampled tokens or if they are all equal. 1e-8 is added to the variance,
     so that differences that are only rounding noise are not scaled up to +-1.
 
     >>> whiten(torch.tensor([[1., 9., 3.]]), torch.tensor([[True, False, True]]))
@@ -302,7 +302,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
     trajectory -> per-token loss [B, T] (pass it to `aggregate`; GSPO's mode is "sequence") and
     stats. Raises ValueError for an unknown kind.
-    stats: 0-d detached tensors, *sums* over the masked tokens, so that they can be added over
+    stats: 0-d detached tensors, *sums* over the sampled tokens, so that they can be added over
     micro-batches and ranks; divide by stats["tokens"] at the end:
     "clip_fraction" (tokens whose gradient the clip removes), "approx_kl" (the k3 estimate of
     KL(old || new)).
@@ -347,7 +347,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
 
 
 def _segment_mean(x: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-    """The mean of x over the masked tokens of each segment of a row, at every token of the segment.
+    """The mean of x over the sampled tokens of each segment of a row, at every token of the
+    segment.
 
     x [B, T], mask [B, T] bool, segments [B, T] long ids, from 0 on -> [B, T]
     """
@@ -436,16 +437,16 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
               denominator: float | Tensor | None = None) -> Tensor:
     """Reduce a per-token loss to one number.
 
-        token      sum over masked tokens / number of masked tokens
+        token      sum over sampled tokens / number of sampled tokens
                    (DAPO, arXiv 2503.14476, section 3.3)
-        sequence   sum over sequences of the mean over their masked tokens
-                   / number of sequences that have a masked token (GRPO, arXiv 2402.03300, eq. 3)
+        sequence   sum over sequences of the mean over their sampled tokens
+                   / number of sequences that have a sampled token (GRPO, arXiv 2402.03300, eq. 3)
 
     per_token [B, T] float, mask [B, T] bool -> 0-d.
     `denominator` (a number or a 0-d tensor) replaces the number of tokens or sequences. Pass
     mask.sum() or mask.any(1).sum(), counted over all micro-batches and ranks of an optimizer step:
     then the losses of the micro-batches add up to that of the whole batch.
-    If no token is masked the result is 0 and still attached to the graph.
+    If no token was sampled, the result is 0 and still attached to the graph.
     Raises ValueError for an unknown mode.
 
     >>> x = torch.tensor([[1., 2., 9.], [6., 9., 9.]])

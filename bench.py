@@ -43,7 +43,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         )
         command.add_argument("--out", help="JSON file for the figures")
         command.add_argument(
-            "--full", action="store_true", help="medians of five, and the 3.7M model too"
+            "--full",
+            action="store_true",
+            help="more: see above (rollout, update: medians of five, and a 3.7M model)",
         )
         command.add_argument(
             "--threads", type=int, default=1, help="of PyTorch, the same for all"
@@ -51,6 +53,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         command.set_defaults(measure=bench.measure)
         bench.add_flags(command)
     return parser.parse_args(argv)
+
+
+def states_a_ratio(args: argparse.Namespace) -> bool:
+    """Whether the project states a ratio for this benchmark, which a measurement can miss."""
+    if args.what == "rollout":
+        return not args.scale
+    if args.what == "memory":
+        return not args.model
+    return args.what == "update"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     if missed:
         print("\n".join(missed), file=sys.stderr)
         return 1
-    if args.what not in ("check", "peers"):  # these state no ratio
+    if states_a_ratio(args):
         print("every stated ratio is reached")
     return 0
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 # Threads that spin while they wait slow other processes down by up to five times where cores are
 # shared. PyTorch reads the variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Large tensors on a CPU in pages of 2 MB: a new one then costs a tenth of an update less.
+# Allocate large CPU tensors in pages of 2 MB. Page faults otherwise take a tenth of an update.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch  # noqa: E402
@@ -68,15 +68,14 @@ REAL = dict(
     microbatch_tokens=16384, slots=32, dtype="bfloat16", gradient_checkpointing=True, env_args="",
 )
 REAL_ON_CPU = dict(  # without CUDA these win over REAL and WORLD_REAL
-    # Training a model of 135M parameters so took 10 to 16 GB, the rollout's cache included.
+    # With these values, training a model of 135M parameters took 10 to 16 GB, KV cache included.
     max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False,
 )
 FAST_BFLOAT16 = {"cuda", "avx512_bf16", "amx_bf16"}  # without any of these REAL's dtype is float32
 WORLD_TINY = {  # a world's own defaults win over TINY
     # Few groups succeed here: with a penalty, most of the gradient would come from the penalty.
     "textcraft": dict(steps=90, invalid_penalty=0.0),
-    # A Java process holds 16 environments and takes a gigabyte. With more processes resets were too
-    # slow.
+    # A Java process holds 32 environments. With more processes, resets were too slow.
     "sciworld": dict(steps=40, slots=32),
     "searchqa": dict(action_format="tags", steps=300),
     "textworld": dict(steps=40, items_per_step=8),
@@ -276,8 +275,7 @@ class WorldSettings:
     invalid_penalty: float
 
 
-# Flags that hold for every world of a mixture if they are given, and are each world's own
-# otherwise.
+# A given flag applies to every world of a mixture. Otherwise each world has its own default.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 # --loss -> --clip_low and --clip_high. GSPO's are its paper's.
 CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4)}
@@ -301,7 +299,8 @@ class RunConfig:
               "them, or a JSON object; default: those of the run which wrote --model")
     data: str = arg(
         "", "folder in the layout of AgentGym-RL-Data-ID; default: the item sets in data/")
-    out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED")
+    out: str = arg("", "run folder; default runs/ENV_ALGO_sSEED, with a model other than tiny "
+                       "runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)")
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
 
@@ -323,7 +322,7 @@ class RunConfig:
     env_args: str | None = arg(None, "keyword arguments of worlds in this process: "
                                      "'searchqa.topk=5 searchqa.corpus=wiki.jsonl'")
     slots: Annotated[int | None, positive] = arg(
-        None, "trajectories played at a time on each process")
+        None, "trajectories that each process plays at the same time")
     graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
                              "eagerly, more slowly")
 
@@ -338,7 +337,7 @@ class RunConfig:
 
     flags_of("memory and precision")
     microbatch_tokens: Annotated[int | None, positive] = arg(
-        None, "positions in one forward and backward pass")
+        None, "largest number of tokens in one forward and backward pass")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(
         None, "arithmetic of the forward passes: float32 | bfloat16; trained weights are float32")
     gradient_checkpointing: bool | None = arg(
@@ -398,22 +397,24 @@ class Config(RunConfig):
                          "when success levels off)")
 
     flags_of("trajectories")
-    temperature: Annotated[float, positive] = arg(1.0, "of sampling")
+    temperature: Annotated[float, positive] = arg(1.0, "sampling temperature")
     top_p: Annotated[float, fraction] = arg(
         1.0, "nucleus sampling; truncation makes training off-policy")
-    top_k: Annotated[int, not_negative] = arg(0, "0: off; truncation makes training off-policy")
+    top_k: Annotated[int, not_negative] = arg(
+        0, "sample from the k likeliest tokens; 0: off; makes training off-policy")
     min_p: Annotated[float, below_one] = arg(
-        0.0, "0: off; leaves out tokens below min_p times the likeliest one's probability; "
-             "as above")
+        0.0, "drop tokens below min_p times the largest probability; 0: off; makes training "
+             "off-policy")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
         "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
     arrival_order: bool | None = arg(
         None, "take environments' answers as they come, and deal trajectories to processes as they "
-              "ask, so runs are not bit-for-bit repeatable; default: with --env_url")
+              "ask, so runs are not bit-for-bit repeatable; default: true with --env_url, else "
+              "false")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     create_deadline: Annotated[float, positive] = arg(
-        300.0, "seconds the making of an environment may take, besides")
+        300.0, "seconds to create an environment; not counted in --deadline")
     plan: bool = arg(False, "ask for a plan before the first action")
     reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
                                "episode, which is then tried again")
@@ -429,7 +430,7 @@ class Config(RunConfig):
     flags_of("optimization")
     critic_lr: Annotated[float | None, positive] = arg(
         None, "AdamW's learning rate for PPO's critic")
-    gamma: Annotated[float, fraction] = arg(1.0, "discount a sampled token (ppo, reinforce_pp)")
+    gamma: Annotated[float, fraction] = arg(1.0, "discount per sampled token (ppo, reinforce_pp)")
     lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
     credit: Annotated[str, one_of("trajectory", "state")] = arg(
         "trajectory", "trajectory | state: besides the trajectory's advantage, turns from equal "
@@ -441,15 +442,16 @@ class Config(RunConfig):
         None, "the ratio is clipped below 1 - clip_low; default: " + ", ".join(
             f"{loss} {low:g}" for loss, (low, _) in CLIPS.items()))
     clip_high: Annotated[float | None, not_negative] = arg(
-        None, "and above 1 + clip_high; default: " + ", ".join(
+        None, "the ratio is clipped above 1 + clip_high; default: " + ", ".join(
             f"{loss} {high:g}" for loss, (_, high) in CLIPS.items()))
     value_clip: Annotated[float, not_negative] = arg(
         0.5, "how far a value may move in one step (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
         None, "weight of the KL to the starting model; 0: no reference model at all")
     kl_type: Annotated[str, one_of("k1", "abs", "k2", "k3")] = arg(
-        "k3", "k1 | abs | k2 | k3; k1 is for --kl_in reward only")
-    kl_in: Annotated[str, one_of("loss", "reward")] = arg("loss", "loss | reward")
+        "k3", "KL estimator (see algos.kl); k1 only with --kl_in reward")
+    kl_in: Annotated[str, one_of("loss", "reward")] = arg(
+        "loss", "add the KL to the loss, or subtract it from the rewards")
     entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
     teacher: str = arg("", "a model with the same tokenizer: its log-probs of the sampled tokens "
                            "are part of the advantage (on-policy distillation)")
@@ -487,8 +489,9 @@ def shown_values(hint: Any) -> str:
     for rule in getattr(hint, "__metadata__", ()):
         if hasattr(rule, "choices"):
             return "|".join(rule.choices)
+    own_type = hint.__origin__ if hasattr(hint, "__metadata__") else hint  # of Annotated
     for kind, shown in (("bool", "true|false"), ("int", "N"), ("float", "X")):
-        if kind in str(hint):
+        if kind in str(own_type):
             return shown
     return "TEXT"
 
@@ -499,7 +502,7 @@ class Parser(HfArgumentParser):
 
     def __init__(self, config_class: type, program: str, **kw: Any) -> None:
         self.groups = {}  # heading -> the group of its flags
-        self.flags = {f.name: f for f in fields(config_class)}
+        self.hints = get_type_hints(config_class, include_extras=True)  # flag -> its type
         super().__init__(config_class, allow_abbrev=False, usage=f"{program} [--FLAG VALUE] ...",
                          **kw)
         self.formatter_class = lambda prog: RawDescriptionHelpFormatter(prog, max_help_position=30)
@@ -515,7 +518,7 @@ class Parser(HfArgumentParser):
             action.help = f"the same as --{names[0].removeprefix('--no_')} false"
         else:
             action.option_strings = [names[0]]  # --max-tokens is accepted, and not shown
-            action.metavar = shown_values(self.flags[action.dest])
+            action.metavar = shown_values(self.hints[action.dest])
         return action
 
     def error(self, message: str) -> NoReturn:
@@ -585,6 +588,15 @@ def merge_env_args(env_args: str | None, *defaults: str) -> str:
     return " ".join(added + given)
 
 
+def written_flags(values: dict[str, Any]) -> str:
+    """Flags and their values, without those whose value is "".
+
+    >>> written_flags({"steps": 90, "env_args": "", "lr": 1e-6})
+    'steps 90, lr 1e-06'
+    """
+    return ", ".join(f"{flag} {value}" for flag, value in values.items() if value != "")
+
+
 def preset_tables() -> str:
     """The presets as text, for the end of --help."""
     lines = ["default horizons by --model:"]
@@ -594,12 +606,13 @@ def preset_tables() -> str:
         lines.append(f"  {name:9} " + ", ".join(stages))
     lines.append("other defaults by --model:")
     for name, table, own in (("tiny", TINY, WORLD_TINY), ("others", REAL, WORLD_REAL)):
-        for label, values in ((name, table), *(("  " + world, t) for world, t in own.items())):
-            shown = [f"{flag} {value}" for flag, value in values.items() if value != ""]
-            lines.append(f"  {label:9} " + ", ".join(shown))
-    shown = [f"{flag} {value}" for flag, value in REAL_ON_CPU.items()]
-    shown.append("dtype float32 (bfloat16 if the CPU has the flag avx512_bf16 or amx_bf16)")
-    lines.append("others, in all worlds, on a machine without CUDA:\n  " + ", ".join(shown))
+        lines.append(f"  {name:9} " + written_flags(table))
+        for world, values in own.items():
+            label = "  " + world
+            lines.append(f"  {label:9} " + written_flags(values))
+    lines.append("others, in all worlds, on a machine without CUDA:\n  "
+                 + written_flags(REAL_ON_CPU)
+                 + ", dtype float32 (bfloat16 if the CPU has the flag avx512_bf16 or amx_bf16)")
     return "\n".join(lines)
 
 
@@ -774,7 +787,7 @@ def check_run(cfg: RunConfig) -> None:
         if needed and importlib.util.find_spec(package) is None:
             raise ValueError(f'{package} is missing: pip install -e ".[{extra}]"')
     if cfg.offload and not (cfg.shard and torch.cuda.is_available()):
-        raise ValueError("--offload keeps in the CPU's memory what --shard shares out among GPUs")
+        raise ValueError("--offload needs --shard and a GPU")
     rl.model_path(cfg.model)
     check_run_folder(cfg)
 
@@ -805,7 +818,7 @@ def check_combinations(cfg: Config) -> None:
         raise ValueError("--algo distill uses no rewards: --kl_in reward has no effect")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
-        raise ValueError("--shaping is for --gamma 1")
+        raise ValueError("--shaping needs --gamma 1")
 
 
 def check_items(cfg: Config) -> None:
@@ -815,8 +828,8 @@ def check_items(cfg: Config) -> None:
         kind = "scaling_inter" if cfg.horizon_schedule == "adaptive" else cfg.horizon_schedule
         schedule.horizon_at(0, own.rounds, own.horizon_steps, kind)
         if own.rounds != sorted(own.rounds):
-            raise ValueError(f"the horizon grows from stage to stage, and --horizon of {world} is "
-                             f"{','.join(map(str, own.rounds))}")
+            raise ValueError(f"--horizon of {world} must not fall from one stage to the next, "
+                             f"but is {','.join(map(str, own.rounds))}")
         items = envs.items(world, "train", cfg.data or None)
         if not count:
             raise ValueError(f"--items_per_step is {cfg.items_per_step}, "

@@ -336,6 +336,7 @@ class Ragged:
         width = min(width, max(self.needed_capacity, self.max_length + 1))
         if not self.kv_cache or any(keys.shape[2] < width for keys, _ in self.kv_cache.values()):
             self.needed_capacity = width
+            # Grow every layer's cache now: a recorded graph must not change its address.
             for layer, (keys, values) in self.kv_cache.items():
                 self._layer_cache(layer, keys[0], values[0])
 
@@ -438,7 +439,8 @@ class Ragged:
             else:
                 mask = prefill_mask(chunk, window, H // H_kv, v)
                 q = q.reshape(1, H_kv, -1, D)
-                sink = None if sinks is None else sinks.repeat_interleave(len(mask) * H_kv // H, 2)
+                num_new = chunk.length - chunk.past
+                sink = None if sinks is None else sinks.repeat_interleave(num_new, 2)
                 o = masked_attention(q, k, v, mask, scale, softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out

@@ -12,6 +12,7 @@ refused, are left out of the statistics; their share is `env_error`.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -85,7 +86,7 @@ class EvalConfig:
     flags_of("trajectories")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
     temperature: Annotated[float, not_negative] = arg(
-        1.0, "of sampling; 0 takes the likeliest token")
+        1.0, "sampling temperature; 0 takes the likeliest token")
     top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling")
     top_k: Annotated[int, not_negative] = arg(0, "0: off")
     min_p: Annotated[float, below_one] = arg(
@@ -272,6 +273,11 @@ def check_output_files(cfg: EvalConfig) -> None:
         above = next(parent for parent in path.parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise ValueError(f"cannot write {path}: {above} is in the way")
+    if cfg.out and cfg.trajectories:
+        taken = [Path(name).absolute() for name in (cfg.out, cfg.out + ".part")]
+        if Path(cfg.trajectories).absolute() in taken:
+            raise ValueError(f"--trajectories {cfg.trajectories} is the file of --out; "
+                             "give it another name")
 
 
 # ---- items ----
@@ -356,6 +362,8 @@ def play_horizons(cfg: EvalConfig, items: list[str],
     complete are in --trajectories.
     """
     policy, tokenizer = load_model(cfg)
+    if is_served(cfg) and any(part.played.values()):
+        policy.has_replied = True  # before this evaluation was stopped
     config = RolloutConfig.from_flags(cfg)
     urls = servers(cfg.env_url, [cfg.env])
     played = {}
@@ -367,7 +375,9 @@ def play_horizons(cfg: EvalConfig, items: list[str],
             except (ValueError, ModelError) as e:
                 complete = getattr(e, "played", [])
                 if complete:  # a server's replies may have cost money
-                    save_trajectories(cfg, played | {horizon: complete})
+                    both = {(t.item, t.sample): t for t in [*part.played[horizon], *complete]}
+                    complete = list(both.values())
+                    save_trajectories(cfg, played | {horizon: complete}, keep_older=True)
                 raise
             if all(t.status == Status.ENV_ERROR for t in trajectories):
                 raise AllFailed("nothing to report, every environment failed; the first: "
@@ -493,6 +503,7 @@ class ServedModel:
             raise ValueError("OPENAI_API_KEY holds a character that no key has")
         self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.unknown: set[str] = set()  # parameters that this server has turned down
+        self.has_replied = False  # so the form of the requests is right
 
     def __call__(self, messages: list[dict[str, str]], seed: int = 0,
                  cancelled: threading.Event | None = None) -> Reply:
@@ -509,8 +520,9 @@ class ServedModel:
             body = self._request_body(messages, seed)
             answer = self._request(body)
             if isinstance(answer, Reply):
+                self.has_replied = True
                 return answer
-            self._raise_if_refused(answer, messages)
+            self._raise_if_refused(answer)
             turned_down = self._unknown_parameters(answer, body)
             if turned_down:
                 self.unknown = self.unknown | turned_down
@@ -559,11 +571,10 @@ class ServedModel:
         cut = choice.get("finish_reason") == "length"
         return Reply(text, cut, int(usage.get("total_tokens") or 0))
 
-    def _raise_if_refused(self, answer: Failure, messages: list[dict[str, str]]) -> None:
-        """A server that has taken the first request takes its form: what it turns down later is
-        this conversation."""
-        is_first_request = len(messages) <= 3
-        if is_first_request or answer.status not in (400, 413, 422):
+    def _raise_if_refused(self, answer: Failure) -> None:
+        """A server that has replied to a request takes their form: what it turns down later is this
+        conversation."""
+        if not self.has_replied or answer.status not in (400, 413, 422):
             return
         about_length = "context.(length|window|size)|too long|tokens"
         if answer.status == 413 or re.search(about_length, answer.body, re.I):
@@ -863,7 +874,8 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
              if name not in ("out", "trajectories", "horizon")}
     model_sha256 = None  # of a served model nothing is known
     if not is_served(cfg):
-        files = sorted(Path(rl.model_path(cfg.model)).glob("model*.safetensors"))
+        path = Path(rl.model_path(cfg.model))
+        files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
         weights = hashlib.sha256()  # of all files, one after the other
         for path in files:
             weights.update(path.read_bytes())
@@ -882,15 +894,20 @@ def write_file(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
-def save_trajectories(cfg: EvalConfig, played: dict[int, list[Trajectory]]) -> None:
+def save_trajectories(cfg: EvalConfig, played: dict[int, list[Trajectory]],
+                      keep_older: bool = False) -> None:
     """Write the trajectories of each horizon to --trajectories, if it is given. A sweep has a file
-    for each horizon."""
+    for each horizon. keep_older: a file that is there already gets another name, NAME.1 and so
+    on."""
     if not cfg.trajectories:
         return
     for horizon, trajectories in played.items():
         path = Path(cfg.trajectories)
         if "," in cfg.horizon:
             path = path.with_name(f"{path.stem}.h{horizon}{path.suffix}")
+        if keep_older and path.exists():
+            names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
         write_file(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
 
 
@@ -958,39 +975,56 @@ def quieten_libraries() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command -> its exit code: 2 for bad usage, 1 if every environment or the model's server
-    failed. One line on stderr says why."""
+    """The command -> its exit code: 2 for bad usage, 1 if every environment, the model, its server
+    or the disk failed. One line on stderr says why."""
     quieten_libraries()
     try:
         cfg = parse_eval_config(argv)
         items = pick_items(cfg)
         shared_config = result_config(cfg, items)
-        categories = {}
-        if cfg.split == "test":
-            categories = envs.categories(cfg.env, cfg.data or None)
+        categories = envs.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
         part = PartFile(cfg, shared_config)
         played = play_horizons(cfg, items, part)
-    except (ValueError, ModelError, AllFailed) as e:
+        results = results_of(cfg, played, categories, shared_config)
+        write_results(cfg, results, played)
+        part.remove()
+    except (ValueError, ModelError, AllFailed, FloatingPointError, OSError) as e:
         print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, MemoryError) and not rl.is_lack_of_resources(str(e)):
+            raise
+        print("eval.py: no memory or no thread left: " + " ".join(str(e).split())
+              + "; a smaller --slots takes less", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         again = ": the same command goes on" if cfg.out else ", and nothing is kept without --out"
         print(f"eval.py: stopped{again}", file=sys.stderr)
         return 130
+    print(tables(results))
+    return 0
 
+
+def results_of(cfg: EvalConfig, played: dict[int, list[Trajectory]], categories: dict[str, str],
+               shared_config: dict) -> list[dict]:
+    """A result for each horizon."""
     results = []
     for horizon, trajectories in played.items():
         statistics = summarise(trajectories, categories, powers(cfg.samples), cfg.seed)
         results.append(statistics | {"config": shared_config | {"horizon": horizon}})
+    return results
+
+
+def write_results(cfg: EvalConfig, results: list[dict],
+                  played: dict[int, list[Trajectory]]) -> None:
+    """Write --out and --trajectories, where they are given."""
     if cfg.out:
         result = results[0]
         if len(results) > 1:
-            result = {"sweep": results, "config": shared_config | {"horizon": list(played)}}
+            config = results[0]["config"] | {"horizon": list(played)}
+            result = {"sweep": results, "config": config}
         write_file(Path(cfg.out), json.dumps(result, indent=1) + "\n")
     save_trajectories(cfg, played)
-    part.remove()
-    print(tables(results))
-    return 0
 
 
 if __name__ == "__main__":

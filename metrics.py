@@ -54,10 +54,12 @@ def banner(run: "Run") -> str:
     ])
 
 
-def held_out_gain(rows: list[dict], last: dict[str, float]) -> str:
-    """The held-out success of a run's first evaluation and of its last one, as a line for each
-    world. rows: the run's rows of metrics. last: "eval/success" or "eval/success/babyai" ... -> the
-    last values."""
+def held_out_summary(rows: list[dict], last: dict[str, float]) -> str:
+    """The held-out success before and after training -> text, one line for each world.
+
+    rows: the run's rows of metrics, whose first evaluation is "before". last: the columns of the
+    last evaluation, "eval/success" or, in a mixture, "eval/success/babyai" ...
+    """
     lines = []
     for key in columns_of("eval/success", list(last)):
         first = next((row[key] for row in rows if key in row), math.nan)
@@ -162,8 +164,8 @@ def mixture_columns(by_world: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
-    """1 - Var(return - value) / Var(return) over the masked tokens [B, T]: 1 for a perfect critic,
-    0 for a constant one or without any variance."""
+    """1 - Var(return - value) / Var(return) over the sampled tokens [B, T]: 1 for a perfect
+    critic, 0 for a constant one or without any variance."""
     pairs = torch.stack([returns[mask], values[mask]], 1).double().numpy()  # [S, 2]
     spread = pairs[:, 0].var() if len(pairs) else 0.0
     return float(1 - (pairs[:, 0] - pairs[:, 1]).var() / spread) if spread else 0.0
@@ -236,7 +238,7 @@ def read_objects(path: Path) -> tuple[list[dict], int]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
             found.append(value)
@@ -282,9 +284,9 @@ TITLES = {
 }
 
 
-def stages(rows: list[dict]) -> list[int]:
-    """The rows of metrics whose horizon differs from that of the row before (in a mixture: of any
-    world). A missing horizon counts as unchanged."""
+def horizon_changes(rows: list[dict]) -> list[int]:
+    """The indices of those rows of metrics whose horizon differs from that of the row before (in a
+    mixture: the horizon of any world). A missing horizon counts as unchanged."""
     changed = []
     last = {}  # name of a horizon -> its last value
     for i, row in enumerate(rows):
@@ -316,7 +318,7 @@ def draw_curves(run: str | Path) -> None:
             draw_column(ax, rows, name)
         if names == ["success"]:
             draw_column(ax, rows, "eval/success")
-        for i in stages(rows):
+        for i in horizon_changes(rows):
             ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
         if ax is axes[0] and ax.get_legend_handles_labels()[0]:
             ax.legend()

@@ -71,7 +71,8 @@ def on_any_rank(flag: bool) -> bool:
 
 
 def of_rank_0(function: Callable[[], Any]) -> Any:
-    """function(), called on rank 0 alone -> what it returned, or raises what it raised, on all."""
+    """Call `function` on rank 0 only -> its result, on every rank. A ValueError is raised on every
+    rank. Any other exception is raised on rank 0 alone, and the other ranks wait for it."""
     if not dist.is_initialized():
         return function()
     box = [None, None]
@@ -100,8 +101,10 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def share_out(count: int, rooms: list[int]) -> list[int]:
-    """How many of `count` trajectories each rank gets, which has room for rooms[rank]: each goes to
-    the rank that then has the most room.
+    """Distribute `count` trajectories over the ranks -> the number for each rank.
+
+    rooms[rank]: how many that rank can take. One after the other goes to the rank with the most
+    room left.
 
     >>> share_out(4, [2, 5, 3]), share_out(9, [2, 0, 3])
     ([0, 3, 1], [2, 0, 3])
@@ -241,18 +244,19 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def through(model: nn.Module, function: Callable[..., Any], *args: object) -> Any:
-    """function(*args), with the parameters gathered that a sharded model holds outside its blocks.
-    For functions that call parts of the model (its body, its head) one by one."""
+    """Return function(*args). If the model is sharded, FSDP first gathers the parameters outside
+    its blocks (embeddings, final norm, head), as it would for model.forward. For functions that
+    call the body and the head separately."""
     return model.call(function, *args) if sharded(model) else function(*args)
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, a sharded model's parameters are whole, in the dtype it computes in, so that forward
-    passes need no other rank and each rank can make as many as it likes. The device must hold a
-    copy of the weights.
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Within this context an FSDP model holds all its parameters unsharded, in its compute dtype.
+    A forward pass then needs no other rank, so ranks may run different numbers of them. The device
+    must have room for a whole copy of the weights.
 
-    Inside, the modules have no hooks: FSDP's would find nothing to gather, but they make other
+    FSDP's forward hooks are removed for this time: there is nothing to gather, and they make other
     streams wait for the current one, which a CUDA graph must not record.
     """
     parts = [m for m in model.modules() if sharded(m)]

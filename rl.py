@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,12 +48,11 @@ from parallel import blocks, gather, of_rank_0, ranks, sharded, through
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
-# The ways of cutting text into words before BPE (llama.cpp's `tokenizer.ggml.pre`) that are read
-# as llama.cpp reads them. transformers cuts as GPT-2 does where it does not know a way.
+# Pre-tokenizers (`tokenizer.ggml.pre` in the file) that are supported. For a name that transformers
+# does not know it would silently use GPT-2's.
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
-LOADING_ERRORS = (OSError, ImportError, ValueError, RuntimeError, SafetensorError)
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
@@ -105,10 +105,8 @@ def load_model(name: str, device: str | torch.device = "cpu",
                dtype: str | torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal LM of `load_policy`. `load_tokenizer` has checked a GGUF file."""
     path = model_path(name)
-    try:
+    with one_line_error(f"cannot load the model '{name}'"):
         model = load_causal_lm(path, dtype)
-    except LOADING_ERRORS as e:
-        raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
     return model.to(device)
 
 
@@ -117,10 +115,9 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     template that takes the place of the model's own."""
     path = model_path(name)
     split = check_gguf(path) if path.endswith(".gguf") else ""
-    try:
+    with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
-    except LOADING_ERRORS as e:
-        raise ValueError(f"cannot load the model '{name}': {str(e).splitlines()[0]}") from e
+        tokenizer.generation_eos_ids = generation_eos_ids(path)
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
@@ -130,23 +127,45 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
             tokenizer.chat_template = Path(chat_template).read_text()
         except (OSError, ValueError) as e:
             raise ValueError(f"cannot read --chat_template {chat_template}") from e
-    tokenizer.generation_eos_ids = generation_eos_ids(path)
     return tokenizer
+
+
+@contextmanager
+def one_line_error(what: str) -> Iterator[None]:
+    """Raise what goes wrong in the block as a ValueError of one line that begins with `what`. A
+    broken file makes transformers raise exceptions of many kinds. A lack of memory is passed on."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as e:
+        if is_lack_of_resources(str(e)):
+            raise
+        reason = next(iter(str(e).splitlines()), "")
+        if not isinstance(e, (OSError, ValueError, RuntimeError, SafetensorError)):
+            reason = f"{type(e).__name__}: {reason}"  # such as KeyError: 'model'
+        raise ValueError(f"{what}: {reason}") from e
 
 
 def generation_eos_ids(path: str) -> list[int]:
     """The end-of-sequence tokens in the generation_config.json of a path from `model_path`; [] if
     there is none."""
+    if path.endswith(".gguf"):  # transformers would ask the hub for a repository of this name
+        return []
+    own = Path(path) / "generation_config.json"
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
+        if own.exists():  # and cannot be read
+            raise
         return []
     return [found] if isinstance(found, int) else found or []
 
 
 def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
     """The model at a path from `model_path`. A GGUF file's weights are de-quantised. dtype "auto":
-    the one of the weights in the files, float32 for a GGUF file."""
+    the one of the weights in the files, float32 for a GGUF file. Raises ValueError if the files
+    lack a weight: transformers would fill it with random numbers."""
     options = {"dtype": dtype}
     is_gguf = path.endswith(".gguf")
     if dtype == "auto" and is_gguf:
@@ -155,7 +174,18 @@ def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
         # transformers would prefer the dtype in config.json, and cast the weights to it.
         options["config"] = AutoConfig.from_pretrained(**location(path))
         options["config"].dtype = None
-    model = AutoModelForCausalLM.from_pretrained(**location(path), **options, use_safetensors=True)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        **location(path), **options, use_safetensors=True, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"its files lack {len(missing)} of the model's weights: {missing[0]} ...")
+    if unused := sorted(found["unexpected_keys"]):
+        print(f"warning: {path}: {len(unused)} weights in its files are not part of the model that "
+              f"its config.json describes, and are left out: {unused[0]} ...", file=sys.stderr)
+    # Files that hold a head of their own are read untied, whatever the config says.
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embeddings.weight:
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
     if is_gguf:  # a model that is marked as quantised can be neither cast nor saved
         model.hf_quantizer.remove_quantization_config(model)
     return model
@@ -173,7 +203,7 @@ def location(path: str | Path) -> dict[str, str | bool]:
 
 
 def check_gguf(path: str) -> str:
-    """Read a GGUF file's header -> how its tokenizer cuts text into words, "" for SentencePiece.
+    """Read a GGUF file's header -> the name of its pre-tokenizer, "" for SentencePiece.
     Raises ValueError for a file that cannot be read, or that transformers would read wrongly."""
     from gguf import GGUFReader
     try:
@@ -186,6 +216,8 @@ def check_gguf(path: str) -> str:
     if family not in GGUF_FAMILIES:
         raise ValueError(f"{path} holds a model of the architecture '{family}'; "
                          f"read are {', '.join(GGUF_FAMILIES)}")
+    if fields.get(f"{family}.expert_count", 0):
+        raise ValueError(f"{path} holds a mixture of experts, which is not read from GGUF files")
     # transformers ignores both ways of writing scaled rotary embeddings into the file.
     scaled = fields.get(f"{family}.rope.scaling.type", "none") != "none"
     if scaled or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
@@ -286,7 +318,7 @@ class Critic(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the
-        masked tokens were sampled (the states before them); zero elsewhere."""
+        tokens with mask True were sampled (the states before them); zero elsewhere."""
         hidden = hidden_before(self.body, ids, mask)  # [S, D], S sampled tokens
         values = torch.zeros(mask.shape, device=ids.device)
         # The head is float32: in bfloat16 values near 1 would be multiples of 0.004.

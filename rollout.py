@@ -32,7 +32,7 @@ import agent
 from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, split_item
 from models.check import find_paths
-from parallel import Dealer, device_of, gathered
+from parallel import Dealer, device_of, unsharded
 from rl import common_prefix_length, length_dependence, paths_of
 
 # ---- trajectories and settings ----
@@ -52,6 +52,12 @@ class Status(str, Enum):
 
 @dataclass
 class Trajectory:
+    """One episode as tokens, and what happened in it. T: its number of tokens.
+
+    `mask`, `logprobs`, `entropies` and `rewards` have one entry per token. Log-probs and entropies
+    are in nats, of softmax(logits / temperature), and 0 where `mask` is False.
+    """
+
     item: str  # "babyai_17"
     env: str
     step: int = 0  # training step it was sampled at
@@ -63,17 +69,21 @@ class Trajectory:
     success: bool = False
     turns: int = 0
     valid_actions: int = 0
-    invalid_turns: list[int] = field(default_factory=list)  # 1, 2 ...: of actions not valid
-    cut_turns: list[int] = field(default_factory=list)  # whose replies reached max_tokens
+    # Numbers (from 1) of the turns whose action was not valid.
+    invalid_turns: list[int] = field(default_factory=list)
+    # Numbers (from 1) of the turns whose reply reached max_tokens.
+    cut_turns: list[int] = field(default_factory=list)
     error: str = ""  # the reason, if status is env_error
     messages: list[dict] = field(default_factory=list)  # the text view, for people
-    tokens: list[int] = field(default_factory=list)  # [T], as are the next four
-    mask: list[bool] = field(default_factory=list)  # True: sampled by the policy
-    logprobs: list[float] = field(default_factory=list)  # of sampled tokens as drawn; 0 elsewhere
-    entropies: list[float] = field(default_factory=list)  # where it was drawn, nats; 0 elsewhere
-    # [T] with top_p, top_k or min_p: log-probs in the truncated distribution; else empty.
+    tokens: list[int] = field(default_factory=list)  # [T]
+    mask: list[bool] = field(default_factory=list)  # [T], True: sampled by the policy
+    logprobs: list[float] = field(default_factory=list)  # [T], of each sampled token
+    # [T], of the distribution that each sampled token was drawn from.
+    entropies: list[float] = field(default_factory=list)
+    # Log-probs after top_p, top_k or min_p, up to the last sampled token; [] without truncation.
     behaviour_logprobs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # a turn's, on its last sampled token
+    # [T], a turn's reward stands on its last sampled token.
+    rewards: list[float] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
     states: list[str | None] = field(default_factory=list)  # `Env.state` before each reply, or []
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
@@ -205,9 +215,9 @@ def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:
 class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
-    `pending`: ids that the model has not been fed yet. `future`: the environment's answer, which is
-    waited for until the moment `until`. occurrence: how often the training step names the item
-    before this one. The constructor starts the environment's reset, in the environment's thread.
+    `pending`: ids that the model has not been fed yet. `future`: the environment's answer; it must
+    come within `seconds_left()`. occurrence: how many times the item occurs earlier in the step's
+    list of items. The constructor starts the reset in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
@@ -251,7 +261,8 @@ class Episode:
         limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
         return limit - time.monotonic()
 
-    # The next two run in the environment's thread, so the main thread spends no time on text.
+    # The next three run in the environment's thread, so that the main thread does not tokenize.
+    # Exception: steps of an instant world on a CPU, see `add_token`.
 
     def _reset(self, env: Env) -> tuple[str, str, list[int], str | None]:
         instructions, observation = self.dialogue.begin(env)
@@ -541,7 +552,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, watch,
                             dealer)
     try:
-        with gathered(policy):
+        with unsharded(policy):
             if engine == "hf":
                 forwarded = decode_in_lockstep(policy, queue)
             else:
@@ -560,12 +571,13 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # No more trajectories start in a decode step once the new ones bring this many ids.
 MAX_NEW_IDS = 8192
-# Ranks exchange what they have room for after so many decode steps, and get one trajectory in
-# advance for every RESERVE slots.
-RESERVE = 2
+# A rank takes slots // SLOTS_PER_SPARE trajectories more than it has free slots.
+SLOTS_PER_SPARE = 2
+# With several ranks: after this many decode steps the ranks exchange how much they can take.
 DEAL_EVERY = 8
-# A trajectory waits one decode step for another one if it can then copy this many more ids.
-SHARED_PREFIX = 16
+# A new trajectory starts one step later if one that starts now will let it copy more than this many
+# ids beyond what a slot already holds.
+MIN_PREFIX_GAIN = 16
 
 
 class Decoder:
@@ -649,7 +661,7 @@ class Decoder:
     def room(self) -> int:
         """How many more trajectories this rank can take: some in advance, for slots that become
         free before the next exchange."""
-        reserve = max(1, self.engine.slots // RESERVE)
+        reserve = max(1, self.engine.slots // SLOTS_PER_SPARE)
         taken = len(self.starting) + len(self.queue.todo)
         return max(0, len(self.free) + reserve - taken)
 
@@ -671,7 +683,7 @@ class Decoder:
             source, n = self.engine.best_prefix(ids)
             # A longer prefix of this episode is computed in this step: from the next step on it can
             # be copied.
-            if any(common_prefix_length(ids, other, n + SHARED_PREFIX) for other in started):
+            if any(common_prefix_length(ids, other, n + MIN_PREFIX_GAIN) for other in started):
                 continue
             started.append(ids)
             slot = self.free.pop(0)

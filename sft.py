@@ -98,10 +98,10 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 
 def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
-    """`count` trajectories in which the worlds' experts succeed on items of the split, shared out
-    among the worlds by weight. A function of the seed, unless an environment fails: then its
-    episode is left out, and a new environment is made. Raises ValueError for a world whose expert
-    fails too often."""
+    """`count` successful trajectories of the worlds' experts on items of the split, no longer than
+    --max_length, shared among the worlds by weight. The result depends on the seed alone, unless an
+    environment fails: its episode is dropped, and a new environment is made. Raises ValueError if
+    the expert of a world gives too few of them in 3 times as many episodes."""
     options = envs.env_options(cfg.env_args, cfg.worlds)
     found = []
     with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
@@ -133,8 +133,9 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
             if env is not None:
                 env.close()
             if kept < wanted:
-                raise ValueError(f"the expert of {world} succeeded in {kept} of {3 * wanted} "
-                                 f"episodes, {wanted} are wanted{fault}")
+                raise ValueError(f"only {kept} of {3 * wanted} episodes of {world}'s expert could "
+                                 "be used (success, at most --max_length tokens, a reply to "
+                                 f"learn); {wanted} are needed{fault}")
     return found
 
 
@@ -206,7 +207,10 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
             rows = [json.loads(line) for line in text.splitlines()]
             found = [Trajectory(**{k: v for k, v in row.items() if k in known}) for row in rows]
             check_tokenizer(path, found, chat)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+            for t in found:
+                t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # they are not needed here
+                check_fields(t, len(chat.tokenizer))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if min_reward is not None:
         found = [t for t in found if t.reward >= min_reward]
@@ -218,6 +222,21 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
             why = f" ({without_tokens} have no tokens, as those of a served model)"
         raise ValueError(f"no trajectory of {path} is left to learn from{why}")
     return found
+
+
+def check_fields(t: Trajectory, vocab_size: int) -> None:
+    """Raise ValueError unless a trajectory from a file can be learnt from."""
+    wrong = ""
+    if not all(type(token) is int and 0 <= token < vocab_size for token in t.tokens):
+        wrong = "tokens that are not in the vocabulary"
+    elif not len(t.tokens) == len(t.mask) == len(t.logprobs):
+        wrong = "tokens, mask and logprobs of different lengths"
+    elif t.mask and t.mask[0]:
+        wrong = "a mask that is true at the first token"
+    elif type(t.reward) not in (int, float):
+        wrong = "a reward that is no number"
+    if wrong:
+        raise ValueError(f"{t.item} has {wrong}")
 
 
 def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
@@ -281,7 +300,7 @@ def sft(cfg: SFTConfig) -> None:
         try:
             with train.report_lack_of_resources(cfg, "sft.py"):
                 run = train.load(cfg)
-                demos, held_out = of_rank_0(partial(gather_trajectories, run, signals))
+                demos, held_out = of_rank_0(partial(collect_demos, run, signals))
                 steps = cfg.epochs * -(-len(demos) // cfg.batch)
                 if not train.is_finished(run, steps):
                     train.prepare(run)
@@ -295,15 +314,16 @@ def sft(cfg: SFTConfig) -> None:
             train.release(run)
 
 
-def gather_trajectories(run: Run,
-                        signals: StopSignals) -> tuple[list[Trajectory], list[Trajectory]]:
+DEMO_FILES = ("demos.jsonl", "held_out.jsonl")
+
+
+def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], list[Trajectory]]:
     """-> the trajectories to learn, and held-out ones if --eval_every asks for their loss. A
     resumed run reads those that it began with. Raises ValueError if a stop signal comes."""
     cfg = run.cfg
     chat = Chat(run.tokenizer)
     if run.saved is not None:
-        return [read_trajectories(run.folder / name, chat, None)
-                if (run.folder / name).exists() else [] for name in DEMO_FILES]
+        return tuple(read_if_present(run.folder / name, chat) for name in DEMO_FILES)
     demos = []
     if cfg.trajectories:
         demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
@@ -321,7 +341,9 @@ def gather_trajectories(run: Run,
     return demos, held_out
 
 
-DEMO_FILES = ("demos.jsonl", "held_out.jsonl")
+def read_if_present(path: Path, chat: Chat) -> list[Trajectory]:
+    """The trajectories of a run's own file; [] if there is none."""
+    return read_trajectories(path, chat, None) if path.exists() else []
 
 
 def write_demos(run: Run, *parts: list[Trajectory]) -> None:
@@ -375,7 +397,7 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
                 sys.exit(f"sft.py: stopped at step {step}: the loss is {row['loss']}")
             if (step + 1) % cfg.save_every == 0 or step + 1 == steps:
                 train.save_checkpoint(run, step + 1)
-        else:
+        else:  # all steps are done: no stop signal ended the loop
             train.finish(run)
 
 

@@ -5,9 +5,10 @@
 
 The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates
 from the original in three points. A turn's reward sits on the last token that the policy sampled in
-the turn; in the original it is lost to PPO and REINFORCE++. A loss has one denominator an optimizer
-step; in the original it is a mean of micro-batch means. A failed environment leaves the statistics;
-in the original it is a reward of 0.
+the turn; the original puts it where the loss mask is 0, so that PPO and REINFORCE++ ignore it. A
+loss has one denominator per optimizer step; in the original it is a mean of micro-batch means. An
+episode whose environment failed is left out of the statistics; in the original it counts as a
+reward of 0.
 """
 
 import fcntl
@@ -38,12 +39,12 @@ import rl
 import schedule
 from engine import Ragged
 from envs import EnvPool
-from metrics import alarm, banner, draw_curves, held_out_gain, memory_gb, mixture_columns
+from metrics import alarm, banner, draw_curves, held_out_summary, memory_gb, mixture_columns
 from metrics import read_objects, reporter, rollout_bar, rollout_metrics, world_metrics
 from metrics import write_atomically
 from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
-from parallel import gathered, init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard
+from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard, unsharded
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
 
@@ -162,13 +163,13 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             advance_adaptive_horizons(run, by_world)
             if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
                 save_checkpoint(run, step + 1)
-        else:
+        else:  # all steps are done: no stop signal ended the loop
             finish(run)
             if cfg.eval_every:
                 held_out = evaluate_held_out(run, pool, signals)
                 if run.rank == 0 and held_out:
                     rows, _ = read_objects(run.folder / "metrics.jsonl")
-                    print(held_out_gain(rows, held_out))
+                    print(held_out_summary(rows, held_out))
 
 
 # ---- the start of a run ----
@@ -234,8 +235,8 @@ def is_finished(run: Run, steps: int) -> bool:
 
 
 def prepare(run: Run) -> None:
-    """Prepare the run folder, and where metrics go besides it. Raises ValueError if another process
-    works in the folder."""
+    """Lock and prepare the run folder, and open the --report_to logger. Raises ValueError if
+    another process works in the folder."""
     def take_folder():
         run.lock = lock_folder(run.folder)
 
@@ -251,7 +252,7 @@ def prepare(run: Run) -> None:
 
 
 def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
-    """Fill in what `rollout` is given besides items and horizons."""
+    """Make `run.engine` and `run.rollouts`, which every call of `rollout` takes."""
     run.engine = engine
     if engine == "ragged":
         run.engine = make_engine(run.policy, slots, run.cfg.graphs)
@@ -262,9 +263,9 @@ def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
 
 
 def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device) -> tuple:
-    """-> policy, tokenizer, {"policy" and, with PPO, "critic": (module, optimizer)}, the reference
-    model and the teacher, each or None. Raises ValueError for a model that cannot be loaded or
-    trained."""
+    """Load and prepare every model of a run -> policy, tokenizer, `Run.trained`, the reference
+    model and the teacher; the last two may be None. Raises ValueError for a model that cannot be
+    loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
     # Trained weights are float32; LoRA's base and the reference are frozen, and may stay in the
     # compute dtype. What will be sharded is read in the dtype of its files: `shard` says why.
@@ -458,7 +459,7 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
         dealer = kind(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
-        with gathered(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device), \
+        with unsharded(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device), \
                 rollout_bar(len(items) * samples // run.num_ranks, run.rank == 0) as watch:
             own = rollout(run.policy, run.tokenizer, pool, items, horizons, run.rollouts,
                           samples=samples, step=step, engine=run.engine, stats=stats,
@@ -586,8 +587,8 @@ def finish(run: Run) -> None:
 
 @contextmanager
 def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
-    """A lack of disk space, memory or threads in the block ends the process with one line and exit
-    code 2."""
+    """An error of the file system or of a checkpoint's format, or a lack of memory or threads, in
+    the block ends the process with one line and exit code 2. Other RuntimeErrors pass."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, SafetensorError, CheckpointException) as e:
@@ -606,8 +607,8 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
 
 
 def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = False) -> NoReturn:
-    """One line on stderr, of rank 0 alone; exit code 2. of_one_rank: the other ranks may not have
-    this error, so any rank prints it."""
+    """Print one line on stderr and exit with code 2. Only rank 0 prints. of_one_rank: the error may
+    exist on one rank only, so every rank that has it prints."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or of_one_rank:
         at = f"rank {rank}: " if rank != "0" else ""

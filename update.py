@@ -42,8 +42,8 @@ INFORMATION_ITEMS = 8  # of each world in `item_information`: 64 short rows
 
 def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
                   turn_cost: float = 0.0, gamma: float = 1.0) -> None:
-    """Add what --shaping (none | potential | progress) and --turn_cost say to the turns' rewards,
-    in place."""
+    """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
+    subtract --turn_cost from it. Changes `rewards` and `reward` of the trajectories in place."""
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
@@ -308,7 +308,7 @@ def minibatches(usable: list[int], groups: list[int], cfg: "Config", step: int,
                 epoch: int) -> list[list[int]]:
     """The rows of each mini-batch, in an order that is a function of (seed, step, epoch).
 
-    Groups stay whole, so that the beginnings that their rows share are computed once; unless there
+    Groups stay whole, so that the prefixes that their rows share are computed once; unless there
     are fewer groups than mini-batches.
     """
     generator = np.random.default_rng([cfg.seed, step, epoch, 1])
@@ -426,9 +426,9 @@ def micro_batches(rows: list[list[int]], max_tokens: int, num_ranks: int = 1,
     trajectory.
 
     rows: the ids of each trajectory. -> lists of indices, a multiple of `num_ranks` of them:
-    micro-batch i belongs to rank i % num_ranks, and is empty where there is none left. Packed, a
-    beginning that trajectories of a micro-batch have in common counts once, so trajectories are
-    put together in lexicographic order. Else those of similar lengths are, and padding counts.
+    micro-batch i belongs to rank i % num_ranks; it is [] if none is left for that rank.
+    packed=True: rows are sorted lexicographically, and a prefix shared within a micro-batch counts
+    once. packed=False: rows are sorted by length, and padding counts.
 
     >>> rows = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 7, 7, 7, 7, 7]]
     >>> micro_batches(rows, max_tokens=6)
@@ -486,18 +486,18 @@ def cut_padded(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 def own_micro_batches(model: nn.Module, rows: list[list[int]],
                       max_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """This rank's micro-batches of the rows, and whether each counts.
+    """This rank's micro-batches as (indices into `rows`, is_repeat).
 
-    The ranks of a sharded model compute together. A rank that has none left computes the shortest
-    trajectory again, which does not count.
+    A sharded model is computed by all ranks together. A rank that has no micro-batch left repeats
+    the shortest trajectory; the caller must ignore its result (is_repeat=True).
     """
     rank, num_ranks = ranks()
     cuts = micro_batches(rows, max_tokens, num_ranks, rl.packs(model))
     for cut in cuts[rank::num_ranks]:
         if cut:
-            yield cut, True
+            yield cut, False
         elif sharded(model):
-            yield [min(range(len(rows)), key=lambda i: len(rows[i]))], False
+            yield [min(range(len(rows)), key=lambda i: len(rows[i]))], True
 
 
 def ids_of(batch: Batch) -> list[list[int]]:
@@ -516,13 +516,15 @@ def num_positions(rows: list[list[int]], packed: bool) -> int:
 @torch.no_grad()
 def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module,
              batch: Batch, max_tokens: int) -> Tensor:
-    """function(model, ids, mask) -> [b, t], over a whole batch in micro-batches, shared among the
-    ranks. -> [B, T] float32 on the CPU."""
+    """Apply `function` to a whole batch in micro-batches that are shared among the ranks.
+
+    function(model, ids [b, t], mask [b, t]) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
+    """
     mine = []
-    for rows, counts in own_micro_batches(model, ids_of(batch), max_tokens):
+    for rows, is_repeat in own_micro_batches(model, ids_of(batch), max_tokens):
         part = select(batch, rows, device_of(model))
         result = function(model, part["ids"], part["mask"]).cpu()
-        if counts:
+        if not is_repeat:
             mine.append((rows, result))
     if sharded(model):
         model.reshard()  # otherwise done by the backward pass
@@ -537,23 +539,25 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
                    max_grad_norm: float = 1.0) -> dict[str, float]:
     """One optimizer step over one mini-batch: these rows of the batch.
 
-    loss_of(micro-batch) -> (loss, stats): its share of the loss, already divided by the
-    mini-batch's one denominator, and 0-d tensors that add up over micro-batches. -> stats, summed
-    over micro-batches and ranks, with "loss", "grad_norm", the number of tokens of the rows ("fed")
-    and of positions computed for them ("computed"): fewer where beginnings are shared, more with
-    padding. Weights stay as they are if the gradient is not finite.
+    loss_of(micro-batch) -> (loss, stats). The loss is already divided by the mini-batch's
+    denominator; stats are 0-d tensors, sums over the micro-batch. -> the sums of loss ("loss") and
+    stats over all micro-batches and ranks, the gradient norm before clipping ("grad_norm"), the
+    number of tokens in the rows ("fed") and of positions in the forward passes ("computed": less
+    than "fed" with shared prefixes, more with padding). If the gradient is not finite, the weights
+    stay as they are.
     """
     # Forward and backward pass of each of this rank's micro-batches.
     _, num_ranks = ranks()
     total: dict[str, Tensor | float] = {}
     ids = ids_of(select(batch, rows, batch["ids"].device)) if rows else []
-    for cut, counts in own_micro_batches(model, ids, max_tokens):
+    for cut, is_repeat in own_micro_batches(model, ids, max_tokens):
         part = select(batch, [rows[i] for i in cut], device_of(model))
         loss, stats = loss_of(part)
-        # FSDP takes the mean of the gradients over ranks, and the loss is a sum over ranks.
-        scale = num_ranks * counts if sharded(model) else 1
+        scale = 1.0
+        if sharded(model):  # FSDP averages gradients over ranks, but the loss is a sum over ranks
+            scale = 0.0 if is_repeat else num_ranks
         (loss * scale).backward()
-        if counts:
+        if not is_repeat:
             own = [ids[i] for i in cut]
             stats = stats | {"loss": loss.detach(), "fed": sum(map(len, own)),
                              "computed": num_positions(own, rl.packs(model))}

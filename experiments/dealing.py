@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from parallel import share_out  # noqa: E402
-from rollout import DEAL_EVERY, RESERVE  # noqa: E402
+from rollout import DEAL_EVERY, SLOTS_PER_SPARE  # noqa: E402
 
 
 def steps_of(path):
@@ -54,7 +54,7 @@ def simulate(lengths, ranks, slots, is_dealt):
         step = len(busy)
         # An idle rank waits for the next exchange, which takes place when all have come to it.
         if undealt and step % DEAL_EVERY == 0:
-            rooms = [max(0, slots - len(held) + slots // RESERVE - len(queue))
+            rooms = [max(0, slots - len(held) + slots // SLOTS_PER_SPARE - len(queue))
                      for held, queue in zip(playing, todo)]
             for queue, count in zip(todo, share_out(len(undealt), rooms)):
                 queue.extend(undealt.popleft() for _ in range(count))

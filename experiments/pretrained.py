@@ -55,7 +55,7 @@ def add_policies(world, horizon, folder=None):
     from experiments.policies import measure
 
     found = measure(world.split()[0], horizon=horizon, data=folder)
-    found["random"] = found.get("uniform", found["imitated"])
+    found["random"] = found["uniform"] if "uniform" in found else found["imitated"]
     for label in POLICIES:
         success = list(found[label]["success"].values())
         keep(world, label, [{"evaluation": {

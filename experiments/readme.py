@@ -19,7 +19,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"hf download": "a hub",
     r"Qwen/|nproc_per_node|nnodes": "needs GPUs and a model from a hub",
     r"make_tiny": "an hour",
-    r"smollm2|runs/(levels_|craft_|qa_|find_|mix_)?(warm|rl)\b": "hours of training",
+    r"smollm2|runs/(levels_|craft_|qa_|find_|web_|mix_)?(warm|rl)\b": "hours of training",
     r"git clone|servers/|upstream\.py": "downloads AgentGym and its servers",
     r"--env_url": "needs AgentGym servers",
     r"--data MY": "needs data of one's own",

@@ -10,8 +10,8 @@ horizon, and a trajectory draws the same random numbers at every horizon. So wha
 reached within fewer turns can be read off: the successes that took no more turns. avg@16 is the
 mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
 
-Writes the rows of WORLD in experiments/results/test_time.jsonl.gz, and, from the rows of all
-worlds, docs/test_time.png and a table.
+Writes the rows of WORLD in experiments/results/test_time.jsonl.gz, each when it is measured, and,
+from the rows of all worlds, docs/test_time.png and a table.
 """
 
 import json
@@ -60,29 +60,39 @@ def within(trajectories, horizon, ks=KS):
 
 def measure(world, models):
     """Play the held-out items with the built-in model and with `models`, and keep the rows."""
-    commit = revision()
     labels = {"before": Path("tiny")}
     for model in models:
-        labels[f"after, {model.parent.name}"] = model
-    found = []
+        label = f"after, {model.parent.name}"
+        if label in labels:
+            sys.exit(f"test_time.py: {labels[label]} and {model} would both be called '{label}'")
+        labels[label] = model
+    commit = revision()
+    # Until a model is measured, its row of an earlier measurement stays.
+    found = {row["model"]: row for row in rows.load("test_time").get(world, [])}
     for label, model in labels.items():
-        trajectories, sha256, command = play(world, model)
-        found.append({
+        trajectories, sha256, command = play(world, label, model)
+        found[label] = {
             "model": label,
             "model_sha256": sha256,
             "commit": commit,
             "command": command,
             "horizons": {h: within(trajectories, h) for h in HORIZONS[world]},
-        })
+        }
+        keep(world, found.values())
+    keep(world, [found[label] for label in labels])  # no rows of models that were not given
+
+
+def keep(world, found):
     rows.save("test_time", rows.load("test_time") | {world: found})
 
 
-def play(world, model):
+def play(world, label, model):
     """-> the trajectories (of each: item, status, success, turns), the sha256 of the weights, and
     the command."""
     WORK.mkdir(parents=True, exist_ok=True)
-    out = WORK / f"{world}.partial"
-    result = WORK / f"{world}.result"
+    # Files for each model: eval.py goes on from the .part of an evaluation that was interrupted.
+    out = WORK / f"{world}, {label}.partial"
+    result = WORK / f"{world}, {label}.result"
     command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(SAMPLES)]
     command += ["--horizon", str(HORIZONS[world][-1])]
     subprocess.run(

@@ -204,8 +204,9 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
 
     dtype, device: the run's; None is the model's device. The largest difference allowed is
     LARGEST_GAP in float32, LARGEST_GAP_RECURRENT where layers are recurrent; in another `dtype` the
-    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact. The result
-    is kept for models of the same configuration in ~/.cache/multiturn_rl.
+    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact, or if the
+    model's log-probs are not finite. The ways are kept for models of the same configuration in
+    ~/.cache/multiturn_rl.
     """
     device = device or device_of(model)
     kept = cache_file(model, dtype, device)
@@ -213,17 +214,17 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
         paths = rl.Paths(**json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
         paths = try_ways(first_layers(model, device), dtype)
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, json.dumps(paths._asdict()))
+        if paths.rollout and paths.update:  # a refusal may be due to these weights alone
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(kept, json.dumps(paths._asdict()))
     rl.set_paths(model, paths)
     if not paths.rollout or not paths.update:
         what = "rollout" if not paths.rollout else "update"
         gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
                          for name, gap in paths.gaps.items() if name.startswith(what))
         raise ValueError(f"models of the type {model.config.model_type} cannot be used: no {what} "
-                         f"has the log-probs of the model's own forward pass (gaps: {gaps}). "
-                         f"Delete {kept} to check again.")
+                         f"has the log-probs of the model's own forward pass (gaps: {gaps})")
     return paths
 
 
@@ -240,6 +241,8 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
     plays = make_plays(model.config.get_text_config().vocab_size)
     model.eval()
     oracle = plain(model, plays)
+    if not math.isfinite(sum(map(sum, oracle))):
+        raise ValueError("the model's log-probs are not finite: its weights are damaged")
     if dtype != "float32":
         with rl.compute_in(dtype, device_of(model)):
             oracle_of_dtype = plain(model, plays)

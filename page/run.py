@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from metrics import all_columns, is_number, read_objects, stages
+from metrics import all_columns, horizon_changes, is_number, read_objects
 from page.replay import Replay
 from rl import checkpoints, location, model_path
 
@@ -247,7 +247,7 @@ class Run:
             "metrics": metrics,
             "steps": steps,
             "total_steps": self.config.get("steps") or len(steps),
-            "stages": [steps[place] for place in stages(self.metrics)],
+            "stages": [steps[place] for place in horizon_changes(self.metrics)],
             "invalid_penalty": number_or_none(self.config.get("invalid_penalty")),
         }
 

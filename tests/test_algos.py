@@ -839,7 +839,7 @@ def test_aggregate_by_hand():
     x = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
     close(aggregate(x, mask), (1 + 2 + 6) / 3)
-    close(aggregate(x, mask, "sequence"), (1.5 + 6) / 2)  # the third row has no masked token
+    close(aggregate(x, mask, "sequence"), (1.5 + 6) / 2)  # the third row has no sampled token
     close(aggregate(x, mask, "token", 10), 0.9)
     close(aggregate(x, mask, "sequence", torch.tensor(3)), 2.5)
 

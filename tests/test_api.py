@@ -186,6 +186,23 @@ def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again
     assert len(asked) == 2 == len(set(asked))
 
 
+def test_a_first_prompt_that_is_refused_is_one_conversation_once_the_server_has_replied():
+    def answer(body, _):
+        if "first" in str(body["messages"]):
+            return 400, {"error": "content management policy"}
+        return 200, LOOK
+
+    model = ServedModel("m", "")
+    with server(answer) as url:
+        model.url = f"{url}/chat/completions"
+        first = [{"role": "user", "content": "first"}]
+        with pytest.raises(ModelError):  # the form of the requests may be wrong
+            model(first)
+        assert model([{"role": "user", "content": "another"}]).text == LOOK
+        with pytest.raises(evaluation.ConversationRefused):
+            model(first)
+
+
 def test_when_the_server_fails_nobody_goes_on_asking_it():
     asked = []
 
@@ -379,17 +396,23 @@ def test_a_server_that_refuses_the_key_is_one_line(capsys):
 
 
 def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
+    """And what is kept is not overwritten when the server fails again."""
     asked = []
 
     def answer(body, _):
         asked.append(1)
         return (200, LOOK) if len(asked) < 8 else (401, {})
 
+    flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
+             "--slots", "1", "--trajectories", tmp_path / "t.jsonl"]
     with server(answer) as url:
-        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "9",
-                   "--horizon", "2", "--slots", "1", "--out", tmp_path / "r.json",
-                   "--trajectories", tmp_path / "t.jsonl")
-    assert done.returncode == 1 and "status 401" in done.stderr
+        done = run(*flags, "--base_url", url, "--out", tmp_path / "r.json")
+        assert done.returncode == 1 and "status 401" in done.stderr
+        kept = (tmp_path / "t.jsonl").read_text()
+        asked[:] = [1] * 3
+        again = run(*flags, "--base_url", url)  # two trajectories, without --out
+        assert again.returncode == 1 and "status 401" in again.stderr
     assert not (tmp_path / "r.json").exists()
-    played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-    assert [t["turns"] for t in played] == [2, 2, 2]
+    assert [json.loads(line)["turns"] for line in kept.splitlines()] == [2, 2, 2]
+    assert (tmp_path / "t.jsonl.1").read_text() == kept
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2

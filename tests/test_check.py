@@ -134,6 +134,20 @@ def test_a_model_that_no_way_computes_exactly_is_refused(name, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = random_model("qwen3")
+    next(broken.model.layers[0].parameters()).data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="not finite: its weights are damaged"):
+        check.find_paths(broken)
+    monkeypatch.setattr(check, "ROLLOUT", {})  # no way is exact
+    with pytest.raises(ValueError, match="cannot be used: no rollout"):
+        check.find_paths(random_model("qwen3"))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert check.find_paths(random_model("qwen3")).rollout == "ragged"
+
+
 def test_the_command_prints_the_gaps(tmp_path):
     done = run_script("bench.py", "check", "--model", "tiny", "--out", tmp_path / "check.json")
     assert done.returncode == 0, done.stderr

@@ -215,7 +215,7 @@ def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shared", [1, 2])
 def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
-    rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a beginning
+    rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a prefix
     packed, parts, _ = pack(rows, 73)
     parts = [part._replace(keys=part.keys.cuda()) for part in parts]
     generator = torch.Generator("cuda").manual_seed(0)
@@ -297,7 +297,7 @@ def test_every_token_is_forwarded_once_and_the_slots_are_busy(tiny, pool):
     kept = sum(len(t.tokens) for t in played)
     prompts = sum(t.mask.index(True) for t in played)
     assert stats["forwarded"] >= kept - prompts - len(played)
-    assert stats["forwarded"] < 0.7 * kept  # the common beginning of the prompts is copied
+    assert stats["forwarded"] < 0.7 * kept  # the common prefix of the prompts is copied
     assert stats["busy"] / stats["room"] > 0.8
 
 

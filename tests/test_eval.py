@@ -266,6 +266,41 @@ def test_fewer_items_are_the_head_of_a_seeded_shuffle():
     assert set(more) < set(envs.items("babyai", "test")) and more != sorted(more)
 
 
+def test_out_and_trajectories_are_two_files(tmp_path):
+    out = str(tmp_path / "r.json")
+    for name in (out, out + ".part"):
+        with pytest.raises(ValueError, match="is the file of --out"):
+            settings("--out", out, "--trajectories", name)
+
+
+def test_the_hash_of_a_gguf_model_is_that_of_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr(evaluation.rl, "model_path", lambda name: str(path))
+    cfg = parse_eval_config([])
+    found = evaluation.result_config(cfg, ["babyai_1"])["model_sha256"]
+    assert found == hashlib.sha256(b"weights").hexdigest()
+
+
+@pytest.mark.parametrize("error", [
+    FloatingPointError("the policy's logits are not finite"),
+    OSError("No space left on device"),
+    MemoryError(),
+    RuntimeError("CUDA out of memory"),
+])
+def test_what_ends_an_evaluation_is_one_line(error, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(evaluation, "play_horizons", fail)
+    assert evaluation.main(["--env", "babyai", "--items", "2"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("eval.py: ") and said.count("\n") == 1
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        evaluation.main(["--env", "babyai", "--items", "2"])
+
+
 # ---- the command ----
 
 

@@ -329,11 +329,17 @@ def test_what_would_be_read_wrongly_is_one_line(llama, vocabulary, tmp_path):
     for more in (lambda writer: writer.add_tensor("rope_freqs.weight", frequencies),
                  lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)):
         assert "scaled rotary embeddings" in refusal_of(more=more)
+    assert "mixture of experts" in refusal_of(more=lambda writer: writer.add_expert_count(2))
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma2")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     assert "architecture 'gemma2'" in refusal(tmp_path / "other.gguf")
+
+
+def test_no_hub_is_asked_about_a_local_file(small, monkeypatch):
+    monkeypatch.setattr(rl.GenerationConfig, "from_pretrained", None)
+    assert rl.load_tokenizer(small).generation_eos_ids == []
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])

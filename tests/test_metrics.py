@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import metrics
-from metrics import explained_variance, held_out_gain, rollout_bar, rollout_metrics
+from metrics import explained_variance, held_out_summary, rollout_bar, rollout_metrics
 from rollout import Status, Trajectory
 
 
@@ -31,6 +31,12 @@ def test_failed_environments_are_left_out_of_the_metrics():
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     # Nothing was played: that is no success of 0.
     assert rollout_metrics([failed]) == {"env_error": 1, "env_error/fault": 1, "trajectories": 1}
+
+
+def test_lines_that_hold_no_object_are_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\n[]\n' + "[" * 100_000 + '\n{"step": 2}\n{"step"')
+    assert metrics.read_objects(path) == ([{"step": 1}, {"step": 2}], 3)
 
 
 def test_the_explained_variance_counts_sampled_tokens_only():
@@ -121,9 +127,10 @@ def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, caps
 
 def test_the_gain_is_from_the_first_evaluation_to_the_last():
     rows = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
-    assert held_out_gain(rows, {"eval/success": 0.75, "eval/turns": 3.0}) == (
+    assert held_out_summary(rows, {"eval/success": 0.75, "eval/turns": 3.0}) == (
         "held-out success: 0.250 before, 0.750 after")
     rows = [{"eval/success/babyai": 0.1, "eval/success/textcraft": 0.2}]
     last = {"eval/success/babyai": 0.3, "eval/success/textcraft": math.nan}
-    assert held_out_gain(rows, last) == ("held-out success of babyai: 0.100 before, 0.300 after\n"
-                                         "held-out success of textcraft: 0.200 before, nan after")
+    assert held_out_summary(rows, last) == (
+        "held-out success of babyai: 0.100 before, 0.300 after\n"
+        "held-out success of textcraft: 0.200 before, nan after")

@@ -347,6 +347,20 @@ def test_a_connection_lost_between_two_episodes_is_made_anew_and_in_one_is_a_fau
         env.close()
 
 
+def test_a_connection_that_takes_no_message_any_more_is_closed_nevertheless(monkeypatch):
+    def refuse(message):
+        raise OSError("broken pipe")
+
+    with stand_in(healthy) as url:
+        env = make_env("openenv", url=url)
+        env.reset(0)
+        connection = env.socket
+        monkeypatch.setattr(connection, "send", refuse)
+        env.close()
+        assert env.socket is None
+        assert connection.socket.fileno() == -1
+
+
 def test_an_action_that_the_schema_refuses_is_invalid_and_the_episode_goes_on():
     def answer(message):
         if message["type"] == "step" and message["data"]["move"] == "fly":
@@ -389,7 +403,7 @@ def fields(**properties):
     return {"action": {"properties": properties | {"metadata": {}}}}
 
 
-TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+TEXT, NUMBER, REAL = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 CALL = '{"type":"call_tool","tool_name":"guess","arguments":{"word":"$"}}'
 
 
@@ -412,6 +426,10 @@ def test_the_agents_text_becomes_the_servers_action(schema, options, text, actio
 @pytest.mark.parametrize("schema, options, text", [
     (fields(move=NUMBER), {}, "left"), (fields(a=TEXT, b=TEXT), {"action": "json"}, "left"),
     (fields(a=TEXT, b=TEXT), {"action": "json"}, "[1]"),
+    # Numbers that Python's JSON reader takes and JSON does not have.
+    (fields(move=REAL), {}, "NaN"), (fields(move=REAL), {}, "-Infinity"),
+    (fields(move=REAL), {}, "1e999"), (fields(move={"type": "array"}), {}, "[Infinity]"),
+    (fields(a=REAL, b=REAL), {"action": "json"}, '{"a": NaN, "b": 1}'),
 ])
 def test_a_text_that_is_no_such_action_is_invalid_and_never_sent(schema, options, text):
     step, sent = played(schema, text, **options)
@@ -440,8 +458,12 @@ def test_an_episode_that_ends_with_enough_reward_is_a_success(options, success):
 
 def test_whether_the_whole_reply_is_sent_is_an_argument():
     with stand_in(healthy) as url:
-        whole = [make_env("openenv", url=url, whole_reply=flag).whole_reply for flag in (0, 1)]
-    assert whole == [False, True]
+        whole = [make_env("openenv", url=url, whole_reply=flag).whole_reply
+                 for flag in (0, 1, False, True, "false", "True")]
+        for flag in ("no", "", 2):
+            with pytest.raises(ValueError, match="whole_reply is 0, 1, true or false, not"):
+                make_env("openenv", url=url, whole_reply=flag)
+    assert whole == [False, True] * 3
 
 
 def test_what_reset_gets_besides_the_seed_is_an_argument():
@@ -466,6 +488,17 @@ def test_the_instructions_are_the_servers_description_a_text_or_a_file(tmp_path)
     assert list(prompts.values()) == ["Find the way.", "Walk. " * 1000, "Take one step at a time."]
 
 
+def test_a_mistyped_file_name_is_not_taken_for_the_instructions(tmp_path):
+    with stand_in(healthy, described="https://example.org/rules.txt") as url:
+        for name in ("instructons.txt", "instructons.md", str(tmp_path / "instructons")):
+            with pytest.raises(ValueError, match="prompt=.*instructons.*: there is no such file"):
+                make_env("openenv", url=url, prompt=name)
+        prompts = {option: make_env("openenv", url=url, prompt=option).prompt
+                   for option in ("Win.", "Read rules.txt", "Go left/right.", 5, "")}
+    assert list(prompts.values()) == ["Win.", "Read rules.txt", "Go left/right.", "5",
+                                      "https://example.org/rules.txt"]
+
+
 # ---- bad usage ----
 
 
@@ -487,6 +520,8 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
             (("--env_url", url, "--env_args", "openenv.colour=c"), "no argument 'colour'"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.success=x"), "could not"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.reset=x"), "openenv.reset"),
+            (("--env_url", url, "--env_args", "openenv.action=a openenv.prompt=x.txt"), "no such"),
+            (("--env_url", url, "--env_args", "openenv.action=a openenv.whole_reply=x"), "0, 1"),
             (("--env_url", url, "--env_args", "openenv.action=a", "--data", str(tmp_path)),
              "no items"),
         ]

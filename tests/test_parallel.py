@@ -210,7 +210,7 @@ def test_a_signal_while_trajectories_are_dealt_loses_nothing(dealt, tmp_path):
     assert metrics(out) == metrics(dealt[1])
 
 
-def test_a_gathered_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatch):
+def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatch):
     """Hooks make streams wait for one another, which a CUDA graph must not record."""
     calls = []
 
@@ -232,7 +232,7 @@ def test_a_gathered_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatc
             expected = model(ids).logits
             parallel.shard(model, torch.device("cpu"))
             for _ in range(2):
-                with parallel.gathered(model):
+                with parallel.unsharded(model):
                     assert torch.equal(model(ids).logits, expected)
                     assert not calls
                 assert torch.equal(model(ids).logits, expected)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import random_model
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rl
@@ -37,6 +38,86 @@ def test_lora_is_merged_into_weights_of_either_layout():
         torch.testing.assert_close(plain(ids).logits, model(ids).logits)
         with rl.adapters_off(model):
             assert (plain(ids).logits - model(ids).logits).abs().max() > 0.1
+
+
+# ---- loading ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the built-in model, to be broken."""
+    return shutil.copytree(rl.TINY_MODEL, tmp_path / "model")
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def test_weights_that_the_files_lack_are_not_filled_with_random_numbers(folder):
+    def lose_one(weights):
+        return {name: w for name, w in weights.items() if "layers.1.mlp.down_proj" not in name}
+
+    change_weights(folder, lose_one)
+    with pytest.raises(ValueError, match="lack 1 of the model's weights: model.layers.1.mlp.down"):
+        rl.load_policy(str(folder))
+    with pytest.raises(ValueError, match="lack"):
+        rl.Critic(str(folder))
+
+
+def test_weights_under_other_names_are_not_filled_with_random_numbers(folder):
+    change_weights(folder, lambda weights: {f"base.{name}": w for name, w in weights.items()})
+    with pytest.raises(ValueError, match="lack"):
+        rl.load_policy(str(folder))
+
+
+def test_weights_that_the_model_has_no_use_for_are_named(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config["layer_types"] = config.get("layer_types", [])[:-1] or None
+    (folder / "config.json").write_text(json.dumps(config))
+    rl.load_policy(str(folder))
+    assert "are not part of the model that its config.json describes" in capsys.readouterr().err
+
+
+def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_path):
+    def add_head(weights):
+        return weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}
+
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    change_weights(folder, add_head)
+    model, tokenizer = rl.load_policy(str(folder))
+    rl.save(tmp_path / "saved", model, tokenizer)
+    again, _ = rl.load_policy(str(tmp_path / "saved"))
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{}"),
+    ("tokenizer_config.json", "[]"),
+    ("generation_config.json", "["),
+    ("generation_config.json", "[]"),
+    ("config.json", "[]"),
+    ("config.json", None),
+])
+def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
+    if text is None:  # a value of another type
+        text = json.dumps(json.loads((folder / name).read_text()) | {"hidden_act": "nope"})
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=r"\Acannot load the .*model '.*/model': .+\Z"):
+        rl.load_policy(str(folder))
+
+
+def test_a_lack_of_memory_is_no_broken_model(folder, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(rl, "load_causal_lm", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rl.load_model(str(folder))
 
 
 # ---- token log-probs ----

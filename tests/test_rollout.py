@@ -531,7 +531,7 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
         assert in_main_thread
         assert all(here != remote for here in in_main_thread)
         # Of the ten slots, nine are idle in the first forward pass, because their trajectories
-        # wait to copy the first one's beginning. No slot is idle later.
+        # wait to copy the first one's prefix. No slot is idle later.
         assert stats["room"] - stats["busy"] == 9
     assert [t.to_json() for t in played[True]] == [t.to_json() for t in played[False]]
     statuses = [t.status for t in played[False]]

@@ -286,6 +286,31 @@ def test_questions_and_a_corpus_of_ones_own(tmp_path, corpus):
         env.reset(2)
 
 
+@pytest.mark.parametrize(
+    "golden, said, right",
+    [
+        ("A", "the", False),
+        ("A", "?", False),
+        ("A", "a", True),
+        ("The The", "the", False),
+        ("The The", " the the ", True),
+        ("+", "-", False),
+        ("+", "+", True),
+        ("", "?", False),
+        ("bee", "the", False),
+        ("bee", "the bee", True),
+    ],
+)
+def test_an_answer_that_normalises_to_nothing_is_compared_as_it_is(
+    tmp_path, corpus, golden, said, right
+):
+    row = {"question": "Which one?", "golden_answers": [golden]}
+    questions = write_rows(tmp_path / "questions.jsonl", [row])
+    env = make_env("searchqa", corpus=corpus, questions=questions)
+    env.reset(0)
+    assert env.step(f"<answer>{said}</answer>").success is right
+
+
 def test_wrong_arguments_are_value_errors(tmp_path, corpus):
     with pytest.raises(ValueError, match="need corpus"):
         make_env("searchqa", questions=f"{tmp_path}/a.jsonl")
@@ -303,7 +328,9 @@ def test_wrong_arguments_are_value_errors(tmp_path, corpus):
         "",
         '{"question": "a", "golden_answers": null}',
         '{"question": "a", "golden_answers": []}',
+        "[" * 100_000,
     ],
+    ids=["empty", "null", "no answers", "deeply nested"],
 )
 def test_a_file_without_questions_and_answers_is_a_value_error(tmp_path, corpus, text):
     (tmp_path / "questions.jsonl").write_text(text)

@@ -97,7 +97,7 @@ def test_a_fault_while_the_expert_plays_costs_one_episode(tiny, tmp_path, monkey
     assert len(found) == 5
     assert worlds[0] is worlds[1] and len(set(map(id, worlds[1:4]))) == 3  # each was made anew
     faults = range(1000)
-    with pytest.raises(ValueError, match="succeeded in 0 of 6 .* the power is out"):
+    with pytest.raises(ValueError, match="only 0 of 6 episodes .* the power is out"):
         sft.expert_trajectories(config_of(tmp_path), Chat(tiny[1]), "train", 2, 0.0)
 
 
@@ -200,6 +200,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     ("{", "holds no trajectories"),
     ('[{"item_id": "babyai_1"}]', "holds no trajectories"),
     ("[[]]", "holds no trajectories"),
+    ("[" * 100_000, "holds no trajectories"),
     ('{"item": "babyai_1", "env": "babyai", "tokens": [1, 2], "mask": [false, false]}',
      "left to learn"),
     ('{"item": "babyai_1", "env": "babyai", "messages": [{}]}', "1 have no tokens"),
@@ -208,6 +209,27 @@ def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, mes
     (tmp_path / "t").write_text(text)
     with pytest.raises(ValueError, match=message):
         sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("mask", [False, False, True], "different lengths"),
+    ("logprobs", [0.0, 0.0], "different lengths"),
+    ("mask", [True, False, False, True], "true at the first token"),
+    ("tokens", [5, 6, 7, 99999], "not in the vocabulary"),
+    ("tokens", [5, 6, 7, -7], "not in the vocabulary"),
+    ("tokens", [5, 6, 7, 1.5], "not in the vocabulary"),
+    ("reward", "x", "no number"),
+])
+def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, field, value, message):
+    t = Trajectory("babyai_7", "babyai")
+    t.append([5, 6, 7])
+    t.append([8], [0.0])
+    chat = Chat(tiny[1])
+    (tmp_path / "t").write_text(json.dumps(t.to_json()))
+    assert len(sft.read_trajectories(tmp_path / "t", chat, 0.0)) == 1
+    (tmp_path / "t").write_text(json.dumps(t.to_json() | {field: value}))
+    with pytest.raises(ValueError, match=f"babyai_7 has .*{message}"):
+        sft.read_trajectories(tmp_path / "t", chat, 0.0)
 
 
 def test_trajectories_of_another_tokenizer_are_refused(tiny, tmp_path):

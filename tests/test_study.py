@@ -2,12 +2,13 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
-from experiments import study, test_time
+from experiments import policies, pretrained, study, test_time
 from experiments.studies import play, report, rows, runs
 
 ROW = {  # the summary of a run without training
@@ -190,6 +191,64 @@ def test_one_sweep_of_the_longest_horizon_holds_the_shorter_ones():
     assert found["success"] == 0.125
     assert found["pass@1"] == 0.125
     assert abs(found["pass@2"] - 0.25) < 1e-9
+
+
+def test_models_of_the_same_name_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(test_time, "revision", lambda: "abc")
+    monkeypatch.setattr(test_time, "play", None)
+    paths = [ROOT / "x/textcraft_s0/final", ROOT / "y/textcraft_s0/final"]
+    with pytest.raises(SystemExit, match="would both be called 'after, textcraft_s0'"):
+        test_time.measure("textcraft", paths)
+
+
+def test_each_model_has_files_of_its_own_and_its_row_is_kept_when_it_is_measured(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(test_time, "WORK", tmp_path)
+    monkeypatch.setattr(test_time, "revision", lambda: "new")
+    outs = []
+    stopped = True
+
+    def eval_py(command, **_):
+        out = Path(command[command.index("--out") + 1])
+        outs.append(out)
+        if stopped and len(outs) == 2:
+            raise KeyboardInterrupt
+        out.write_text(json.dumps({"config": {"model_sha256": "abc"}}))
+        played = {"item": "babyai_1", "status": "done", "success": True, "turns": 1, "env": "x"}
+        lines = Path(command[command.index("--trajectories") + 1])
+        lines.write_text((json.dumps(played) + "\n") * 16)
+
+    def kept():
+        return {row["model"]: row["commit"] for row in rows.load("test_time")["babyai"]}
+
+    monkeypatch.setattr(test_time.subprocess, "run", eval_py)
+    earlier = [{"model": label, "commit": "old"} for label in ("before", "after, s0", "after, s9")]
+    rows.save("test_time", {"babyai": earlier})
+    models = [tmp_path / "s0/final", tmp_path / "s1/final"]
+    with pytest.raises(KeyboardInterrupt):
+        test_time.measure("babyai", models)
+    assert kept() == {"before": "new", "after, s0": "old", "after, s9": "old"}
+
+    # The same command goes on with what the model that was interrupted has left.
+    stopped = False
+    test_time.measure("babyai", models)
+    assert len(set(outs)) == 3 and outs[1] == outs[3]
+    assert kept() == {"before": "new", "after, s0": "new", "after, s1": "new"}
+
+
+@pytest.mark.parametrize("known, random", [
+    (("uniform", "expert"), 0.25), (("imitated", "expert"), 0.5),
+    (("uniform", "imitated", "expert"), 0.25),
+])
+def test_the_random_policy_is_the_uniform_one_where_there_is_one(
+        tmp_path, monkeypatch, known, random):
+    success = {"uniform": 0.25, "imitated": 0.5, "expert": 1.0}
+    found = {name: {"success": {"a_1": success[name]}, "turns": {"a_1": 2}} for name in known}
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    monkeypatch.setattr(policies, "measure", lambda *args, **options: found)
+    pretrained.add_policies("maze", "8")
+    assert rows.load("pretrained")["maze_random"][0]["evaluation"]["success"] == random
 
 
 def test_a_study_of_another_model_is_not_gone_on_with(tmp_path, monkeypatch):

@@ -784,7 +784,9 @@ def test_help_explains_and_shows_the_presets():
     done = run("--help")
     assert done.returncode == 0
     for text in ("--horizon_schedule", "6,13,20", "babyai 3,4 (a stage 30 steps)",
-                 "textcraft 3,5,8", "--critic_lr", "reinforce_pp", "--minibatches"):
+                 "textcraft 3,5,8", "--critic_lr", "reinforce_pp", "--minibatches",
+                 "--horizon_schedule scaling_inter|fixed|adaptive", "--dtype float32|bfloat16",
+                 "--teacher TEXT", "--slots N", "--min_p X", "--shard true|false"):
         assert text in done.stdout, text
 
 

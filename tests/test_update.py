@@ -65,7 +65,7 @@ def test_map_rows_keeps_the_order(tiny, trajectories, max_tokens):
 
 
 def trie_size(rows):
-    """The number of different beginnings of the rows: an oracle for shared positions."""
+    """The number of different prefixes of the rows: an oracle for shared positions."""
     return len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
 
 
@@ -79,12 +79,12 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
 
     rng = random.Random(0)
     balanced = 0
-    shares_beginnings = 0
+    shares_prefixes = 0
     for _ in range(100):
-        beginnings = [[rng.randint(0, 9) for _ in range(60)] for _ in range(3)]
+        prefixes = [[rng.randint(0, 9) for _ in range(60)] for _ in range(3)]
         rows = []
         for _ in range(rng.randint(0, 40)):
-            shared = rng.choice(beginnings)[: rng.randint(0, 60)]
+            shared = rng.choice(prefixes)[: rng.randint(0, 60)]
             rows.append(shared + [rng.randint(0, 9) for _ in range(rng.randint(1, 60))])
         num_ranks, max_tokens = rng.randint(1, 5), rng.randint(50, 400)
         cuts = update.micro_batches(rows, max_tokens, num_ranks, packed)
@@ -99,9 +99,9 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
             sizes = [size(cut) for cut in cuts]
             assert max(sizes) - sum(sizes) / len(sizes) <= max(map(len, rows))
             balanced += 1
-            shares_beginnings += sum(sizes) < sum(map(len, rows))
+            shares_prefixes += sum(sizes) < sum(map(len, rows))
     assert balanced > 25 or not packed
-    assert shares_beginnings > 25 or not packed
+    assert shares_prefixes > 25 or not packed
     others = [[7] * 6, [8] * 6, [9] * 6]  # no two of them fit together
     assert len(update.micro_batches(others, 10, 1, packed)) == 3
 
@@ -292,7 +292,7 @@ def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         weights = [p.detach().flatten() for model in models for p in model.parameters()]
         results.append((row, torch.cat(weights)))
     (whole, whole_weights), (cut, cut_weights) = results
-    # Small micro-batches share fewer beginnings.
+    # Small micro-batches share fewer prefixes.
     assert whole.pop("computed_per_fed") < cut.pop("computed_per_fed") <= 1
     assert whole["grad_norm"] > 0
     assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)

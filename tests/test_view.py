@@ -300,8 +300,8 @@ def test_sentencepieces_spaces_and_bytes_are_kept():
 def test_a_mixtures_stages_are_those_of_each_world():
     horizons = [(5, 3), (5, 3), (5, 4), (8, 4)]
     rows = [{"horizon": h, "horizon/babyai": b, "horizon/textcraft": h} for h, b in horizons]
-    assert metrics.stages(rows) == [2, 3]
-    assert metrics.stages([{"horizon": 3}] * 2) == []
+    assert metrics.horizon_changes(rows) == [2, 3]
+    assert metrics.horizon_changes([{"horizon": 3}] * 2) == []
 
 
 # ---- the command ----

@@ -84,7 +84,8 @@ class OpenEnv(Env):
         prompt: str = "",
         success: float | str = 1.0,  # an episode that ends with this reward is a success
         reset: str = "",  # a JSON object: what /ws's reset gets besides the seed
-        whole_reply: bool | int = False,  # send the agent's whole reply, not the parsed action
+        # Send the agent's whole reply, not the parsed action: 0, 1, true or false.
+        whole_reply: bool | int | str = False,
         timeout: float | str = 300.0,  # seconds for one reply; a rollout's own deadline is shorter
     ):
         """Read the server's description. Raises EnvError if there is none, and ValueError for
@@ -100,16 +101,19 @@ class OpenEnv(Env):
             if known and path.split(".")[0] not in known:
                 raise ValueError(f"openenv.observation={path}: the observations of {self.url} have "
                                  f"the fields {', '.join(known)}")
+        prompt = str(prompt)  # --env_args makes an int of a number
         self.prompt = prompt or description
         if os.path.isfile(prompt):
             self.prompt = Path(prompt).read_text()
+        elif _looks_like_a_path(prompt):
+            raise ValueError(f"openenv.prompt={prompt}: there is no such file")
         try:
             self.success = float(success)
             self.timeout = float(timeout)
         except ValueError as e:
             raise ValueError(f"openenv.success and openenv.timeout: {e}") from e
         self.reset_extras = _read_object(reset, "reset") if reset else {}
-        self.whole_reply = bool(whole_reply)
+        self.whole_reply = _read_flag(whole_reply, "whole_reply")
         self.connection = contextlib.ExitStack()  # its end closes the socket
         self.socket = None
         self.total = 0.0  # sum of the episode's rewards
@@ -160,8 +164,10 @@ class OpenEnv(Env):
         if self.socket is None:
             return
         try:
-            self.socket.send('{"type": "close"}')
-            self.connection.close()
+            try:
+                self.socket.send('{"type": "close"}')
+            finally:
+                self.connection.close()
         except (WebSocketException, OSError):
             pass  # the episode is gone with its connection
         self.socket = None
@@ -196,7 +202,7 @@ class OpenEnv(Env):
         kinds = {kind.get("type") for kind in schema.get("anyOf", [schema])}
         if kinds & {"integer", "number", "boolean", "array", "object"}:
             try:
-                return {self.field: json.loads(text)}
+                return {self.field: _read_json(text)}
             except (ValueError, RecursionError) as e:
                 if "string" not in kinds:
                     raise ValueError(f"'{self.field}' is no text: {e}") from e
@@ -336,10 +342,32 @@ def _fill(template, text):
     return text if template == SLOT else template
 
 
+def _looks_like_a_path(prompt):
+    is_one_word = len(prompt.split()) == 1
+    return is_one_word and ("/" in prompt or prompt.endswith((".txt", ".md")))
+
+
+def _read_flag(value, name):
+    """A bool, from an argument that may be text. Raises ValueError."""
+    flags = {"0": False, "1": True, "false": False, "true": True}
+    text = str(value).lower()
+    if text not in flags:
+        raise ValueError(f"openenv.{name} is 0, 1, true or false, not '{text:.80}'")
+    return flags[text]
+
+
+def _read_json(text):
+    """The value of a JSON text. Raises ValueError, also for NaN, Infinity and 1e999, which
+    `json.loads` takes though no JSON text can hold them; and RecursionError."""
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)
+    return value
+
+
 def _read_object(text, name):
     """A JSON object. Raises ValueError."""
     try:
-        found = json.loads(text)
+        found = _read_json(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"openenv.{name}: '{text:.80}' is no JSON: {e}") from e
     if not isinstance(found, dict):

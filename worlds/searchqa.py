@@ -3,8 +3,8 @@ and AgentGym.
 
 A reply contains either <search> words </search>, which is answered with articles between
 <information> and </information>, or <answer> ... </answer>, which ends the episode. The reward is 1
-if the answer equals one of the question's answers under Search-R1's exact match, else 0. Of several
-tags in a reply the first one counts, as in AgentGym.
+if the answer equals one of the question's answers under Search-R1's exact match, else 0 (`compared`
+has one exception). Of several tags in a reply the first one counts, as in AgentGym.
 
 These things differ from AgentGym's server on purpose:
 
@@ -51,6 +51,16 @@ def normalise(answer: str) -> str:
     """
     answer = "".join(c for c in answer.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
+
+
+def compared(answer: str) -> str:
+    """What of an answer is compared: its normalised form. Of an answer such as "A" or "+" that
+    would be nothing, so that "the" and "?" would equal it; it is compared as it is, in lower case.
+
+    >>> compared("The Bee"), compared("A "), compared("+")
+    ('bee', 'a', '+')
+    """
+    return normalise(answer) or answer.strip().lower()
 
 
 # ---- retrieval ----
@@ -146,7 +156,7 @@ def _read_rows(path, **kinds):
         if not rows:
             raise ValueError("it is empty")
         return [tuple(row[key] for key in kinds) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"searchqa: cannot read {path}: {type(e).__name__}: {e}") from e
 
 
@@ -232,7 +242,7 @@ class SearchQA(Env):
             answers = self.question.answers
             source = self.corpus or world
         self.articles = self.retriever or self._index(source)
-        self.answers = {normalise(answer) for answer in answers}
+        self.answers = {compared(answer) for answer in answers}
         self.last = Step("")
         self.queries = set()
         self.read = set()
@@ -274,7 +284,7 @@ class SearchQA(Env):
         return self.last
 
     def _answer(self, answer):
-        right = normalise(answer) in self.answers
+        right = compared(answer) in self.answers
         reward = float(right)
         return Step("Right." if right else "Wrong.", reward, reward, True, right)
 
