@@ -1,8 +1,10 @@
 """`bench.py limit`: what the bare loop repeats."""
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import bench
 from benches import limit
 
 
@@ -47,3 +49,18 @@ def test_the_share_is_the_time_of_the_loop_over_ours(monkeypatch):
         "seconds": 10.0, "limit": 4.0, "share": 0.4, "products": 1, "gb_a_second": 8e-9,
         "memory": 16 / 8 / (4.0 / threads),  # the weight's bytes; its seconds; those of the loop
     }
+
+
+@pytest.mark.parametrize("argv, states", [
+    (["rollout"], True),
+    (["rollout", "--scale"], False),
+    (["update"], True),
+    (["memory"], True),
+    (["memory", "--model", "tiny"], False),
+    (["limit"], False),
+    (["check"], False),
+    (["peers"], False),
+])
+def test_a_benchmark_without_a_stated_ratio_does_not_say_that_it_is_reached(argv, states):
+    args = bench.parse_args(argv)
+    assert bench.states_a_ratio(args) == states
