@@ -992,7 +992,7 @@ def main(argv: list[str] | None = None) -> int:
         print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     except (MemoryError, RuntimeError) as e:
-        if not isinstance(e, MemoryError) and not rl.is_lack_of_resources(str(e)):
+        if not rl.is_lack_of_resources(e):
             raise
         print("eval.py: no memory or no thread left: " + " ".join(str(e).split())
               + "; a smaller --slots takes less", file=sys.stderr)

@@ -136,10 +136,8 @@ def one_line_error(what: str) -> Iterator[None]:
     broken file makes transformers raise exceptions of many kinds. A lack of memory is passed on."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as e:
-        if is_lack_of_resources(str(e)):
+        if is_lack_of_resources(e):
             raise
         reason = next(iter(str(e).splitlines()), "")
         if not isinstance(e, (OSError, ValueError, RuntimeError, SafetensorError)):
@@ -152,11 +150,10 @@ def generation_eos_ids(path: str) -> list[int]:
     there is none."""
     if path.endswith(".gguf"):  # transformers would ask the hub for a repository of this name
         return []
-    own = Path(path) / "generation_config.json"
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
-        if own.exists():  # and cannot be read
+        if (Path(path) / "generation_config.json").exists():  # it cannot be read
             raise
         return []
     return [found] if isinstance(found, int) else found or []
@@ -214,8 +211,8 @@ def check_gguf(path: str) -> str:
     except (ValueError, IndexError, KeyError, OverflowError) as e:
         raise ValueError(f"{path} is broken, or no GGUF file ({e})") from e
     if family not in GGUF_FAMILIES:
-        raise ValueError(f"{path} holds a model of the architecture '{family}'; "
-                         f"read are {', '.join(GGUF_FAMILIES)}")
+        raise ValueError(f"{path}: the architecture '{family}' is not supported; "
+                         f"supported: {', '.join(GGUF_FAMILIES)}")
     if fields.get(f"{family}.expert_count", 0):
         raise ValueError(f"{path} holds a mixture of experts, which is not read from GGUF files")
     # transformers ignores both ways of writing scaled rotary embeddings into the file.
@@ -226,8 +223,8 @@ def check_gguf(path: str) -> str:
         return ""
     split = fields.get("tokenizer.ggml.pre", "")
     if split not in GGUF_SPLITS:
-        raise ValueError(f"{path} has a tokenizer of the kind '{split}'; "
-                         f"read are {', '.join(GGUF_SPLITS)}")
+        raise ValueError(f"{path}: the pre-tokenizer '{split}' is not supported; "
+                         f"supported: {', '.join(GGUF_SPLITS)}")
     return split
 
 
@@ -236,13 +233,15 @@ LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't s
          "ALLOC_FAILED")
 
 
-def is_lack_of_resources(message: str) -> bool:
-    """Whether an exception's message says that there is no memory or thread to be had.
+def is_lack_of_resources(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory or thread to be had.
 
-    >>> is_lack_of_resources("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    >>> is_lack_of_resources(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     True
+    >>> is_lack_of_resources(MemoryError()), is_lack_of_resources(RuntimeError("shapes differ"))
+    (True, False)
     """
-    return any(words in message for words in LACKS)
+    return isinstance(error, MemoryError) or any(words in str(error) for words in LACKS)
 
 
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:

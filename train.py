@@ -592,13 +592,14 @@ def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError, SafetensorError, CheckpointException) as e:
-        reason = str(e)
+        cause = e
         if isinstance(e, CheckpointException):
-            reason = str(next(iter(e.failures.values()))[0])
-        lacks = isinstance(e, MemoryError) or rl.is_lack_of_resources(reason)
+            cause = next(iter(e.failures.values()))[0]  # of the first rank that failed
+        lacks = rl.is_lack_of_resources(cause)
         if isinstance(e, RuntimeError) and not lacks:
             raise
-        line = f"{reason.splitlines()[0] if reason else type(e).__name__}; "
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        line = f"{reason}; "
         if lacks:
             line = (f"no memory or no thread left: {line}"
                     "a smaller --microbatch_tokens or --slots takes less; ")

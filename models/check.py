@@ -184,10 +184,8 @@ def differences(way: Way, model: PreTrainedModel, plays: list[Play],
     """Of the log-probs of a way to the oracle's; [inf] if the way fails."""
     try:
         found = way(model, plays)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise  # says nothing of the way
     except Exception as e:  # what a model's code raises when it is used in a way not made for it
-        if rl.is_lack_of_resources(str(e)):
+        if rl.is_lack_of_resources(e):  # which says nothing of the way
             raise
         return [math.inf]
     both = zip(itertools.chain(*found), itertools.chain(*oracle), strict=True)

@@ -324,7 +324,7 @@ def test_what_would_be_read_wrongly_is_one_line(llama, vocabulary, tmp_path):
     def refusal_of(**how):
         return refusal(write_gguf(tmp_path / "m.gguf", llama, vocabulary, **how))
 
-    assert "kind 'tekken'" in refusal_of(split="tekken")
+    assert "pre-tokenizer 'tekken'" in refusal_of(split="tekken")
     frequencies = np.ones(8, np.float32)
     for more in (lambda writer: writer.add_tensor("rope_freqs.weight", frequencies),
                  lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)):
