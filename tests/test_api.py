@@ -416,3 +416,22 @@ def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
     assert [json.loads(line)["turns"] for line in kept.splitlines()] == [2, 2, 2]
     assert (tmp_path / "t.jsonl.1").read_text() == kept
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_evaluation_that_goes_on_knows_what_was_played_before(tmp_path):
+    """Its first request may be refused, and a second failure keeps all trajectories."""
+    answers = []
+
+    def answer(*_):
+        return answers.pop(0) if answers else (401, {})
+
+    flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
+             "--slots", "1", "--out", tmp_path / "r.json", "--trajectories", tmp_path / "t.jsonl"]
+    with server(answer) as url:
+        answers += [(200, LOOK)] * 6  # three trajectories
+        assert run(*flags, "--base_url", url).returncode == 1
+        answers += [(400, {"error": "content management policy"})] + [(200, LOOK)] * 2
+        again = run(*flags, "--base_url", url)
+    assert again.returncode == 1 and "status 401" in again.stderr.splitlines()[-1]
+    kept = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [t["status"] for t in kept] == ["horizon"] * 3 + ["env_error", "horizon"]
