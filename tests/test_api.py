@@ -395,43 +395,37 @@ def test_a_server_that_refuses_the_key_is_one_line(capsys):
     assert "status 401" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_was_played_before_the_server_failed_is_kept(tmp_path):
+def test_what_was_played_before_the_server_failed_is_kept(tmp_path, capsys):
     """And what is kept is not overwritten when the server fails again."""
-    asked = []
-
-    def answer(body, _):
-        asked.append(1)
-        return (200, LOOK) if len(asked) < 8 else (401, {})
-
+    answers = []
     flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
-             "--slots", "1", "--trajectories", tmp_path / "t.jsonl"]
-    with server(answer) as url:
-        done = run(*flags, "--base_url", url, "--out", tmp_path / "r.json")
-        assert done.returncode == 1 and "status 401" in done.stderr
+             "--slots", "1", "--trajectories", str(tmp_path / "t.jsonl")]
+    with server(lambda *_: answers.pop(0) if answers else (401, {})) as url:
+        flags += ["--base_url", url]
+        answers += [(200, LOOK)] * 6  # three trajectories
+        assert evaluation.main([*flags, "--out", str(tmp_path / "r.json")]) == 1
         kept = (tmp_path / "t.jsonl").read_text()
-        asked[:] = [1] * 3
-        again = run(*flags, "--base_url", url)  # two trajectories, without --out
-        assert again.returncode == 1 and "status 401" in again.stderr
+        answers += [(200, LOOK)] * 4
+        assert evaluation.main(flags) == 1  # without --out it does not go on from three
+    assert capsys.readouterr().err.count("status 401") == 2
     assert not (tmp_path / "r.json").exists()
     assert [json.loads(line)["turns"] for line in kept.splitlines()] == [2, 2, 2]
     assert (tmp_path / "t.jsonl.1").read_text() == kept
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
 
 
-def test_an_evaluation_that_goes_on_knows_what_was_played_before(tmp_path):
+def test_an_evaluation_that_goes_on_knows_what_was_played_before(tmp_path, capsys):
     """Its first request may be refused, and a second failure keeps all trajectories."""
     answers = []
-
-    def answer(*_):
-        return answers.pop(0) if answers else (401, {})
-
     flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
-             "--slots", "1", "--out", tmp_path / "r.json", "--trajectories", tmp_path / "t.jsonl"]
-    with server(answer) as url:
-        answers += [(200, LOOK)] * 6  # three trajectories
-        assert run(*flags, "--base_url", url).returncode == 1
+             "--slots", "1", "--out", str(tmp_path / "r.json"),
+             "--trajectories", str(tmp_path / "t.jsonl")]
+    with server(lambda *_: answers.pop(0) if answers else (401, {})) as url:
+        flags += ["--base_url", url]
+        answers += [(200, LOOK)] * 6
+        assert evaluation.main(flags) == 1
         answers += [(400, {"error": "content management policy"})] + [(200, LOOK)] * 2
-        again = run(*flags, "--base_url", url)
-    assert again.returncode == 1 and "status 401" in again.stderr.splitlines()[-1]
+        assert evaluation.main(flags) == 1
+    assert "status 401" in capsys.readouterr().err.splitlines()[-1]
     kept = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert [t["status"] for t in kept] == ["horizon"] * 3 + ["env_error", "horizon"]
