@@ -13,11 +13,11 @@ with one step each, and the fastest are taken. Then come a warm-up step, three m
 one that is checked: whether exactly the sampled tokens are trained on, and how far the trainer's
 log-probs are from those with which they were sampled. Tokens a second are the median of the
 measured steps, with the smallest and the largest. --full adds SmolLM2-135M, `--models smollm2`
-measures it alone (see data/get_smollm2.py), `--models runs/warm/final` a model of one's own: 4
-items x 4 samples and one measured step, because a step of TRL takes minutes. Our update computes
-nothing for an item whose samples have equal rewards: a model that always succeeds needs harder
-items (--data). The scripts are in benches/peers_scripts/; their code above the line "measurements"
-is what a user of the program writes.
+measures it alone (see data/get_smollm2.py), `--models runs/warm/final` a model of one's own, with
+the action format of its run: 4 items x 4 samples and one measured step, because a step of TRL takes
+minutes. Our update computes nothing for an item whose samples have equal rewards: a model that
+always succeeds needs harder items (--data). The scripts are in benches/peers_scripts/; their code
+above the line "measurements" is what a user of the program writes.
 """
 
 import ast
@@ -36,6 +36,7 @@ import transformers
 from tqdm import tqdm
 
 import envs
+from config import run_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benches" / "peers_scripts"
@@ -233,6 +234,7 @@ def job_of(args, model, world, program, settings, measured, checked):
         "root": str(ROOT),
         "model": str(folder_of(model)),
         "world": world,
+        "action_format": run_of(str(folder_of(model))).get("action_format", "react"),
         "items": envs.items(world, "train", args.data or None)[: num_steps * scale.items],
         "items_per_step": scale.items,
         "samples": scale.samples,

@@ -96,6 +96,13 @@ def test_a_model_of_ones_own_gets_the_job_of_a_real_model(tmp_path):
     job = peers.job_of(args, str(tmp_path), "babyai", program, {}, measured=1, checked=True)
     assert job["model"] == str(tmp_path) and job["lr"] == peers.REAL.lr
     assert (job["items_per_step"], job["samples"], len(job["items"])) == (2, 4, 6)
+    assert job["action_format"] == "react"
+    run = {"env": "babyai", "algo": "sft", "horizon": "4", "action_format": "plain"}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    (tmp_path / "final").mkdir()
+    model = str(tmp_path / "final")
+    job = peers.job_of(args, model, "babyai", program, {}, measured=1, checked=True)
+    assert job["action_format"] == "plain"
     args.data = peers.ROOT / "data/levels"
     job = peers.job_of(args, str(tmp_path), "babyai", program, {}, measured=1, checked=True)
     assert job["items"] == items("babyai", "train", args.data)[:6]

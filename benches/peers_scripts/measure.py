@@ -3,8 +3,9 @@
 A script runs a job in one program, in that program's own Python environment, as
 `python SCRIPT JOB.json REPORT.json`. A job is a dict:
 
-    root, model, world, items, items_per_step, samples, horizon, max_tokens, lr, threads, measured
-    (number of training steps), checked, settings (of the program), versions_of (packages)
+    root, model, world, action_format, items, items_per_step, samples, horizon, max_tokens, lr,
+    threads, measured (number of training steps), checked, settings (of the program), versions_of
+    (packages)
 
 Each training step takes the next `items_per_step` items. The first step is a warm-up, the next
 `measured` steps are timed. With `checked` a last one follows, in which all sampled tokens and their

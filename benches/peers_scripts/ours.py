@@ -17,6 +17,7 @@ from update import advantages_of, update
 def main():
     cfg = parse_config([
         "--env", JOB["world"], "--model", JOB["model"], "--algo", "grpo", "--out", "unused",
+        "--action_format", JOB["action_format"],
         "--rollouts_per_item", str(JOB["samples"]), "--max_tokens", str(JOB["max_tokens"]),
         "--lr", str(JOB["lr"]), "--minibatches", "1", "--kl_coef", "0", "--invalid_penalty", "0",
         "--microbatch_tokens", str(JOB["settings"]["microbatch_tokens"]), "--dtype", "float32"])

@@ -32,8 +32,8 @@ class World:
         self._env = envs.make_env(WORLD)
 
     def reset(self, item: str, **kw) -> str:
-        self._dialogue = agent.Dialogue(envs.split_item(item)[1], JOB["horizon"], "react",
-                                        lenient_as=WORLD)
+        self._dialogue = agent.Dialogue(envs.split_item(item)[1], JOB["horizon"],
+                                        JOB["action_format"], lenient_as=WORLD)
         self._return = 0.0
         self._turns = 0
         self._done = False
@@ -65,7 +65,7 @@ def main():
     tokenizer = load_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
-    first = agent.instructions(envs.make_env(WORLD).prompt, "react")
+    first = agent.instructions(envs.make_env(WORLD).prompt, JOB["action_format"])
     prompt = [{"role": "user", "content": first}, {"role": "assistant", "content": FIRST_REPLY},
               {"role": "user", "content": ""}]
     rows = [{"prompt": prompt, "item": item} for item in items()]

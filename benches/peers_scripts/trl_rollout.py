@@ -37,7 +37,7 @@ def play(prompts, trainer):
     names = [prompt[0]["content"] for prompt in prompts]
     while len(worlds) < len(names):
         worlds.append(envs.make_env(WORLD))
-    dialogues = [agent.Dialogue(envs.split_item(name)[1], JOB["horizon"], "react",
+    dialogues = [agent.Dialogue(envs.split_item(name)[1], JOB["horizon"], JOB["action_format"],
                                 lenient_as=WORLD) for name in names]
     prompt_ids = [chat.start(*dialogue.begin(world)) for dialogue, world in zip(dialogues, worlds)]
     completions = [[] for _ in names]
