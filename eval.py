@@ -557,7 +557,7 @@ class ServedModel:
             return Failure(f"status {status} {text[:200]}", status, text, seconds)
         try:
             return self._read_reply(response)
-        except (ValueError, LookupError, TypeError, AttributeError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             return Failure(self._describe(e), status, text)
 
     def _read_reply(self, response: requests.Response) -> Reply:

@@ -23,7 +23,8 @@ LOOK = "Action: inventory"  # a reply with an action that is always valid in Tex
 
 @contextmanager
 def server(answer):
-    """answer(body, headers) -> (status, the reply as a string, or the whole JSON as a dict)"""
+    """answer(body, headers) -> (status, the reply as a string, or the whole JSON: a dict, or
+    bytes)"""
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -34,7 +35,7 @@ def server(answer):
                 message = {"role": "assistant", "content": reply}
                 reply = {"choices": [{"message": message, "finish_reason": "stop"}],
                          "usage": {"total_tokens": 9}}
-            data = json.dumps(reply).encode()
+            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Retry-After", "1" if status == 429 else "soon")
             self.send_header("Content-Length", str(len(data)))
@@ -258,6 +259,7 @@ def test_a_server_that_is_busy_or_answers_nonsense_is_asked_again(no_pauses):
     (500, {}, "status 500"),
     (200, {}, "KeyError"),
     (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "no text"),
+    (200, b"[" * 100_000, "RecursionError"),
 ])
 def test_a_server_that_fails_every_time_is_given_up(no_pauses, status, reply, says):
     asked = []

@@ -60,12 +60,13 @@ def ask(ws, message):
 @contextmanager
 def stand_in(answer, schema=SCHEMA, described="Go."):
     """An OpenEnv server in a thread -> its address. answer(message) -> the text to send, or None to
-    break the connection off. GET /schema gives `schema`, /metadata a description."""
+    break the connection off. GET /schema gives `schema` (a dict, or the text to send), /metadata a
+    description."""
     def http(connection, request):
         if request.path == "/ws":
             return None
         body = schema if request.path == "/schema" else {"description": described}
-        return connection.respond(200, json.dumps(body))
+        return connection.respond(200, body if isinstance(body, str) else json.dumps(body))
 
     def play(connection):
         for message in connection:
@@ -547,6 +548,12 @@ def test_the_model_is_evaluated_on_a_server(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert (result["env_error"], result["turns"], result["score"]) == (0.0, 2.0, 0.5)
+
+
+def test_a_description_that_is_nested_too_deeply_is_an_env_error():
+    with stand_in(healthy, schema="[" * 100_000) as url:
+        with pytest.raises(EnvError, match="/schema .RecursionError"):
+            make_env("openenv", url=url)
 
 
 def test_the_observation_fields_are_checked_when_the_server_describes_them():

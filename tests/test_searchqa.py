@@ -398,10 +398,10 @@ def test_a_document_is_split_into_title_and_text():
     assert split_contents('"A "b" c"\ntext\nmore') == ('A "b" c', "text\nmore")
 
 
-BODIES = {"garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}'}
+BODIES = {"garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}', "deep": b"[" * 100_000}
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "other", "slow", "gone"])
+@pytest.mark.parametrize("fault", ["500", "garbage", "other", "deep", "slow", "gone"])
 def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
     def answer(path, body):
         if fault == "slow":

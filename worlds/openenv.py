@@ -281,7 +281,7 @@ def describe(url: str) -> tuple[dict, str]:
         try:
             reply = requests.get(f"{url}/{path}", timeout=5)
             found = reply.json() if reply.ok else {}
-        except (requests.RequestException, ValueError) as e:
+        except (requests.RequestException, ValueError, RecursionError) as e:
             raise EnvError(f"no OpenEnv server answers at {url}/{path} "
                            f"({type(e).__name__})") from e
         replies.append(found if isinstance(found, dict) else {})

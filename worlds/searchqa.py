@@ -109,7 +109,7 @@ class Retriever:
     def search(self, query: str, k: int) -> list[tuple[str, str]]:
         """As `BM25.search`. Raises EnvError if the server fails or its reply is malformed."""
         body = {"queries": [query], "topk": k, "return_scores": True}
-        malformed = (ValueError, LookupError, TypeError, AttributeError)
+        malformed = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
         try:
             response = self.session.post(self.url, json=body, timeout=self.timeout)
             response.raise_for_status()

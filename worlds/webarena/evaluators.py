@@ -154,7 +154,7 @@ def _shop_api(shop, path, **parameters):
         reply = requests.get(url, params=parameters, headers=headers, timeout=API_TIMEOUT)
         reply.raise_for_status()
         return reply.json()
-    except (requests.RequestException, ValueError) as error:
+    except (requests.RequestException, ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise EnvError(f"webarena: {url}: {reason}") from error
 
