@@ -87,11 +87,13 @@ def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
 
 
 def test_all_horizons_of_a_study_share_their_other_flags():
-    for name in ("horizon", "rooms_horizon"):
+    others = {"pretrained_horizon": tuple(runs.PRETRAINED.split())}
+    for name in ("horizon", "rooms_horizon", "pretrained_horizon"):
+        own = others.get(name, runs.TO_THE_END)
         for run in runs.runs_of(name):
             if run.label == "base":
                 continue
-            assert run.flags[-len(runs.TO_THE_END):] == runs.TO_THE_END
+            assert run.flags[-len(own):] == own
             longest = run.horizon or runs.TINY_HORIZONS[run.world].rounds[-1]
             largest = {"short": 3}.get(run.label, longest)
             assert play.max_turns(run, 10_000) == largest, run.name
@@ -113,9 +115,11 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
     (tmp_path / "data/tiny").mkdir(parents=True)
     (tmp_path / "data/tiny/model.safetensors").write_bytes(b"one")
     asked = []
+    models = []
 
-    def evaluate(world, *_):
+    def evaluate(world, run, model, *_):
         asked.append(world)
+        models.append(model)
         figures = {"success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
                    "env_error": 0.0, "categories": {}}
         config = {"env": world, "model": "tiny", "samples": 2, "horizon": 4, "data": "",
@@ -127,6 +131,12 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
     play.do("transfer", base, "abc")
     assert asked == list(runs.TRANSFER_STEPS)
     assert list(rows.load("transfer")[base.name][-1]["worlds"]) == asked
+    assert set(models) == {"tiny"}
+
+    # The model before training is the one that the study's runs start from.
+    models.clear()
+    play.do("pretrained_horizon", runs.runs_of("pretrained_horizon")[0], "abc")
+    assert models == ["runs/qa_warm/final"]
 
 
 def test_an_evaluation_of_which_many_episodes_failed_is_no_row(tmp_path, monkeypatch):

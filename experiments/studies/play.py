@@ -56,10 +56,11 @@ def do(study, run, commit):
         stopped = str(e).strip().splitlines()[-1]
 
     # Evaluation of the last model, and of checkpoints on the way.
+    start = flag(run, "--model", "tiny")
     if not metrics:
-        model = "tiny"
+        model = start
     elif stopped:
-        model = max(out.glob("checkpoints/step_*"), default="tiny")
+        model = max(out.glob("checkpoints/step_*"), default=start)
     else:
         model = out / "final"
     samples = 4 if study == "horizon" else 2

@@ -33,12 +33,14 @@ CREDIT_WORLDS = {
 }
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
-EVALUATED_MIDWAY = ("horizon", "rooms_horizon", "collapse", "credit", "distill")
+EVALUATED_MIDWAY = (
+    "horizon", "rooms_horizon", "pretrained_horizon", "collapse", "credit", "distill"
+)
 # Where they are not a quarter, half and three quarters.
-MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,)}
+MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,), "pretrained_horizon": (0.5,)}
 # The label that the others are compared with.
-BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "collapse": "scaling",
-             "credit": "grpo", "distill": "grpo"}
+BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
+             "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
 # Studies "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -50,6 +52,15 @@ ALL_ITEMS = "runs/items/ALL"  # five worlds: those two, and the sets in data/ of
 TO_THE_END = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
 ROOMS_ROUNDS = (3, 6, 10)
 ROOMS_TURNS = 50_000
+
+# Study "pretrained_horizon": SmolLM2-135M after the warm start of docs/warm_start.md.
+PRETRAINED = (
+    "--model runs/qa_warm/final --slots 32 --items_per_step 16 --rollouts_per_item 8 "
+    "--max_tokens 48 --max_length 2048 --minibatches 1 --lr 3e-5 --warmup_steps 2 --kl_coef 0 "
+    "--microbatch_tokens 2048 --min_entropy 0 --save_every 2 --keep 1000"
+)
+PRETRAINED_ROUNDS = (3, 4, 5)
+PRETRAINED_TURNS = 6_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -132,6 +143,19 @@ def rooms_horizon():
         for label, schedule in labels.items():
             flags = schedule + rooms + TO_THE_END
             found.append(Run("babyai", label, seed, flags, ROOMS_TURNS, last))
+    return found
+
+
+def pretrained_horizon():
+    start = tuple(PRETRAINED.split())
+    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "5")
+    labels = schedules(PRETRAINED_ROUNDS, growing)
+    last = PRETRAINED_ROUNDS[-1]
+    found = [Run("searchqa", "base", 0, start, horizon=last)]
+    for seed in range(2):
+        for label in ("scaling", "long", "short"):
+            flags = labels[label] + start
+            found.append(Run("searchqa", label, seed, flags, PRETRAINED_TURNS, last))
     return found
 
 
@@ -219,6 +243,7 @@ STUDIES = {
     "algorithms": algorithms,
     "horizon": horizon,
     "rooms_horizon": rooms_horizon,
+    "pretrained_horizon": pretrained_horizon,
     "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
