@@ -193,9 +193,9 @@ def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str
     return found[0] if len(found) == 1 else ""
 
 
-# Which action of a reply AgentGym's clients take (agentenv/envs/*.py at 3ef9235). They know the
-# format react alone, or JSON and code in forms of their own; here the rules hold in every format,
-# but only in react a reply without "Action:" can be an action.
+# Which of a reply's actions AgentGym's clients take (agentenv/envs/*.py at 3ef9235). The clients
+# read react, or JSON and code in other forms than ours. Here the same choice is made in every
+# format. Only in react may a reply without "Action:" be taken as an action.
 
 
 def _only_words(reply: str, action_format: str) -> str:
@@ -270,7 +270,8 @@ def reply_with(action: str, action_format: str = "plain", thought: str = "") -> 
         call = {"thought": thought, "name": "act", "arguments": {"action": action}}
         return json.dumps(call)
     if action_format == "code":
-        return f"```python\n# {thought}\nact({json.dumps(action)})\n```"
+        comment = thought.replace("\n", "\n# ")
+        return f"```python\n# {comment}\nact({json.dumps(action, ensure_ascii=False)})\n```"
     return action
 
 
@@ -281,7 +282,7 @@ def complaint(reply: str, action_format: str) -> str:
     There must be one action in your reply, but there are 2.
     Answer in the form that you were told at the start.
     """
-    num_actions = sum(action != "" for action in actions_in(reply, action_format))
+    num_actions = len(actions_in(reply, action_format))
     text = ONE_ACTION.format(f"are {num_actions}" if num_actions > 1 else "is none")
     if FORMATS[action_format]:
         text += SEE_FORMAT
@@ -310,8 +311,8 @@ class Dialogue:
     before the first action. reflect: ask for a reflection after an invalid action and after a
     failed episode; a failed episode is then played once more. Plans and reflections are asked for
     only if at least one turn is left to act in after them. lenient_as: see `parse`. texts:
-    {"prompt": the whole first message, "reply": the fixed reply to it}, in the place of the world's
-    instructions with the description of the action format, and of FIRST_REPLY.
+    {"prompt": ..., "reply": ...}: "prompt" replaces the whole first message (the world's
+    instructions and the action format), "reply" replaces FIRST_REPLY.
 
     `phase` is what the next reply is asked to be. `first_reply` is the fixed reply.
     """
@@ -583,9 +584,13 @@ class Chat:
         self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
 
     def _find_final_header(self, special_ids: set[int]) -> list[int]:
-        """What a reply in the history has after the generation prompt, if it is a channel's header:
-        from one special token to another, in a template whose end-of-turn token is not an
-        end-of-sequence token."""
+        """The ids of `final_header`; [] for a template without channels.
+
+        The template writes a reply of the history after the generation prompt. With channels it
+        puts the header of the final channel between them. What stands there counts as a header if
+        it begins and ends with special tokens, and if the end-of-turn token is not an
+        end-of-sequence token.
+        """
         if self.end_id in self.eos_ids or self.tokenizer.eos_token_id is None:
             return []
         count = len(self.to_policy)
@@ -610,34 +615,34 @@ class Chat:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def observation(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of an observation. most: the number of tokens there is room for.
+    def observation(self, text: str, max_ids: int | None = None) -> list[int]:
+        """Token ids of an observation. max_ids: how many there is room for; None: no limit.
 
         A text that is certainly longer is cut before it is encoded, which saves encoding
-        megabytes. At least `most` ids are still returned, so the caller sees that the observation
-        does not fit.
+        megabytes. At least `max_ids` ids are still returned, so the caller sees that the
+        observation does not fit.
         """
         text = text.strip()
-        if most is not None and len(text) > most * self.longest_token:
-            ids = self._encode(text[: most * self.longest_token])
-            if len(ids) >= most:  # fewer: the tokenizer shortens the text before it cuts it
+        if max_ids is not None and len(text) > max_ids * self.longest_token:
+            ids = self._encode(text[: max_ids * self.longest_token])
+            if len(ids) >= max_ids:  # fewer: the tokenizer shortens the text before it cuts it
                 return ids
         return self._encode(text)
 
-    def start(self, prompt: str, observation: str, most: int | None = None,
+    def start(self, prompt: str, observation: str, max_ids: int | None = None,
               reply: str = FIRST_REPLY) -> list[int]:
         """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
         first observation (see `observation`) and the generation prompt."""
         ids = self.head + self._encode(prompt)
         ids += self.to_reply + self._encode(reply)
-        ids += self.to_user + self.observation(observation, most)
+        ids += self.to_user + self.observation(observation, max_ids)
         return ids + self.to_policy
 
     def reply(self, text: str) -> list[int]:
         """Ids of a reply that the policy did not sample, with the token that ends it."""
         return self.final_header + self._encode(text) + [self.reply_end_id]
 
-    def answer(self, reply: list[int]) -> list[int]:
+    def final_message(self, reply: list[int]) -> list[int]:
         """The part of a reply that the environment gets: all of it or, with channels, what follows
         the final channel's header; [] if there is none."""
         size = len(self.final_header)
@@ -652,10 +657,10 @@ class Chat:
         """Whether the policy has ended its reply with the last one of these tokens."""
         if not self.final_header:
             return reply[-1] == self.end_id
-        is_answered = reply[-1] == self.end_id and len(self.answer(reply)) > 0
-        return is_answered or reply[-1] in self.eos_ids
+        has_message = len(self.final_message(reply)) > 0
+        return (reply[-1] == self.end_id and has_message) or reply[-1] in self.eos_ids
 
-    def turn(self, observation: str, closed: bool, most: int | None = None) -> list[int]:
+    def turn(self, observation: str, closed: bool, max_ids: int | None = None) -> list[int]:
         """Ids between a reply and the next one: the observation (see `observation`) and the
         generation prompt.
 
@@ -664,4 +669,4 @@ class Chat:
         loss.
         """
         before = self.to_user[1:] if closed else self.to_user
-        return before + self.observation(observation, most) + self.to_policy
+        return before + self.observation(observation, max_ids) + self.to_policy

@@ -320,7 +320,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     _check_mask(mask, logprobs, old_logprobs)
     if kind not in ("ppo", "gspo", "gspo_turn"):
         raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn")
-    if advantages.dim() != mask.dim():
+    if advantages.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(f"advantages must be [B, T] or [B, 1], not {list(advantages.shape)}")
     # Mask the inputs, not only the result. With a NaN outside the mask, masking only the result
     # would still give a NaN gradient, because the backward pass computes 0 * NaN.

@@ -479,7 +479,10 @@ class EnvPool:
         self.free.setdefault(name, []).append(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Remove a worker that failed. Its environment is closed, unless it hangs."""
+        """Remove a worker that failed. Its environment is closed, unless it hangs. May be called
+        again: a stop signal may come before the episode is known to have ended."""
+        if worker not in self.workers:
+            return
         worker.inbox.put(None)
         self.workers.remove(worker)
         still_running = [w for w in self.dropped if w.thread.is_alive()]

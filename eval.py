@@ -426,7 +426,7 @@ def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedToken
     total = len(places) * config.samples
     with tqdm(total=total, initial=len(kept), desc=f"horizon {horizon}", delay=1, leave=False,
               dynamic_ncols=True) as bar:
-        def progress(t):
+        def on_end(t):
             if save:
                 save(t)
             wins.append(t.success)
@@ -434,10 +434,10 @@ def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedToken
             bar.update()
 
         if isinstance(policy, ServedModel):
-            played = play_served(policy, pool, items, horizon, config, progress)
+            played = play_served(policy, pool, items, horizon, config, on_end)
         elif items:
             played = rollout(policy, tokenizer, pool, items, horizon, config,
-                             engine=engine, progress=progress)
+                             engine=engine, on_end=on_end)
     for t in played:
         t.group = places[t.item]
     return sorted([*kept, *played], key=lambda t: (places[t.item], t.sample))
@@ -705,7 +705,7 @@ class TextEpisode:
 
 
 def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int,
-                config: RolloutConfig, progress: Callable[[Trajectory], None] | None = None,
+                config: RolloutConfig, on_end: Callable[[Trajectory], None] | None = None,
                 ) -> list[Trajectory]:
     """As `rollout.rollout`, with a `ServedModel`: `config.slots` trajectories at a time, a thread
     each. How replies are sampled is the model's; `config` says the rest.
@@ -718,7 +718,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
     cancelled = threading.Event()  # set when the evaluation ends early
     failures = []  # exceptions, the earliest first
     played = []
-    reporting = threading.Lock()  # `progress` writes files: one thread at a time
+    reporting = threading.Lock()  # `on_end` writes files: one thread at a time
 
     def play_item(group: int, sample: int) -> Trajectory:
         try:
@@ -730,9 +730,9 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
             cancelled.set()
             raise
         played.append(t)
-        if progress is not None:
+        if on_end is not None:
             with reporting:
-                progress(t)
+                on_end(t)
         return t
 
     executor = ThreadPoolExecutor(config.slots)

@@ -73,7 +73,7 @@ def rollout_bar(total: int, shown: bool) -> Iterator[Callable[["TrajectoryQueue"
     """A second bar while a rollout lasts: trajectories finished, turns, sampled tokens a second.
 
     It appears after two seconds, and is drawn once a second; once a minute where stderr is no
-    terminal. -> what `rollout` takes as `watch`.
+    terminal. -> what `rollout` takes as `on_step`.
     """
     began = time.monotonic()
     due = began + 2
@@ -81,7 +81,7 @@ def rollout_bar(total: int, shown: bool) -> Iterator[Callable[["TrajectoryQueue"
     with tqdm(total=total, desc="rollout", unit="trajectory", position=1, leave=False, delay=2,
               dynamic_ncols=True, disable=not shown) as bar:
 
-        def watch(queue):
+        def on_step(queue):
             nonlocal due
             now = time.monotonic()
             if now < due or not shown:
@@ -92,7 +92,7 @@ def rollout_bar(total: int, shown: bool) -> Iterator[Callable[["TrajectoryQueue"
             bar.n = len(queue.finished)
             bar.set_postfix_str(f"{turns} turns {queue.stats['busy'] / (now - began):.0f} tok/s")
 
-        yield watch
+        yield on_step
 
 
 # ---- the numbers of a step ----

@@ -383,11 +383,12 @@ def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """The last hidden states at the positions before the sampled tokens: ids, mask [B, T] -> [S,
-    D], in the order of the mask.
+    """The last hidden states at the positions before the sampled tokens.
 
-    Where the model packs, the rows stand in one row, without padding and without what follows the
-    last sampled token. A beginning that rows have in common is computed once.
+    ids [B, T] long, mask [B, T] bool, never True in the first column -> [S, D], the S sampled
+    tokens in the order of the mask. If `packs(body)`, the B sequences are laid out in one row
+    without padding, each up to its last sampled token, and a prefix that several of them share is
+    computed once.
     """
     if not packs(body):
         return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
@@ -434,7 +435,7 @@ def steady_length(config: PreTrainedConfig) -> float:
     return min(known, default=config.max_position_embeddings)
 
 
-class Paths(NamedTuple):
+class ComputePaths(NamedTuple):
     """The fastest exact ways of computing a model. `models/check.py` tries them and explains
     them."""
 
@@ -443,23 +444,22 @@ class Paths(NamedTuple):
     gaps: dict[str, float]  # of each way tried: the largest difference of a log-prob
 
 
-FASTEST = Paths("ragged", "packed", {})
+FASTEST = ComputePaths("ragged", "packed", {})
 
 
-def set_paths(model: PreTrainedModel, paths: Paths) -> None:
+def set_compute_paths(model: PreTrainedModel, paths: ComputePaths) -> None:
     """Let a model be computed in these ways."""
     model.base_model.paths = paths
 
 
-def paths_of(model: "PreTrainedModel | Critic") -> Paths | None:
+def compute_paths_of(model: "PreTrainedModel | Critic") -> ComputePaths | None:
     """The ways in which a model is computed, None if they were not looked for."""
     return getattr(model.base_model, "paths", None)
 
 
 def packs(model: "PreTrainedModel | Critic") -> bool:
-    """Whether the model's sequences are computed in one row: if it was checked, and that is
-    exact."""
-    paths = paths_of(model)
+    """Whether the update packs sequences into one row. False if the model was not checked."""
+    paths = compute_paths_of(model)
     return paths is not None and paths.update == "packed"
 
 
@@ -727,21 +727,30 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first."""
-    folders = [path.parent for path in Path(run).glob("checkpoints/step_*/state.json")]
-    return sorted(folder for folder in folders if not folder.name.endswith(".partial"))
+    return [folder for folder in named_checkpoints(run) if (folder / "state.json").exists()]
 
 
 def named_checkpoints(run: str | Path) -> list[Path]:
     """The folders that were complete checkpoints once, oldest first. A folder gets its name when it
     is complete, so one without state.json is damaged."""
     folders = Path(run).glob("checkpoints/step_*")
-    return sorted(folder for folder in folders if folder.name[5:].isdigit())
+    return sorted(folder for folder in folders if step_in(folder) is not None)
+
+
+def step_in(path: Path) -> int | None:
+    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050; None
+    for another name."""
+    number = path.name.removeprefix("step_").removesuffix(".jsonl")
+    return int(number) if number.isdecimal() else None
 
 
 def newest_intact(run: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run folder whose files are as they were saved, None if there was
-    never a complete one; and what is wrong with those after it, or with it if it is so old that it
-    holds no hashes. Raises ValueError if all checkpoints are damaged. Called by all ranks."""
+    """Find the newest checkpoint whose files are as they were saved -> (its folder, notes).
+
+    (None, []) if the run has never completed a checkpoint. The notes name each newer checkpoint
+    that is damaged, and say if the one found is of an older version, which has no hashes. Raises
+    ValueError if all checkpoints are damaged. Called by all ranks.
+    """
     notes = []
     for folder in of_rank_0(lambda: named_checkpoints(run)[::-1]):
         try:
@@ -821,12 +830,15 @@ def read_state(folder: str | Path) -> tuple[dict, dict[str, str]]:
 
 
 def clean(run: str | Path, step: int) -> None:
-    """Delete what a killed run leaves behind: folders that are not complete. Checkpoints after
-    `step`, from which the run goes on, are damaged: they are kept under another name."""
+    """Tidy a run folder before the run goes on from `step`.
+
+    Incomplete folders are deleted. Checkpoints after `step` are damaged (see `newest_intact`), and
+    are renamed to damaged_step_...
+    """
     for folder in Path(run).glob("checkpoints/step_*.partial"):
         shutil.rmtree(folder)
     for folder in named_checkpoints(run):
-        if int(folder.name[5:]) > step:
+        if step_in(folder) > step:
             aside = folder.with_name(f"damaged_{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
             folder.rename(aside)

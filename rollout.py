@@ -33,7 +33,7 @@ from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, split_item
 from models.check import find_paths
 from parallel import Dealer, device_of, unsharded
-from rl import common_prefix_length, length_dependence, paths_of
+from rl import common_prefix_length, length_dependence, compute_paths_of
 
 # ---- trajectories and settings ----
 
@@ -91,9 +91,10 @@ class Trajectory:
     def append(self, ids: list[int], logprobs: list[float] | None = None,
                entropies: list[float] | None = None,
                behaviour_logprobs: list[float] | None = None) -> None:
-        """Add prompt or observation tokens, or, with log-probs, tokens that the policy sampled.
+        """Append prompt or observation tokens or, with `logprobs`, tokens that the policy sampled.
 
-        behaviour_logprobs: of all tokens of the trajectory or of none.
+        The lists have one entry for each of `ids`. behaviour_logprobs: given for every reply of a
+        trajectory, or for none.
         """
         zeros = [0.0] * len(ids)
         if behaviour_logprobs is not None:
@@ -139,7 +140,7 @@ class Trajectory:
             self.rewards[-1] = reward
 
     def to_json(self) -> dict:
-        """All fields; log-probs to five digits, entropies to three."""
+        """All fields; log-probs are rounded to five decimals, entropies to three."""
         behaviour = [round(x, 5) for x in self.behaviour_logprobs]
         return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
                                "behaviour_logprobs": behaviour,
@@ -234,10 +235,7 @@ class Episode:
         self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
         self.uniforms = self._uniforms()
         self.pending: list[int] = []
-        self.reply: list[int] = []
-        self.reply_logprobs: list[float] = []
-        self.reply_entropies: list[float] = []
-        self.reply_behaviour: list[float] = []
+        self._begin_reply()
         self.dialogue = config.dialogue(trajectory.item, horizon)
         self.worker = pool.take(trajectory.env)
         self._call(self._reset)
@@ -251,6 +249,12 @@ class Episode:
         generator = np.random.default_rng([self.config.seed, t.step, item_key, sample])
         while True:
             yield from generator.random(64).tolist()
+
+    def _begin_reply(self):
+        self.reply: list[int] = []
+        self.reply_logprobs: list[float] = []
+        self.reply_entropies: list[float] = []
+        self.reply_behaviour: list[float] = []
 
     def _call(self, function, *args, here=False):
         """Let the environment's thread call function(env, *args); `here`: this thread, at once."""
@@ -270,11 +274,11 @@ class Episode:
                               self.dialogue.first_reply)
         return instructions, observation, ids, self._state_of(env)
 
-    def _step(self, env: Env, ids: list[int],
+    def _step(self, env: Env, reply: list[int],
               closed: bool) -> tuple[str, Step, list[int], str | None]:
-        written = ids[:-1] if closed else ids
-        answer = self.chat.answer(written)
-        text = self.chat.tokenizer.decode(answer, skip_special_tokens=True)
+        """-> the reply's text, the environment's step, the ids up to the next reply, the state."""
+        message = self.chat.final_message(reply[:-1] if closed else reply)
+        text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
         step = self.dialogue.reply(env, text)
         ids = self.chat.turn(step.observation, closed, self.max_length)
         return text, step, ids, self._state_of(env)
@@ -288,8 +292,8 @@ class Episode:
         return f"{self.dialogue.phase.name}: {state}"
 
     def answers_at_once(self) -> bool:
-        """Whether the answer is taken before the next forward pass. On a GPU it never
-        is: the environment computes while the GPU does."""
+        """Whether the answer is taken before the next forward pass. On a GPU it never is: the
+        environment computes while the GPU does."""
         return self.on_cpu and self.worker.env.instant
 
     def ready(self) -> bool:
@@ -317,10 +321,7 @@ class Episode:
         # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
         self._call(self._step, self.reply, closed, here=here)
-        self.reply = []
-        self.reply_logprobs = []
-        self.reply_entropies = []
-        self.reply_behaviour = []
+        self._begin_reply()
         return True
 
     def reply_is_complete(self) -> bool:
@@ -332,7 +333,7 @@ class Episode:
         stop_strings = self.worker.env.stop
         if not stop_strings:
             return False
-        text = self.chat.tokenizer.decode(self.chat.answer(self.reply))
+        text = self.chat.tokenizer.decode(self.chat.final_message(self.reply))
         return any(s in text for s in stop_strings)
 
     def take_answer(self) -> bool:
@@ -396,16 +397,16 @@ class TrajectoryQueue:
 
     def __init__(self, items: list[str], step: int, slots: int,
                  make_episode: Callable[[Trajectory], Episode], config: RolloutConfig,
-                 stats: dict[str, int], progress: Callable[[Trajectory], object] | None,
-                 watch: Callable[["TrajectoryQueue"], object] | None, dealer: Dealer | None):
+                 stats: dict[str, int], on_end: Callable[[Trajectory], object] | None,
+                 on_step: Callable[["TrajectoryQueue"], object] | None, dealer: Dealer | None):
         self.items = items
         self.step = step
         self.slots = slots
         self.make_episode = make_episode
         self.config = config
         self.stats = stats
-        self.progress = progress
-        self.watch = watch
+        self.on_end = on_end
+        self.on_step = on_step
         self.keys = [(group, k) for group in range(len(items)) for k in range(config.samples)]
         self.todo: deque[Trajectory] = deque()
         self.tries = dict.fromkeys(self.keys, 0)
@@ -450,35 +451,38 @@ class TrajectoryQueue:
             self.todo.append(self._fresh(*key))
             return
         self.finished[key] = t
-        if self.progress is not None:
-            self.progress(t)
+        if self.on_end is not None:
+            self.on_end(t)
 
     def draw_tokens(self, logits: Tensor,
                     episodes: list[Episode]) -> list[tuple[int, float, float, float]]:
-        """logits [n, V] -> (token, log-prob, entropy, behaviour log-prob) for each of the n
-        episodes, each by its own random number. Raises FloatingPointError if the logits are not
-        finite."""
+        """Sample a token for each of n episodes, and report the decode step to `stats` and
+        `on_step`.
+
+        logits [n, V] -> n tuples (token, log-prob, entropy, behaviour log-prob). Each episode uses
+        its own random number. Raises FloatingPointError if the logits are not finite.
+        """
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
         c = self.config
         drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
-        tokens, logprobs, *others = (values.tolist() for values in drawn)
+        tokens, logprobs, entropies, behaviour = (column.tolist() for column in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
         unfinished = len(self.todo) + len(self.alive)
         if not self.is_dealt():
             unfinished = self.slots
         usable_slots = min(self.slots, unfinished)
-        for name, count in (("steps", 1), ("busy", len(tokens)), ("room", usable_slots)):
+        for name, count in (("steps", 1), ("busy", len(tokens)), ("usable", usable_slots)):
             self.stats[name] = self.stats.get(name, 0) + count
-        if self.watch is not None:
-            self.watch(self)
-        return list(zip(tokens, logprobs, *others))
+        if self.on_step is not None:
+            self.on_step(self)
+        return list(zip(tokens, logprobs, entropies, behaviour))
 
 
 def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:
     """-> a `Ragged` engine, or "hf", with a line on stderr, for a model with which it is not exact.
     graphs: see `Ragged`. Raises ValueError for a model that cannot be played at all."""
-    paths = paths_of(policy) or find_paths(policy)
+    paths = compute_paths_of(policy) or find_paths(policy)
     if paths.rollout == "ragged":
         return Ragged(policy, slots, graphs)
     how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
@@ -506,8 +510,8 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             items: list[str], horizon: int | dict[str, int],
             config: RolloutConfig | None = None, *, step: int = 0,
             engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
-            progress: Callable[[Trajectory], object] | None = None,
-            watch: Callable[[TrajectoryQueue], object] | None = None,
+            on_end: Callable[[Trajectory], object] | None = None,
+            on_step: Callable[[TrajectoryQueue], object] | None = None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
@@ -518,17 +522,20 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     `arrival_order` answers are taken as they come, and a seeded run does not repeat bit for bit;
     else at fixed decode steps.
 
-    policy: a causal LM. items: ids such as "babyai_17". horizon: one number, or one for each world:
-    {"babyai": 4, "textcraft": 8}. config: see `RolloutConfig`; its fields may also be given one by
-    one, as in rollout(..., samples=8, seed=1). step: the training step, part of each trajectory's
-    random key. engine: "ragged"; a `Ragged` of this policy, whose memory is used again; or "hf":
-    the model's own attention, all trajectories in lockstep. progress: called with each trajectory
-    that has ended. watch: called in each decode step, with the queue of all trajectories. stats:
-    receives "forwarded" (token positions computed, padding included), "steps" (forward passes that
-    were sampled from), "busy" (slots that were fed, summed over the steps) and "room" (slots that
-    could be fed: no more than trajectories that have not ended).
+    policy: a causal LM; it is put into eval mode.
+    items: ids such as "babyai_17".
+    horizon: one number, or one for each world: {"babyai": 4, "textcraft": 8}.
+    config: see `RolloutConfig`. Its fields may also be given as keywords: rollout(..., samples=8).
+    step: the training step, part of the key of each trajectory's random numbers.
+    engine: "ragged"; a `Ragged` of this policy, whose memory is reused; or "hf": the model's own
+        attention, all trajectories in lockstep.
+    stats: these counts are added to it: "forwarded" (token positions computed, padding included),
+        "steps" (forward passes that were sampled from), "busy" (slots fed, summed over the steps)
+        and "usable" (slots that could have been fed: at most the unfinished trajectories).
+    on_end: called with each trajectory when it has ended.
+    on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
-    the same items.
+        the same items.
 
     -> the trajectories in the order of items, the samples of an item side by side; with a dealer
     those that this rank has played. Raises ValueError for a bad item, FloatingPointError if the
@@ -549,7 +556,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
         slots = min(config.slots, len(items) * config.samples)
         engine = make_engine(policy, slots, config.graphs)
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, progress, watch,
+    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, on_end, on_step,
                             dealer)
     try:
         with unsharded(policy):
@@ -569,14 +576,14 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # ---- the decode loop ----
 
-# No more trajectories start in a decode step once the new ones bring this many ids.
+# No further trajectory starts in a decode step once those that start bring this many new ids.
 MAX_NEW_IDS = 8192
-# A rank takes slots // SLOTS_PER_SPARE trajectories more than it has free slots.
+# With several ranks: a rank asks for slots // SLOTS_PER_SPARE trajectories beyond its free slots.
 SLOTS_PER_SPARE = 2
-# With several ranks: after this many decode steps the ranks exchange how much they can take.
+# With several ranks: the number of decode steps between two exchanges with the dealer.
 DEAL_EVERY = 8
-# A new trajectory starts one step later if one that starts now will let it copy more than this many
-# ids beyond what a slot already holds.
+# If two new trajectories share more than this many ids beyond the prefix that the cache holds, the
+# second one starts a step later and copies them.
 MIN_PREFIX_GAIN = 16
 
 
@@ -593,11 +600,11 @@ class Decoder:
         self.engine = engine
         self.queue = queue
         self.arrival_order = queue.config.arrival_order
-        # Resets take time, so a few more may be under way than there are free slots. But a server
-        # may allow no more episodes than slots. Without `arrival_order` the batches must be the
-        # same as with the world in this process, so this limit does not hold there.
-        is_limited = on_servers and self.arrival_order
-        self.resets_ahead = 0 if is_limited else min(8, engine.slots // 4)
+        # Resets take time, so up to 8 more than there are free slots may be under way. A server may
+        # have only as many episodes as slots: with `arrival_order` none is started ahead there.
+        # Without it they are: the batches must not depend on where the world runs.
+        no_spare_episodes = on_servers and self.arrival_order
+        self.resets_ahead = 0 if no_spare_episodes else min(8, engine.slots // 4)
         self.free = list(range(engine.slots))
         self.starting: list[Episode] = []
         self.playing: dict[int, Episode] = {}
@@ -606,9 +613,9 @@ class Decoder:
     def run(self) -> int:
         """Decode until every episode has ended -> number of token positions computed.
 
-        An environment's answer is collected at a fixed decode step (instant worlds: the next one;
-        others: the one after), waiting if necessary, so that the batches never depend on timing.
-        With `arrival_order` it is collected as soon as it is ready.
+        An environment's answer is collected at a fixed decode step (instant worlds on a CPU: the
+        next one; others: the one after), waiting if necessary, so that the batches never depend on
+        timing. With `arrival_order` it is collected as soon as it is ready.
         """
         with self.engine.attention():
             for now in itertools.count():
@@ -709,7 +716,7 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
     # Padding would change the results of some models. They play one trajectory at a time.
-    paths = paths_of(policy)
+    paths = compute_paths_of(policy)
     plays_alone = paths is not None and paths.rollout == "alone"
     slots = 1 if plays_alone or length_dependence(policy.config) else queue.slots
     forwarded = 0

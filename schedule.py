@@ -26,15 +26,17 @@ def _is_positive_integer(x) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
-def lr_at(step: int, steps: int, warmup: int, kind: str = "constant") -> float:
-    """The factor of the learning rate at `step` of `steps`.
+def lr_factor_at(step: int, steps: int, warmup: int, kind: str = "constant") -> float:
+    """What the learning rate is multiplied by at `step` (counted from 0) of `steps`.
 
     It rises linearly to 1 over `warmup` steps. Then it stays at 1 (kind "constant") or falls to
-    0.1 along a cosine (kind "cosine").
+    0.1 along a cosine (kind "cosine"). Raises ValueError for another kind.
 
-    >>> [round(lr_at(s, 10, 2, "cosine"), 2) for s in (0, 1, 2, 6, 9)]
+    >>> [round(lr_factor_at(s, 10, 2, "cosine"), 2) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.55, 0.13]
     """
+    if kind not in ("constant", "cosine"):
+        raise ValueError(f"unknown learning rate schedule '{kind}'; choose from constant, cosine")
     if step < warmup or kind == "constant":
         return min(1.0, (step + 1) / max(1, warmup))
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
@@ -160,7 +162,7 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
         if name in entries:
             raise ValueError(f"the horizon '{text}' names '{name}' twice")
         entries[name] = numbers
-    numbers = entries.get(world) if per_world else entries.get(None)
+    numbers = entries.get(world if per_world else None)
     if numbers is None:
         raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
     return tuple(int(number) for number in numbers.split(","))
@@ -170,8 +172,11 @@ def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str
     """The items of a training step, in an order that is a function of (seed, step) alone.
 
     Every epoch has a new order, and no item comes twice in a step. The items that are left over at
-    the end of an epoch, fewer than `count`, are not played in it.
+    the end of an epoch, fewer than `count`, are not played in it. Raises ValueError for fewer than
+    `count` items.
     """
+    if len(items) < count:
+        raise ValueError(f"a step takes {count} items, but there are {len(items)}")
     steps_per_epoch = len(items) // count
     epoch, part = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(len(items))

@@ -298,7 +298,7 @@ def sft(cfg: SFTConfig) -> None:
         signals = StopSignals()
         run = None
         try:
-            with train.report_lack_of_resources(cfg, "sft.py"):
+            with train.exit_on_system_error(cfg, "sft.py"):
                 run = train.load(cfg)
                 demos, held_out = of_rank_0(partial(collect_demos, run, signals))
                 steps = cfg.epochs * -(-len(demos) // cfg.batch)

@@ -69,7 +69,7 @@ class Run:
     lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
-    rollouts: RolloutConfig | None = None
+    rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
 
     @property
@@ -86,7 +86,7 @@ def train(cfg: Config) -> None:
         signals = StopSignals()
         run = None
         try:
-            with report_lack_of_resources(cfg, "train.py"):
+            with exit_on_system_error(cfg, "train.py"):
                 run = start(cfg)
                 if run is not None:
                     if run.rank == 0:
@@ -112,8 +112,9 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
     with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
               disable=run.rank > 0, dynamic_ncols=True) as bar:
         for step in bar:
-            # Evaluation, now and then.
             run.step = step
+
+            # Evaluation, now and then.
             held_out = {}
             if cfg.eval_every and step % cfg.eval_every == 0:
                 held_out = evaluate_held_out(run, pool, signals)
@@ -132,7 +133,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 break
             check_trajectories(run, trajectories)
             shape_rewards(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
-            decoded = decode_stats(trajectories, stats, run.rollouts.slots)
+            decoded = decode_stats(trajectories, stats, run.rollout_config.slots)
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
@@ -192,7 +193,7 @@ def start(cfg: Config) -> Run | None:
         usage_error(e)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
     prepare_rollouts(run, cfg.engine, min(cfg.slots, trajectories_of_a_rank))
-    if run.rank == 0 and run.rollouts.truncates:
+    if run.rank == 0 and run.rollout_config.truncates:
         print("warning: truncated sampling makes training off-policy; importance weights correct "
               "the tokens that were drawn, others are never tried", file=sys.stderr)
     return run
@@ -224,7 +225,7 @@ def is_finished(run: Run, steps: int) -> bool:
         return False
     metrics = run.folder / "metrics.jsonl"
     rows = read_objects(metrics)[0] if metrics.exists() else []
-    saved = [int(folder.name[5:]) for folder in rl.named_checkpoints(run.folder)]
+    saved = [rl.step_in(folder) for folder in rl.named_checkpoints(run.folder)]
     taken = max([len(rows), *saved])
     if taken < steps and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
@@ -252,13 +253,13 @@ def prepare(run: Run) -> None:
 
 
 def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
-    """Make `run.engine` and `run.rollouts`, which every call of `rollout` takes."""
+    """Make `run.engine` and `run.rollout_config`, which every call of `rollout` takes."""
     run.engine = engine
     if engine == "ragged":
         run.engine = make_engine(run.policy, slots, run.cfg.graphs)
     limits = {name: {world: getattr(settings, name) for world, settings in run.cfg.worlds.items()}
               for name in ("max_tokens", "max_length", "invalid_penalty")}
-    run.rollouts = RolloutConfig.from_flags(
+    run.rollout_config = RolloutConfig.from_flags(
         run.cfg, record_states=getattr(run.cfg, "credit", "") == "state", **limits)
 
 
@@ -272,33 +273,39 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     trained_dtype = "auto" if cfg.shard else torch.float32
     frozen_dtype = "auto" if cfg.shard else compute_dtype
     source = cfg.model if cfg.lora_rank else newest or cfg.model
-    # The chat template is tried before the weights, whose loading may take minutes.
+
+    # The tokenizer and its chat template: before the weights, whose loading may take minutes.
     tokenizer = rl.load_tokenizer(str(source), cfg.chat_template)
     freeze_chat_template(tokenizer, newest, cfg)
+
+    # The policy's weights, and the fastest exact ways of computing it.
     policy = rl.load_model(str(source), "cpu", frozen_dtype if cfg.lora_rank else trained_dtype)
     if cfg.shard and ranks()[0] == 0 and not is_mapped(policy):
         print("warning: transformers converts this model's weights: while it is loaded, every "
               "process holds a whole copy in the host's memory", file=sys.stderr)
     paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
-    rl.set_paths(policy, paths)
+    rl.set_compute_paths(policy, paths)
     steady_length = rl.steady_length(policy.config)
     if cfg.max_length > steady_length:
         raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
                          "with the length, and with them the log-probs of earlier tokens: "
                          f"give --max_length {steady_length}")
+
+    # What is trained: the policy and, with PPO, the critic, each with its optimizer.
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
     if cfg.algo == "ppo":
         critic = rl.Critic(cfg.model, "cpu", trained_dtype)
-        rl.set_paths(critic, paths)
+        rl.set_compute_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
 
-    def frozen(name):
+    # What is frozen: the reference of the KL, and the teacher.
+    def load_frozen(name):
         model = rl.load_model(name, "cpu", frozen_dtype).eval()
         model_paths = paths
         if model.config.model_type != policy.config.model_type:
             model_paths = of_rank_0(lambda: find_paths(model, cfg.dtype, device))
-        rl.set_paths(model, model_paths)
+        rl.set_compute_paths(model, model_paths)
         model = placed(model, cfg, device)
         if cfg.shard:
             cast_weights(model, compute_dtype)
@@ -308,12 +315,12 @@ def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device)
     kl_coef = getattr(cfg, "kl_coef", 0.0)
     if kl_coef:
         # With LoRA the reference is the policy without its adapters.
-        reference = policy if cfg.lora_rank else frozen(cfg.model)
+        reference = policy if cfg.lora_rank else load_frozen(cfg.model)
     teacher = None
     if name := getattr(cfg, "teacher", ""):
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
-        teacher = frozen(name)
+        teacher = load_frozen(name)
         if cfg.max_length > rl.steady_length(teacher.config):
             raise ValueError(f"--teacher {name} is exact up to --max_length "
                              f"{rl.steady_length(teacher.config)}, not {cfg.max_length}")
@@ -384,29 +391,33 @@ def release(run: Run | None) -> None:
 
 
 def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
-    """Make the run folder, and delete what an earlier process wrote after the checkpoint at
-    `step`. Raises ValueError, before that, if a row of metrics before it is damaged."""
+    """Make the run folder, and delete what an earlier process wrote after the checkpoint at `step`.
+    Raises ValueError, before anything is deleted, if the metrics of an earlier step are damaged."""
     rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder, step)
     shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= step:
+        step_of_file = rl.step_in(path)
+        if step_of_file is not None and step_of_file >= step:
             path.unlink()
     write_atomically(folder / "metrics.jsonl", "".join(row + "\n" for row in rows))
 
 
 def rows_before(metrics: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl for the steps before `step`."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    """The lines of metrics.jsonl for the steps before `step`. Raises ValueError, which names the
+    line, if one of them cannot be read."""
+    lines = []
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = []
     damaged = 0  # the number of a line that cannot be read; the last one may be half written
     for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)["step"] < step:
                 rows.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             damaged = number
     if damaged and len(rows) < step:
         raise ValueError(f"line {damaged} of {metrics} is damaged: delete it to go on without it")
@@ -438,7 +449,7 @@ def items_of_step(run: Run, step: int) -> list[str]:
 
 def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
     """Set the learning rates of the policy and the critic to their values at this step."""
-    factor = schedule.lr_at(step, num_steps, run.cfg.warmup_steps, run.cfg.lr_schedule)
+    factor = schedule.lr_factor_at(step, num_steps, run.cfg.warmup_steps, run.cfg.lr_schedule)
     for name, flag in (("policy", "lr"), ("critic", "critic_lr")):
         if name in run.trained:
             for group in run.trained[name][1].param_groups:
@@ -455,15 +466,15 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
     stats: dict[str, int] = {}
     dealer = None
     if run.num_ranks > 1:
-        kind = FirstComeDealer if run.rollouts.arrival_order else Dealer
+        kind = FirstComeDealer if run.rollout_config.arrival_order else Dealer
         dealer = kind(len(items) * samples, signals)
     try:
         # The parameters are gathered outside `signals`: no rank may leave while others gather.
         with unsharded(run.policy), signals, rl.compute_in(run.cfg.dtype, run.device), \
-                rollout_bar(len(items) * samples // run.num_ranks, run.rank == 0) as watch:
-            own = rollout(run.policy, run.tokenizer, pool, items, horizons, run.rollouts,
+                rollout_bar(len(items) * samples // run.num_ranks, run.rank == 0) as on_step:
+            own = rollout(run.policy, run.tokenizer, pool, items, horizons, run.rollout_config,
                           samples=samples, step=step, engine=run.engine, stats=stats,
-                          watch=watch, dealer=dealer)
+                          on_step=on_step, dealer=dealer)
     except Terminated:
         if dealer:
             dealer.leave()
@@ -477,13 +488,13 @@ def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
     """What a row of metrics says about decoding. stats: those of `rollout` on each rank."""
     tokens = sum(len(t.tokens) for t in trajectories)
     forwarded = sum(own.get("forwarded", 0) for own in stats)
-    # A rank that has nothing left to play waits for the one that takes the most steps.
-    room = slots * max(own.get("steps", 0) for own in stats)
+    # Each rank has `slots` in every step of the rank that takes the most: the others wait for it.
+    slot_steps = slots * max(own.get("steps", 0) for own in stats)
     busy = [own.get("busy", 0) for own in stats]
     row = {"forwarded_per_kept": forwarded / max(1, tokens),
-           "occupancy": sum(busy) / max(1, room * len(busy)), "tokens": tokens}
+           "occupancy": sum(busy) / max(1, slot_steps * len(busy)), "tokens": tokens}
     if len(busy) > 1:
-        row |= {f"occupancy/rank{rank}": own / max(1, room) for rank, own in enumerate(busy)}
+        row |= {f"occupancy/rank{rank}": own / max(1, slot_steps) for rank, own in enumerate(busy)}
     return row
 
 
@@ -586,9 +597,9 @@ def finish(run: Run) -> None:
 
 
 @contextmanager
-def report_lack_of_resources(cfg: RunConfig, script: str) -> Iterator[None]:
-    """An error of the file system or of a checkpoint's format, or a lack of memory or threads, in
-    the block ends the process with one line and exit code 2. Other RuntimeErrors pass."""
+def exit_on_system_error(cfg: RunConfig, script: str) -> Iterator[None]:
+    """End the process with one line and exit code 2 if the block raises an error of the file system
+    or of a checkpoint's format, or runs out of memory or threads. Other RuntimeErrors pass."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, SafetensorError, CheckpointException) as e:

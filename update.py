@@ -40,6 +40,18 @@ INFORMATION_ITEMS = 8  # of each world in `item_information`: 64 short rows
 # ---- rewards and advantages of a step ----
 
 
+def reply_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """The runs of sampled tokens in a mask [T] -> (start, end) of each, `end` excluded.
+
+    >>> reply_spans([False, True, True, False, True])
+    [(1, 3), (4, 5)]
+    """
+    edges = np.diff(np.array([False, *mask, False]).astype(int))
+    starts = (edges == 1).nonzero()[0]
+    ends = (edges == -1).nonzero()[0]
+    return list(zip(starts.tolist(), ends.tolist()))
+
+
 def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
                   turn_cost: float = 0.0, gamma: float = 1.0) -> None:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
@@ -47,19 +59,17 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
-        # +1 at the first token of each reply, -1 after its last one.
-        edges = np.diff(np.array([False, *t.mask, False]).astype(int))
-        starts = (edges == 1).nonzero()[0]
-        ends = (edges == -1).nonzero()[0]
+        spans = reply_spans(t.mask)
         turns = len(t.progress)  # a last reply that was never answered is no turn
         extra = [0.0] * turns
         if shaping != "none":
-            lengths = (ends - starts)[:turns].tolist()
+            lengths = [end - start for start, end in spans[:turns]]
             extra = potential_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
-        for end, more in zip(ends, extra):
+        for (_, end), more in zip(spans, extra):
             t.rewards[end - 1] += more - turn_cost
         if shaping == "potential":
-            # Potentials add up to 0. Rounding must not make equal returns unequal.
+            # The added rewards sum to 0 (at gamma 1). Adding them to the return would only round
+            # it, and equal returns must stay equal.
             t.reward = t.reward - turn_cost * turns
         else:
             t.reward = math.fsum(t.rewards)
@@ -94,16 +104,16 @@ def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma
             for old, new, length in zip(before, after, lengths)]
 
 
-def scores_of(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
-    """-> scores [B], groups [B] long, valid [B] bool: False where the environment failed.
+def outcome_rewards(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
+    """-> outcomes [B], groups [B] long, valid [B] bool: False where the environment failed.
 
-    Scores are the recorded returns: the rounding of a row's sum would depend on where the rewards
-    stand.
+    An outcome is `Trajectory.reward`. The rounding of a sum over `rewards` would depend on the
+    turns in which the rewards came.
     """
-    scores = torch.tensor([t.reward for t in trajectories])
+    outcomes = torch.tensor([t.reward for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])
-    return scores, groups, valid
+    return outcomes, groups, valid
 
 
 def turns_by_state(trajectories: "Sequence[Trajectory]") -> Tensor:
@@ -111,8 +121,7 @@ def turns_by_state(trajectories: "Sequence[Trajectory]") -> Tensor:
     that begin in the same state -> ids [B, K] long, for at most K turns. A turn whose state is
     unknown is a group of its own."""
     ids = {}
-    starts = [np.diff(np.array([False, *t.mask]).astype(int)) == 1 for t in trajectories]
-    num_turns = [int(own.sum()) for own in starts]
+    num_turns = [len(reply_spans(t.mask)) for t in trajectories]
     out = torch.full((len(trajectories), max(num_turns, default=0)), -1)
     for b, t in enumerate(trajectories):
         for k in range(num_turns[b]):
@@ -126,13 +135,14 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
                   teacher: PreTrainedModel | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
-    reference: the model that the KL refers to; with LoRA the policy itself, whose adapters are
-    switched off. teacher: the model of --teacher. -> the batch, with "advantages"; with a reference
-    also "ref_logprobs"; with a critic also "old_values" and "returns". Each trajectory's
-    `advantage` is set for its record.
+    device: where the critic computes; the batch stays on the CPU. reference: the model that the KL
+    refers to; with LoRA the policy itself, with its adapters switched off. teacher: the model of
+    --teacher. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic
+    also "old_values" and "returns". Each trajectory's `advantage` is set for the record, before
+    importance weights.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
-    scores, groups, valid = scores_of(trajectories)
+    outcomes, groups, valid = outcome_rewards(trajectories)
     mask = batch["mask"] & valid[:, None]  # [B, T]
     rewards = batch["rewards"]
 
@@ -143,14 +153,14 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         if cfg.kl_in == "reward":
             kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
             penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
-            rewards, scores = rewards - penalty, scores - penalty.sum(1)
+            rewards, outcomes = rewards - penalty, outcomes - penalty.sum(1)
 
-    # One number for all tokens of a trajectory, of a turn, or one for each token.
+    # The algorithm's advantages [B, T]: one for a trajectory or a turn, or one for each token.
     if cfg.algo in ("grpo", "rloo"):
         compare = algos.rloo_advantage
         if cfg.algo == "grpo":
             compare = partial(algos.grpo_advantage, normalize_std=cfg.normalize_std)
-        advantages = compare(scores, groups, valid)[:, None] * mask
+        advantages = compare(outcomes, groups, valid)[:, None] * mask
         if cfg.credit == "state":
             turns = turns_by_state(trajectories)
             advantages = advantages + algos.turn_advantage(rewards, mask, turns, valid,
@@ -173,6 +183,7 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         kl = algos.kl(batch["old_logprobs"], teacher_logprobs, "k1", mask)
         advantages = advantages - cfg.kl_to_teacher * kl
 
+    # Record the advantages. Then correct them where sampling was truncated.
     per_trajectory = cfg.algo in ("grpo", "rloo") and cfg.credit == "trajectory" and teacher is None
     record_advantages(trajectories, advantages, per_token=not per_trajectory)
     if any(t.behaviour_logprobs for t in trajectories):
@@ -206,11 +217,11 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
     found = {}
     is_known = has_known_categories(cfg.env_url, cfg.env_args)
     for world in dict.fromkeys(t.env for t in trajectories):
-        first = {}  # group -> (category, first prompt, first reply)
+        # The first reply to each item: group -> (category, first prompt, first reply).
+        first = {}
         for t in trajectories:
             if t.env == world and t.group not in first and any(t.mask):
-                start = t.mask.index(True)
-                end = (t.mask + [False]).index(False, start)
+                start, end = reply_spans(t.mask)[0]
                 category = category_of(t.item) if is_known else ""
                 first[t.group] = category, t.tokens[:start], t.tokens[start:end]
 
@@ -233,9 +244,9 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
         batch = pad_rows([prompt + reply for prompt, reply in rows],
                          [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
         logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)
-        scores = torch.full((num_items, num_items), math.nan)
-        scores[tuple(zip(*pairs))] = logprobs.sum(1)
-        found[world] = algos.mutual_information(scores)
+        pair_logprobs = torch.full((num_items, num_items), math.nan)
+        pair_logprobs[tuple(zip(*pairs))] = logprobs.sum(1)
+        found[world] = algos.mutual_information(pair_logprobs)
     return found
 
 
@@ -268,19 +279,20 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
     # A trajectory of advantage 0 has a gradient only if the loss has another term.
     other_terms = cfg.entropy_coef > 0 or ("ref_logprobs" in batch and cfg.kl_in == "loss")
     sums: dict[str, float] = {}
-    steps = 0
+    num_updates = 0
     gap = 0.0
     groups = [trajectories[i].group for i in usable]
     for epoch in range(cfg.epochs):
         for rows in minibatches(usable, groups, cfg, step, epoch):
             # Rows without a gradient count in the denominator, and are not computed.
             denominator = loss_denominator(batch["mask"][rows], cfg.aggregation)
-            computed = [i for i in rows if other_terms or has_advantage[i]]
-            if not computed and not steps:
-                computed = list(rows[:1])  # one trajectory, to measure `logprob_gap`
+            with_gradient = [i for i in rows if other_terms or has_advantage[i]]
+            is_first = num_updates == 0  # the weights are still those that sampled
+            if is_first and not with_gradient:
+                with_gradient = list(rows[:1])  # one trajectory, to measure `logprob_gap`
 
             loss_of = partial(policy_objective, policy, cfg, denominator)
-            stats = optimizer_step(policy, optimizer, batch, computed, loss_of,
+            stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
                                    cfg.microbatch_tokens, cfg.max_grad_norm)
             took_step = math.isfinite(stats["grad_norm"])
             stats["weight_change"] = adam_step_norm(policy, optimizer) if took_step else 0.0
@@ -289,19 +301,19 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
                 value_stats = optimizer_step(critic, critic_optimizer, batch, rows, loss_of,
                                              cfg.microbatch_tokens, cfg.max_grad_norm)
                 stats["value_loss"] = value_stats.get("loss", 0.0)
-            if not steps:  # the weights are still those that sampled
+            if is_first:
                 gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
-            steps += 1
+            num_updates += 1
             for name, value in stats.items():
                 sums[name] = sums.get(name, 0.0) + value
-    row = update_metrics(sums, steps, gap)
+    metrics = update_metrics(sums, num_updates, gap)
     if critic is not None:
         valid = torch.zeros(len(trajectories), dtype=torch.bool)
         valid[usable] = True
-        row["value_loss"] = sums["value_loss"] / steps
-        row["explained_variance"] = explained_variance(
+        metrics["value_loss"] = sums["value_loss"] / num_updates
+        metrics["explained_variance"] = explained_variance(
             batch["returns"], batch["old_values"], batch["mask"] & valid[:, None])
-    return row
+    return metrics
 
 
 def minibatches(usable: list[int], groups: list[int], cfg: "Config", step: int,
@@ -324,10 +336,10 @@ def minibatches(usable: list[int], groups: list[int], cfg: "Config", step: int,
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> int:
-    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens, or
-    its rows."""
-    count = int(mask.sum()) if aggregation == "token" else len(mask)
-    return max(1, count)
+    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens
+    (aggregation "token"), or its rows that have one ("sequence"); at least 1."""
+    counted = mask if aggregation == "token" else mask.any(1)
+    return max(1, int(counted.sum()))
 
 
 def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
@@ -399,7 +411,7 @@ def pad_rows(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]],
              **columns: Sequence[Sequence[float] | float]) -> Batch:
     """As `collate`, from each row's ids and mask."""
     lengths = [len(row) for row in ids]
-    width = max(2, *lengths)
+    width = max([2, *lengths])
 
     def pad(rows, dtype):
         out = torch.zeros(len(lengths), width, dtype=dtype)

@@ -82,7 +82,7 @@ def put_peak(vocabulary, all_logits, answer):
         tie_word_embeddings=False,
     )
     model = Qwen2ForCausalLM(config)
-    rl.set_paths(model, rl.FASTEST)
+    rl.set_compute_paths(model, rl.FASTEST)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if all_logits:

@@ -436,7 +436,7 @@ def compare(models, tokenizer, name, workload, full):
     num_tokens = sum(len(t.tokens) for t in trajectories)
     return row | {
         "limit_share": statistics.median(limit_shares),
-        "occupancy": stats["busy"] / stats["room"],
+        "occupancy": stats["busy"] / stats["usable"],
         "forwarded_per_kept": stats["forwarded"] / num_tokens,
         "tokens": num_tokens,
         "tokens_per_second": num_tokens / row["ours"],

@@ -183,7 +183,7 @@ def check_update(setting: Setting) -> Iterator[Line]:
     reached = matrix_flops(device, setting.dtype)
     dtype_name = str(setting.dtype).removeprefix("torch.")
     model = random_model(config, device, setting.dtype)
-    rl.set_paths(model, rl.FASTEST)
+    rl.set_compute_paths(model, rl.FASTEST)
     rl.recompute_blocks(model)
     shard(model, device, dtype_name).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)

@@ -168,7 +168,7 @@ def updated(model: PreTrainedModel, plays: list[Play], packed: bool) -> list[lis
     for row, play in enumerate(plays):
         ids[row, : len(play.ids)] = torch.tensor(play.ids)
         mask[row, play.ends[:-1]] = True
-    rl.set_paths(model, rl.Paths("padded", "packed" if packed else "padded", {}))
+    rl.set_compute_paths(model, rl.ComputePaths("padded", "packed" if packed else "padded", {}))
     device = device_of(model)
     logprobs, _ = rl.token_logprobs(model, ids.to(device), mask.to(device))
     return [row[own].tolist() for row, own in zip(logprobs.cpu(), mask)]
@@ -197,7 +197,7 @@ def differences(way: Way, model: PreTrainedModel, plays: list[Play],
 
 
 def find_paths(model: PreTrainedModel, dtype: str = "float32",
-               device: torch.device | None = None) -> rl.Paths:
+               device: torch.device | None = None) -> rl.ComputePaths:
     """Find the fastest exact way of a rollout and of an update, and let `model` use them.
 
     dtype, device: the run's; None is the model's device. The largest difference allowed is
@@ -209,14 +209,14 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
     device = device or device_of(model)
     kept = cache_file(model, dtype, device)
     try:
-        paths = rl.Paths(**json.loads(kept.read_text()))
+        paths = rl.ComputePaths(**json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
         paths = try_ways(first_layers(model, device), dtype)
         if paths.rollout and paths.update:  # a refusal may be due to these weights alone
             with suppress(OSError):
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(kept, json.dumps(paths._asdict()))
-    rl.set_paths(model, paths)
+    rl.set_compute_paths(model, paths)
     if not paths.rollout or not paths.update:
         what = "rollout" if not paths.rollout else "update"
         gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
@@ -226,7 +226,7 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
     return paths
 
 
-def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
+def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     """Try the ways in turn, the fastest first, until one is exact -> the exact ones, "" if none
     is.
 
@@ -260,7 +260,7 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.Paths:
             if is_exact:
                 found[what] = name
                 break
-    return rl.Paths(**found, gaps=gaps)
+    return rl.ComputePaths(**found, gaps=gaps)
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:

@@ -55,7 +55,7 @@ def tiny():
     """The built-in model, computed in the fastest ways, and its tokenizer."""
     import rl
     model, tokenizer = rl.load_policy("tiny")
-    rl.set_paths(model, rl.FASTEST)
+    rl.set_compute_paths(model, rl.FASTEST)
     return model, tokenizer
 
 

@@ -18,7 +18,7 @@ from config import parse_config
 from parallel import init_distributed, ranks
 
 _, _, device = init_distributed()
-train.find_paths = lambda *_: rl.Paths("ragged", "packed", {})  # random models are not exact
+train.find_paths = lambda *_: rl.ComputePaths("ragged", "packed", {})  # random models are not exact
 for folder in map(Path, sys.argv[1:]):
     cfg = parse_config(["--env", "babyai", "--model", str(folder), "--algo", "ppo", "--shard",
                         "true", "--kl_coef", "0.1", "--dtype", "bfloat16",

@@ -36,7 +36,8 @@ if "recompute" in flags:
     rl.recompute_blocks(model)
 if "shard" in flags:
     shard(model, device)
-rl.set_paths(model, rl.Paths("padded", "padded", {}) if "padded" in flags else rl.FASTEST)
+padded = rl.ComputePaths("padded", "padded", {})
+rl.set_compute_paths(model, padded if "padded" in flags else rl.FASTEST)
 
 rows_fed = []
 model.base_model.register_forward_pre_hook(

@@ -229,7 +229,7 @@ def test_only_the_end_of_the_final_channel_ends_a_reply(channels):
         (analysis + "<|return|>", True, ""),
     ]:
         ids = tokenizer.encode(text)
-        assert (chat.is_ended(ids), tokenizer.decode(chat.answer(ids))) == (is_ended, answer)
+        assert (chat.is_ended(ids), tokenizer.decode(chat.final_message(ids))) == (is_ended, answer)
     # <|call|> ends a reply only if the model's generation_config.json says so.
     call = tokenizer.encode(analysis + "<|call|>")
     assert not chat.is_ended(call)
@@ -251,7 +251,7 @@ def test_thoughts_in_the_history_are_no_channel(tiny):
         tokenizer.eos_token = eos
         chat = Chat(tokenizer)
         reply = tokenizer.encode("turn left<|im_end|>")
-        assert chat.is_ended(reply) and chat.answer(reply) == reply
+        assert chat.is_ended(reply) and chat.final_message(reply) == reply
 
 
 # ---- action formats ----
@@ -342,6 +342,18 @@ def test_each_format_is_read_and_nothing_else(action_format):
         assert parse(reply, action_format) == ""
         told = agent.complaint(reply, action_format)
         assert told.startswith("There must be one action in your reply, but there ")
+
+
+def test_an_empty_action_counts_as_one():
+    reply = "Action:\nAction: turn left"
+    assert parse(reply, "react") == "" and "there are 2" in agent.complaint(reply, "react")
+
+
+@pytest.mark.parametrize("action_format", agent.FORMATS)
+def test_the_action_of_an_experts_reply_is_found(action_format):
+    for action in ("turn left", "say \U0001f600", 'say "\\n"'):
+        reply = agent.reply_with(action, action_format, "I see:\na wall")
+        assert parse(reply, action_format) == action
 
 
 # World, format, reply, the action by AgentGym's client, the action read strictly.

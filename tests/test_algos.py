@@ -209,6 +209,7 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
     (aggregate, (X[:, :1], MASK)),
     (policy_loss, (X, X, X[0], MASK)),
     (policy_loss, (X, X[0], X, MASK)),
+    (policy_loss, (X, X, X[:1], MASK)),
     (value_loss, (X, X, X[:, 0], MASK)),
     (grpo_advantage, (X[0], torch.arange(4))),
     (turn_advantage, (X[0], MASK, torch.zeros(3, 1, dtype=torch.long))),

@@ -156,7 +156,7 @@ def test_graphs_can_be_turned_off(tiny, pool, monkeypatch):
         cfg = parse_config(["--graphs", str(graphs), "--out", "runs/never-made"])
         prepared = SimpleNamespace(cfg=cfg, policy=tiny[0])
         train.prepare_rollouts(prepared, "ragged", 2)
-        assert prepared.rollouts.graphs == graphs
+        assert prepared.rollout_config.graphs == graphs
         assert parse_eval_config(["--graphs", str(graphs)]).graphs == graphs
     assert asked == [True, True, False, False]
 
@@ -298,7 +298,7 @@ def test_every_token_is_forwarded_once_and_the_slots_are_busy(tiny, pool):
     prompts = sum(t.mask.index(True) for t in played)
     assert stats["forwarded"] >= kept - prompts - len(played)
     assert stats["forwarded"] < 0.7 * kept  # the common prefix of the prompts is copied
-    assert stats["busy"] / stats["room"] > 0.8
+    assert stats["busy"] / stats["usable"] > 0.8
 
 
 def test_a_slot_is_used_again_and_again_without_traces(tiny):
@@ -425,7 +425,7 @@ def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
         deadline=5,
         retries=0,
         arrival_order=True,
-        progress=note,
+        on_end=note,
     )
     expected = ["horizon"] * 12
     expected[7] = "env_error"
@@ -441,7 +441,7 @@ def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        rollout(*tiny, EnvPool(), ITEMS, 4, samples=4, slots=8, max_tokens=8, progress=stop)
+        rollout(*tiny, EnvPool(), ITEMS, 4, samples=4, slots=8, max_tokens=8, on_end=stop)
     until = time.monotonic() + 5
     while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.05)

@@ -223,7 +223,7 @@ def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypa
     for name in ("_pre_forward", "_post_forward"):
         monkeypatch.setattr(FSDPState, name, counted(getattr(FSDPState, name)))
     model, _ = rl.load_policy("tiny")
-    rl.set_paths(model, rl.FASTEST)
+    rl.set_compute_paths(model, rl.FASTEST)
     num_parts = 1 + len(parallel.blocks(model))
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[False, False, True, True]])

@@ -209,7 +209,8 @@ def plain_logprobs(model, ids, mask, temperature):
 def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
         tiny, trajectories, family, way, monkeypatch):
     model = copy.deepcopy(tiny[0]) if family == "tiny" else random_model(family)
-    rl.set_paths(model, rl.FASTEST if "packed" in way else rl.Paths("padded", "padded", {}))
+    padded = rl.ComputePaths("padded", "padded", {})
+    rl.set_compute_paths(model, rl.FASTEST if "packed" in way else padded)
     batch = update.collate(trajectories)
     ids, mask = batch["ids"], batch["mask"]
     mask[1] = False  # a row in which nothing was sampled
@@ -252,7 +253,7 @@ def test_critic_values_only_look_back(tiny, trajectories):
     It must not change with that token or with any later one.
     """
     critic = rl.Critic("tiny").eval()
-    rl.set_paths(critic, rl.FASTEST)
+    rl.set_compute_paths(critic, rl.FASTEST)
     torch.nn.init.normal_(critic.head.weight)
     t = trajectories[0]
     ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
@@ -270,7 +271,7 @@ def test_critic_values_only_look_back(tiny, trajectories):
 
 def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat16(trajectories):
     critic = rl.Critic("tiny").eval()
-    rl.set_paths(critic, rl.FASTEST)
+    rl.set_compute_paths(critic, rl.FASTEST)
     torch.nn.init.normal_(critic.head.weight)
     t = trajectories[0]
     with torch.no_grad(), rl.compute_in("bfloat16", "cpu"):
@@ -294,7 +295,12 @@ def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
     (tmp_path / "checkpoints/step_000008.partial").mkdir()
     (tmp_path / "checkpoints/step_000008.partial/state.json").write_text("{}")
     (tmp_path / "checkpoints/step_000009").mkdir()
+    # A copy that the user has made.
+    copied = tmp_path / "checkpoints/step_000006_best"
+    shutil.copytree(folder, copied)
     assert rl.checkpoints(tmp_path) == [folder]
+    rl.drop_old(tmp_path, 1)
+    assert folder.exists() and copied.exists()
 
     loaded, _ = rl.load_policy(str(folder))
     loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.0, weight_decay=0.0)

@@ -532,7 +532,7 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
         assert all(here != remote for here in in_main_thread)
         # Of the ten slots, nine are idle in the first forward pass, because their trajectories
         # wait to copy the first one's prefix. No slot is idle later.
-        assert stats["room"] - stats["busy"] == 9
+        assert stats["usable"] - stats["busy"] == 9
     assert [t.to_json() for t in played[True]] == [t.to_json() for t in played[False]]
     statuses = [t.status for t in played[False]]
     assert statuses == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
@@ -702,3 +702,11 @@ def test_plans_and_reflections_are_recorded_as_replies_are(tiny, pool, action_fo
         assert max(gaps) < 1e-4
         assert len(t.progress) == t.turns == len(reply_spans(t))
         assert t.messages[2]["content"].endswith(agent.PLAN)
+
+
+def test_a_worker_may_be_dropped_twice():
+    with EnvPool() as pool:
+        worker = pool.take("babyai")
+        pool.drop(worker)
+        pool.drop(worker)
+        assert pool.workers == [] and pool.dropped == [worker]

@@ -11,7 +11,7 @@ import schedule
 import train
 from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
 from schedule import adaptive_horizon, adaptive_start, horizon_at
-from schedule import items_at, parse_rounds
+from schedule import items_at, lr_factor_at, parse_rounds
 
 
 def test_the_documented_examples_hold():
@@ -131,6 +131,8 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     items = [f"babyai_{i}" for i in range(10)]
     steps = [items_at(items, 0, step, 3) for step in range(6)]
     assert steps == [items_at(items, 0, step, 3) for step in range(6)]
+    with pytest.raises(ValueError, match="takes 3 items, but there are 2"):
+        items_at(items[:2], 0, 0, 3)
     assert all(len(set(step)) == 3 for step in steps)
     assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
     assert steps[:3] != steps[3:]  # the next epoch has another order
@@ -179,3 +181,12 @@ def test_malformed_rounds_are_refused_in_one_line(text):
 def test_a_missing_world_is_named():
     with pytest.raises(ValueError, match="no entry for 'sciworld'"):
         parse_rounds("babyai=6,13,20 textcraft=10,20,30", "sciworld")
+
+
+def test_the_learning_rate_rises_and_then_stays_or_falls():
+    assert [lr_factor_at(step, 9, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    falling = [lr_factor_at(step, 9, 4, "cosine") for step in range(4, 10)]
+    assert falling[0] == 1.0 and falling == sorted(falling, reverse=True)
+    assert falling[-1] == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="'linear'; choose from constant, cosine"):
+        lr_factor_at(5, 10, 0, "linear")

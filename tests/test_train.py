@@ -653,6 +653,28 @@ def test_a_damaged_row_of_metrics_is_one_line_and_a_half_written_last_one_is_not
         assert train.rows_before(metrics, number - 1) == rows.splitlines()[: number - 1]
 
 
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000], ids=["no text", "nested deeply"])
+def test_a_row_of_metrics_that_is_no_json_is_one_line(line, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 0}\n' + line + b"\n")
+    assert train.rows_before(metrics, 1) == ['{"step": 0}']
+    with pytest.raises(ValueError, match=f"line 2 of {metrics} is damaged"):
+        train.rows_before(metrics, 2)
+
+
+def test_a_run_that_goes_on_keeps_files_that_the_user_has_named(tmp_path):
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    names = ["step_000000.jsonl", "step_000001.jsonl", "step_000001_copy.jsonl",
+             "step_000001_1.jsonl"]
+    for name in names:
+        (folder / name).write_text("")
+    cfg = parse_config(["--env", "babyai", "--algo", "grpo", "--out", str(tmp_path / "new")])
+    train.prepare_folder(cfg, tmp_path, 1)
+    names.remove("step_000001.jsonl")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
 def test_a_lack_of_disk_is_one_line(tmp_path):
     refused = run_within("-f 2000", tmp_path / "r")  # less than the weights' file needs
     assert "File too large" in refused and "--resume goes on" in refused
@@ -695,13 +717,13 @@ def no_thread(*_):
 ])
 def test_every_lack_of_memory_or_threads_is_said_alike(use_up, capsys):
     cfg = parse_config(NO_RUN)
-    with pytest.raises(SystemExit) as ended, train.report_lack_of_resources(cfg, "train.py"):
+    with pytest.raises(SystemExit) as ended, train.exit_on_system_error(cfg, "train.py"):
         use_up()
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("train.py: no memory or no thread left: ") and said.count("\n") == 1
     with pytest.raises(RuntimeError, match="another"):
-        with train.report_lack_of_resources(cfg, "train.py"):
+        with train.exit_on_system_error(cfg, "train.py"):
             raise RuntimeError("another error")
 
 

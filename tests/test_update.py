@@ -106,6 +106,15 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
     assert len(update.micro_batches(others, 10, 1, packed)) == 3
 
 
+def test_the_denominator_is_that_of_algos_aggregate():
+    mask = torch.tensor([[False, True, True], [False, False, False], [False, True, False]])
+    losses = torch.rand(mask.shape)
+    for kind, count in (("token", 3), ("sequence", 2)):
+        assert update.loss_denominator(mask, kind) == count
+        whole = algos.aggregate(losses, mask, kind)
+        assert torch.equal(whole, algos.aggregate(losses, mask, kind, count))
+
+
 def test_mini_batches_hold_whole_groups_unless_there_are_too_few():
     cfg = parse_config([*NO_RUN, "--minibatches", "3"])
     groups = [i // 4 for i in range(24)]
@@ -281,7 +290,7 @@ def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         models = [copy.deepcopy(tiny[0])]
         if cfg.algo == "ppo":
             models.append(rl.Critic("tiny"))
-            rl.set_paths(models[1], rl.FASTEST)
+            rl.set_compute_paths(models[1], rl.FASTEST)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         critic = models[1] if cfg.algo == "ppo" else None
         critic_optimizer = optimizers[1] if cfg.algo == "ppo" else None
@@ -521,7 +530,7 @@ def test_the_advantages_of_turns_are_those_of_the_loops(algo, compare):
 def teacher():
     """Another model with the vocabulary of the tiny one."""
     model = random_model("qwen2")
-    rl.set_paths(model, rl.FASTEST)
+    rl.set_compute_paths(model, rl.FASTEST)
     return model
 
 
