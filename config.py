@@ -162,7 +162,15 @@ def read_flags_of(path: Path) -> dict:
 def first_model(model: str) -> str:
     """The model that the run which wrote this folder began with, and so on: 'tiny' for everything
     that was made of the tiny model."""
+    seen = set()
     while run := run_of(model):
+        if "first_model" in run:  # the folders of earlier runs may be gone by now
+            return run["first_model"]
+        folder = Path(model).resolve()
+        if folder in seen:
+            raise ValueError(f"{model}: by their config.json, these runs began with each other's "
+                             "models: copy the model to another folder")
+        seen.add(folder)
         model = run["model"]
     return model
 
@@ -181,13 +189,16 @@ def model_label(model: str) -> list[str]:
     return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())]
 
 
+def flags_in(out: str) -> dict:
+    """The config.json of the run in this folder; {} if there is none."""
+    path = Path(out) / "config.json"
+    return read_flags_of(path) if path.exists() else {}
+
+
 def started_with(out: str, world: str) -> dict:
     """What the run in this folder was started with, of the flags whose defaults depend on the
     machine or were others in earlier versions; {} without such a run. They stay as they are."""
-    path = Path(out) / "config.json"
-    if not path.exists():
-        return {}
-    run = read_flags_of(path)
+    run = flags_in(out)
     own = run | run.get("worlds", {}).get(world, {})
     return {name: own[name] for name in (*REAL_ON_CPU, "dtype", "parse") if name in own}
 
@@ -360,6 +371,7 @@ class RunConfig:
         "none", "none | tensorboard | wandb: metrics go there, too (extras of these names)")
 
     worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `fill_in`
+    first_model: str = field(init=False)  # what `first_model` says of --model
     # What --prompts holds, by world. --resume and eval.py take it from the run's config.json.
     prompt_texts: dict[str, dict[str, str]] = field(init=False)
 
@@ -477,7 +489,7 @@ MAY_CHANGE = {
     "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
     "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
     "report_to", "min_entropy", "max_kl", "min_information", "graphs", "slots",
-    "microbatch_tokens",
+    "microbatch_tokens", "first_model",
 }
 
 
@@ -552,6 +564,12 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
         if not equals or name not in names:
             example = " ".join(f"{n}=http://host:port" for n in names)
             raise ValueError(f"cannot read --env_url '{env_url}'; write '{example}'")
+    for name, _, urls in parts:
+        if env_url and not urls.strip(","):
+            raise ValueError(f"--env_url '{env_url}' has no address for {name}")
+        if sum(name == other for other, _, _ in parts) > 1:
+            raise ValueError(f"--env_url '{env_url}' names {name} twice: put a comma between its "
+                             "servers")
     lists = {name: urls for name, _, urls in parts}
     return {name: [url for url in lists.get(name, "").split(",") if url] for name in names}
 
@@ -650,7 +668,10 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     if not cfg.out:
         names = [re.sub(r"[^a-z0-9.]+", "_", cfg.env), algo, *model_label(cfg.model)]
         cfg.out = f"runs/{'_'.join(names)}_s{cfg.seed}"
+    cfg.first_model = first_model(cfg.model)
     default = {world: presets(cfg.model, world) for world in weights}
+    if cfg.resume and cfg.env_args is None:  # the worlds keep the rules that the run began with
+        cfg.env_args = flags_in(cfg.out).get("env_args")
     if cfg.resume:
         default = {world: own | started_with(cfg.out, world) for world, own in default.items()}
 
@@ -858,6 +879,9 @@ def check_run_folder(cfg: RunConfig) -> None:
     if not (out / "config.json").exists():
         return
     before, now = read_flags_of(out / "config.json"), asdict(cfg)
+    if before.get("env_url") and not now["env_url"]:
+        raise ValueError(f"{out} was started with --env_url {before['env_url']}: give it again, "
+                         "or the address of another such server")
     for name, value in now.items():
         if name not in MAY_CHANGE and before.get(name, value) != value:
             raise ValueError(f"{out} was started with --{name} {before[name]}, not {value}")

@@ -143,8 +143,11 @@ def _make_local(name, kw):
             takes = ", ".join(parameters) or "none"
             raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {takes}")
         for key, value in kw.items():
-            if type(parameters[key].default) is int and not isinstance(value, int):
+            kind = type(parameters[key].default)
+            if kind is int and not isinstance(value, int):
                 raise ValueError(f"{name}.{key} is a whole number, not '{value}'")
+            if kind is str:  # `env_options` has made an int of a file's name such as 2018
+                kw[key] = str(value)
         return world(**kw)
     except ModuleNotFoundError as e:
         raise _missing_package(name, e) from e
@@ -253,7 +256,7 @@ def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
             example = f"{next(iter(names))}.NAME=VALUE"
             raise ValueError(f"cannot read --env_args '{part}'; write {example}")
         world, key, value = match.groups()
-        if value.isdecimal():
+        if value.isdecimal() and str(int(value)) == value:
             value = int(value)
         options.setdefault(world, {})[key] = value
     return options
@@ -272,7 +275,11 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
     """
-    return _read_items(_item_file(env, split, data), env)
+    path = _item_file(env, split, data)
+    names = _read_items(path, env)
+    if not names:
+        raise ValueError(f"{path} holds no items")
+    return names
 
 
 def held_out(env: str, count: int, data: str | Path | None = None) -> list[str]:

@@ -122,19 +122,22 @@ class Trajectory:
         count.
         """
         self.turns += 1
-        self.valid_actions += step.valid
+        # A world may answer with NumPy's numbers, which no JSON file can hold.
+        self.valid_actions += bool(step.valid)
         if not step.valid:
             self.invalid_turns.append(self.turns)
-        self.score = step.score
-        self.success = step.success
-        self.progress.append(step.progress)
+        self.score = float(step.score)
+        self.success = bool(step.success)
+        self.progress.append(float(step.progress))
         self.messages += [{"role": "assistant", "content": reply},
                           {"role": "user", "content": step.observation}]
         if restarts:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
             return
-        reward = step.reward if step.valid else step.reward - invalid_penalty
+        reward = float(step.reward)
+        if not step.valid:
+            reward -= invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward

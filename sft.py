@@ -34,7 +34,7 @@ import envs
 import rl
 import train
 from agent import Chat
-from envs import Env, EnvError, EnvPool, split_item
+from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
 from parallel import StopSignals, Terminated, of_rank_0, on_any_rank
 from rollout import RolloutConfig, Status, Trajectory
@@ -119,8 +119,10 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                 try:
                     env = env or envs.make_env(world, **options.get(world, {}))
                     t = demonstrate(env, item, chat, cfg, noise, rng)
-                except EnvError as e:
-                    fault = f"; the last fault of an environment: {e}"
+                except ValueError:  # there is no such item
+                    raise
+                except Exception as e:  # a world's crash costs one episode, as in a rollout
+                    fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
                     if env is not None:
                         env.close()
                     env = None
@@ -198,8 +200,8 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
     list of AgentGym's conversations. Those whose environment failed, that have a reward below
     `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
     of another tokenizer."""
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":
             found = [from_conversation(entry, chat) for entry in json.loads(text)]
         else:
@@ -235,6 +237,10 @@ def check_fields(t: Trajectory, vocab_size: int) -> None:
         wrong = "a mask that is true at the first token"
     elif type(t.reward) not in (int, float):
         wrong = "a reward that is no number"
+    elif not {type(x) for x in (*t.logprobs, *t.entropies, *t.behaviour_logprobs)} <= {int, float}:
+        wrong = "logprobs or entropies that are no numbers"
+    elif not isinstance(t.env, str):
+        wrong = "an env that is no text"
     if wrong:
         raise ValueError(f"{t.item} has {wrong}")
 
@@ -271,6 +277,9 @@ def from_conversation(entry: dict, chat: Chat) -> Trajectory:
     whose first three messages are the instructions, a fixed reply and the first observation. It has
     no rewards: all of its trajectories count as successes."""
     said = [part["value"] for part in entry["conversations"]]
+    roles = [part["from"] for part in entry["conversations"]]
+    if roles != [("human", "gpt")[place % 2] for place in range(len(roles))]:
+        raise ValueError(f"{entry['item_id']}: its messages should be from human and gpt in turns")
     t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0], reward=1.0, score=1.0,
                    success=True, status=Status.DONE)
     t.record_start(said[0], said[2], said[1])
@@ -323,7 +332,11 @@ def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], lis
     cfg = run.cfg
     chat = Chat(run.tokenizer)
     if run.saved is not None:
-        return tuple(read_if_present(run.folder / name, chat) for name in DEMO_FILES)
+        demos, held_out = (read_if_present(run.folder / name, chat) for name in DEMO_FILES)
+        if not demos and not (run.folder / "final").exists():
+            raise ValueError(f"{run.folder / DEMO_FILES[0]}, which this run learns from, is "
+                             "missing: start another run")
+        return demos, held_out
     demos = []
     if cfg.trajectories:
         demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)

@@ -174,6 +174,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, OverflowError) as e:
         print(f"view.py: {e}", file=sys.stderr)
         sys.exit(2)

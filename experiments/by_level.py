@@ -19,6 +19,8 @@ def success_by_level(files):
     found = defaultdict(list)
     for file in files:
         for trajectory in read_lines(file):
+            if trajectory["env"] != "babyai" or trajectory["status"] == "env_error":
+                continue
             number = split_item(trajectory["item"])[1]
             found[LEVELS[number % len(LEVELS)]].append(trajectory["success"])
     return found

@@ -259,9 +259,7 @@ COMMANDS = {
 
 
 def argument(word):
-    """A word of the command line: a number, the word "kill" (True), or a folder."""
-    if word == "kill":
-        return True
+    """A word of the command line: a number or a folder."""
     return int(word) if word.isdecimal() else word
 
 
@@ -269,4 +267,5 @@ if __name__ == "__main__":
     command, *words = sys.argv[1:] or ["step"]
     if command not in COMMANDS:
         sys.exit(__doc__)
-    COMMANDS[command](*map(argument, words))
+    options = {"kill": True} if "kill" in words else {}
+    COMMANDS[command](*(argument(word) for word in words if word != "kill"), **options)

@@ -137,7 +137,7 @@ function drawCharts() {
   const charts = [];
   for (const [name, title] of [["reward", "reward"], ["turns", "turns"], ["tokens", "tokens"],
                                ["invalid", "first invalid turn"]]) {
-    const values = shown.filter(row => row[name] !== null);
+    const values = played(shown).filter(row => row[name] !== null);
     if (values.length) charts.push(histogram(name, title, values));
   }
   const kind = rows.some(row => row.category) ? "category" : "env";
@@ -195,7 +195,7 @@ function histogram(name, title, held) {
 
 // Success for each category: a bar from 0 to 1. A click filters the table.
 function successChart(kind) {
-  const groups = Map.groupBy(shown, row => nameOf(row, kind));
+  const groups = Map.groupBy(played(shown), row => nameOf(row, kind));
   const means = [...groups].map(([key, held]) =>
     [key, mean(held.map(row => Number(row.success))), held.length]);
   means.sort((a, b) => b[1] - a[1]);

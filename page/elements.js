@@ -36,6 +36,9 @@ const signed = x => (x > 0 ? "+" : "") + short(x);
 const mean = values =>
   values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
+// Those of some trajectories whose environment did not fail. Only they count in a mean.
+const played = held => held.filter(row => row.status !== "env_error");
+
 // A menu. options: [[value, text], ...].
 function menu(label, options, onchange) {
   const choices = options.map(([value, text]) => make("option", {value, textContent: text}));

@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from metrics import all_columns, horizon_changes, is_number, read_objects
 from page.replay import Replay
-from rl import checkpoints, location, model_path
+from rl import checkpoints, location, model_path, step_in
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "mutual_information", "kl",
           "kl_behaviour", "grad_norm", "valid_actions", "zero_gradient_groups",
@@ -55,7 +55,10 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], Counter]:
     if damaged and not rows:
         raise ValueError(f"{run}/metrics.jsonl is damaged: none of its lines is a JSON object")
     # A step's row is written last: a damaged one shows that its trajectories are there, too.
-    return rows, files[:len(rows) + damaged], Counter({
+    steps = [row["step"] for row in rows if is_number(row.get("step"))]
+    # A damaged row may have been deleted by hand: the files of all steps up to the last row count.
+    complete = sum((step_in(file) or 0) <= max(steps, default=-1) for file in files)
+    return rows, files[:max(complete, len(rows) + damaged)], Counter({
         "lines of metrics.jsonl that are no JSON object": damaged})
 
 

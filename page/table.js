@@ -196,9 +196,9 @@ function drawTrajectories() {
 function drawGroups() {
   const pair = comparedSteps();
   const groups = [...Map.groupBy(shown, row => nameOf(row, groupBy))];
-  const success = held => mean(held.map(row => Number(row.success)));
+  const success = held => mean(played(held).map(row => Number(row.success)));
   const meanOf = (held, name) =>
-    mean(held.map(row => row[name]).filter(value => value !== null));
+    mean(played(held).map(row => row[name]).filter(value => value !== null));
   listed = groups.map(([key, held]) => {
     const group = {key, trajectories: held.length, success: success(held),
       reward: meanOf(held, "reward"), turns: meanOf(held, "turns"),

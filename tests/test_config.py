@@ -301,3 +301,57 @@ def test_large_tensors_of_a_command_take_large_pages(module):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
                           text=True, check=True)
     assert int(done.stdout) < 200_000_000 // 4096 // 10  # a tenth of the pages of 4 kB
+
+
+def test_a_resumed_run_keeps_the_rules_of_its_worlds(tmp_path):
+    flags = ["--out", str(tmp_path / "r")]
+    (tmp_path / "r").mkdir()
+    first = parse_config([*flags, "--env_args", "babyai.upstream=1"])
+    (tmp_path / "r/config.json").write_text(json.dumps(asdict(first)))
+    assert parse_config([*flags, "--resume"]).env_args == "babyai.upstream=1"
+    assert parse_config([*flags, "--resume", "--env_args", ""]).env_args == ""
+
+
+def test_a_run_on_a_server_is_not_resumed_in_this_process(tmp_path):
+    flags = ["--out", str(tmp_path / "r")]
+    (tmp_path / "r").mkdir()
+    first = asdict(parse_config(flags)) | {"env_url": "http://127.0.0.1:9"}
+    (tmp_path / "r/config.json").write_text(json.dumps(first))
+    with pytest.raises(ValueError, match="was started with --env_url http://127.0.0.1:9"):
+        parse_config([*flags, "--resume"])
+
+
+def run_folder(path, model):
+    (path / "final").mkdir(parents=True)
+    flags = asdict(parse_config(["--model", str(model), "--out", str(path / "never")]))
+    (path / "config.json").write_text(json.dumps(flags))
+    return path / "final"
+
+
+def test_a_model_made_of_the_tiny_one_is_so_wherever_it_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr(config.rl, "model_path", lambda name: name)
+    warm = run_folder(tmp_path / "warm", "tiny")
+    trained = run_folder(tmp_path / "a", warm)
+    shutil.rmtree(tmp_path / "warm")
+    cfg = parse_config(["--model", str(trained), "--out", str(tmp_path / "b")])
+    assert (cfg.lr, cfg.max_tokens) == (config.TINY["lr"], config.TINY["max_tokens"])
+
+
+def test_runs_that_began_with_each_others_models_are_one_line(tmp_path):
+    for own, other in ("ab", "ba"):
+        (tmp_path / own / "final").mkdir(parents=True)
+        flags = {"env": "babyai", "algo": "grpo", "horizon": "3", "action_format": "react",
+                 "model": str(tmp_path / other / "final")}
+        (tmp_path / own / "config.json").write_text(json.dumps(flags))
+    ask = "import config, sys; config.presets(sys.argv[1], 'babyai')"
+    done = subprocess.run([sys.executable, "-c", ask, str(tmp_path / "a/final")], cwd=ROOT,
+                          capture_output=True, text=True, timeout=60)
+    assert "began with each other's models" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("env_url, message", [
+    ("babyai=http://a:1 babyai=http://b:1", "twice"), (",", "no address"),
+    ("babyai=http://a:1 textcraft=", "no address")])
+def test_servers_that_are_lost_on_the_way_are_refused(env_url, message):
+    with pytest.raises(ValueError, match=message):
+        config.servers(env_url, ["babyai"] if env_url == "," else ["babyai", "textcraft"])

@@ -789,3 +789,22 @@ def test_a_live_page_of_no_run_or_at_a_port_in_use_is_one_line(live, tmp_path):
         assert done.returncode == 2, done.stderr
         said = [line for line in done.stderr.splitlines() if line.startswith("view.py:")]
         assert len(said) == 1 and "Traceback" not in done.stderr
+
+
+def test_failed_environments_do_not_count_in_means(folder, browser, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    for path in (tmp_path / "run/trajectories").glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for number, t in enumerate(rows):
+            t |= {"env": "babyai", "success": True, "reward": 1.0, "status": "done"}
+            if number % 2:
+                t |= {"success": False, "reward": 0.0, "status": "env_error", "error": "timeout: x"}
+        path.write_text("".join(json.dumps(t) + "\n" for t in rows))
+    page, wrong = opened(browser, view.write_page(tmp_path / "run").resolve())
+    page.select_option("select[aria-label='group by']", "step")
+    assert column(page, "success") == ["1"] * 3
+    assert column(page, "reward") == ["1"] * 3
+    page.locator("#distributions summary").click()
+    titles = page.locator("svg[aria-label^='success by'] title").all_text_contents()
+    assert titles and all("success 1 of" in title for title in titles), titles
+    assert not wrong

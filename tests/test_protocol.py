@@ -1321,3 +1321,24 @@ def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
         store.reap()
         go_on.set()
         assert store.reset(number.result(), 1)["observation"]
+
+
+def has_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no loopback address of IPv6")
+def test_the_address_of_a_server_on_ipv6_can_be_used():
+    command = [sys.executable, "envs.py", "serve", "--env", "textcraft", "--host", "::1",
+               "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().split()[-1]
+        assert make_env("textcraft", url=url).reset(0).startswith("Crafting commands")
+    finally:
+        server.terminate()
+        server.wait(20)

@@ -1,10 +1,12 @@
 """Tokens are canonical: what a rollout records is what a fresh forward pass over the ids gives."""
 
 import itertools
+import json
 import math
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ import envs
 import rollout as ro
 from envs import Env, EnvError, EnvPool, Step
 from parallel import Terminated
-from rollout import RolloutConfig, rollout, sample
+from rollout import RolloutConfig, Trajectory, rollout, sample
 from worlds.babyai import BabyAI
 
 ITEMS = ["babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
@@ -710,3 +712,14 @@ def test_a_worker_may_be_dropped_twice():
         pool.drop(worker)
         pool.drop(worker)
         assert pool.workers == [] and pool.dropped == [worker]
+
+
+@pytest.mark.parametrize("field, value", [
+    ("reward", np.float32(1)), ("score", np.float32(0.5)), ("success", np.bool_(True)),
+    ("valid", np.bool_(True)), ("progress", np.float32(0.5))])
+def test_a_world_may_answer_with_numpys_numbers(field, value):
+    t = Trajectory("babyai_1", "babyai")
+    t.append([1])
+    t.append([2], [0.0])
+    t.record_turn("x", Step("o", **{field: value}), restarts=False)
+    assert json.loads(json.dumps(t.to_json()))["turns"] == 1

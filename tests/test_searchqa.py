@@ -9,10 +9,11 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from envs import EnvError, EnvPool, items, make_env, split_item
+from envs import EnvError, EnvPool, env_options, items, make_env, split_item
 from rollout import rollout
 from worlds.almanac import ASKS, COMPARE, HELD_OUT, PHRASES, QUESTIONS, almanac
 from worlds.searchqa import BM25, SearchQA, normalise, split_contents
@@ -435,3 +436,13 @@ def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
         with EnvPool(make=make) as pool:
             (t,) = rollout(*tiny, pool, ["searchqa_0"], 2, max_tokens=4, retries=0)
     assert t.status == "env_error" and "/retrieve" in t.error and t.reward == 0
+
+
+def test_a_file_whose_name_is_a_number_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("2018").write_text('{"id": "1", "contents": "A\\nThe only text."}\n')
+    Path("5").write_text('{"question": "What?", "golden_answers": ["text"]}\n')
+    text = "searchqa.corpus=2018 searchqa.questions=5"
+    env = make_env("searchqa", **env_options(text, ["searchqa"])["searchqa"])
+    assert env.reset(0) == "Question: What?"
+    assert "The only text." in env.step("<search> text </search>").observation

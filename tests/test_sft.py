@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,3 +303,75 @@ def test_nonsense_is_one_line(tmp_path, args, message):
     assert len(done.stderr.splitlines()) == 1
     assert message in done.stderr
     assert not (tmp_path / "r").exists()
+
+
+@pytest.fixture
+def empty_sets(tmp_path):
+    for name in ("AgentItemId/babyai_train.json", "AgentEval/babyai/babyai_test.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / "data" / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script, emptied", [
+    (["sft.py", "--demos", "2"], "AgentItemId/babyai_train.json"),
+    (["sft.py", "--demos", "2", "--eval_every", "1"], "AgentEval/babyai/babyai_test.json"),
+    (["train.py", "--items_per_step", "2", "--rollouts_per_item", "2", "--steps", "1",
+      "--eval_every", "1"], "AgentEval/babyai/babyai_test.json")])
+def test_an_empty_item_set_is_one_line(empty_sets, script, emptied):
+    (empty_sets / emptied).write_text("[]")
+    done = run_script(*script, "--data", empty_sets, "--out", empty_sets / "run")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"{emptied} holds no items" in done.stderr
+
+
+def test_a_world_that_crashes_while_the_expert_plays_costs_one_episode(tiny, tmp_path, monkeypatch):
+    step, calls = envs.make_env("babyai").__class__.step, []
+
+    def crashing(self, action):
+        calls.append(action)
+        if len(calls) == 4:
+            raise KeyError("a bug in the world")
+        return step(self, action)
+
+    monkeypatch.setattr("worlds.babyai.BabyAI.step", crashing)
+    cfg = sft.parse_sft_config(["--demos", "5", "--out", str(tmp_path / "r")])
+    assert len(sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 5, 0.0)) == 5
+
+
+def test_a_run_without_its_demonstrations_does_not_end_early(tmp_path):
+    flags = ["--demos", "8", "--epochs", "2", "--batch", "4", "--horizon", "4", "--save_every", "1",
+             "--out", str(tmp_path / "r")]
+    assert run_script("sft.py", *flags).returncode == 0
+    shutil.rmtree(tmp_path / "r/checkpoints/step_000004")
+    shutil.rmtree(tmp_path / "r/final")  # as if it had been killed in its last step
+    (tmp_path / "r/demos.jsonl").unlink()
+    done = run_script("sft.py", *flags, "--resume")
+    assert done.returncode == 2 and "demos.jsonl" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "r/final").exists()
+
+
+@pytest.mark.parametrize("roles", ["system human gpt human gpt human".split(),
+                                   "human gpt human human gpt".split()])
+def test_conversations_in_another_order_are_refused(tiny, tmp_path, roles):
+    said = [{"from": role, "value": f"This is number {n}."} for n, role in enumerate(roles)]
+    (tmp_path / "t").write_text(json.dumps([{"item_id": "babyai_7", "conversations": said}]))
+    with pytest.raises(ValueError, match="babyai_7: .* in turns"):
+        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+@pytest.mark.parametrize("change", [{"logprobs": [0.0, 0.0, None]}, {"env": ["babyai"]},
+                                    {"entropies": ["x"] * 3}])
+def test_a_trajectory_that_cannot_be_written_again_is_one_line(tiny, tmp_path, change):
+    t = Trajectory("babyai_7", "babyai")
+    t.append([5, 6])
+    t.append([7], [0.0])
+    (tmp_path / "t").write_text(json.dumps(t.to_json() | change))
+    with pytest.raises(ValueError, match="babyai_7 has"):
+        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+
+
+def test_a_file_that_is_no_text_is_named(tiny, tmp_path):
+    (tmp_path / "t.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(ValueError, match="t.jsonl.gz holds no trajectories"):
+        sft.read_trajectories(tmp_path / "t.jsonl.gz", Chat(tiny[1]), None)

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
-from experiments import policies, pretrained, study, test_time
+from experiments import by_level, policies, pretrained, study, test_time
 from experiments.studies import play, report, rows, runs
 
 ROW = {  # the summary of a run without training
@@ -414,3 +414,11 @@ def test_a_picture_says_what_its_bars_are_starts_at_0_and_has_words_for_names(na
                 assert is_success or "success" in ax.get_xlabel() or "horizon" in ax.get_ylabel()
                 assert name == "credit" or ax.get_xlim()[0] == 0  # its differences may be negative
                 assert name in ("recipe", "credit") or ax.get_ylim()[0] == 0
+
+
+def test_success_by_level_leaves_out_failed_environments_and_other_worlds(tmp_path):
+    rows = [{"item": "babyai_9", "env": "babyai", "status": "done", "success": True},
+            {"item": "babyai_9", "env": "babyai", "status": "env_error", "success": False},
+            {"item": "textcraft_9", "env": "textcraft", "status": "done", "success": False}]
+    (tmp_path / "t").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert by_level.success_by_level([tmp_path / "t"]) == {"GoToDoor": [True]}

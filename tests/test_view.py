@@ -17,7 +17,7 @@ import view
 from envs import make_env
 from page.live import LiveRun, find_in
 from page.replay import Replay
-from page.run import invalid_turns, piece
+from page.run import Run, invalid_turns, piece
 
 EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
         "<script>document.title='owned'</script>")
@@ -464,3 +464,20 @@ def test_a_run_without_a_config_or_a_row_is_one_line_that_names_the_file(
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
         view.write_page(tmp_path / "run")
+
+
+def test_a_deleted_row_of_metrics_hides_no_trajectories(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    run = Run(tmp_path / "run")
+    run.find_files()
+    files = [file.name for file in run.unread]
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run/metrics.jsonl").write_text("".join(rows[1:]))
+    run = Run(tmp_path / "run")
+    run.find_files()
+    assert len(files) == len(rows) and [file.name for file in run.unread] == files
+
+
+def test_a_port_that_is_none_is_one_line(folder):
+    done = run_script("view.py", "--live", folder, "--port", "99999999")
+    assert done.returncode == 2 and "port" in done.stderr.splitlines()[-1]

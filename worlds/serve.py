@@ -475,7 +475,8 @@ def serve(
     # Replaces uvicorn's signal handler: a world that hangs must not keep the process alive.
     server.handle_exit = lambda *_: _stop(server)
     threading.Thread(target=_reap_until_stopped, args=(server, store), daemon=True).start()
-    print(f"{name} on http://{host}:{listener.getsockname()[1]}", flush=True)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{name} on http://{shown}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
     store.close_envs()
 
