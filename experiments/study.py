@@ -31,7 +31,7 @@ rooms_horizon: the same four horizons in BabyAI's rooms, where half of the items
     than the first stage allows; five seeds, evaluated at half of the turns and at the end.
     The comparison named beforehand: scaling against long at the end.
 pretrained_horizon: a short, a long and a growing horizon for SmolLM2-135M in SearchQA, two seeds,
-    evaluated at half of the turns and at the end. Starts from runs/qa_warm/final, which is made
+    evaluated at half of the turns and at the end. Starts from runs/mix_warm/final, which is made
     by the command in docs/warm_start.md. The comparison named beforehand: scaling against long at
     the end.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The

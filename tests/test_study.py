@@ -136,7 +136,7 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
     # The model before training is the one that the study's runs start from.
     models.clear()
     play.do("pretrained_horizon", runs.runs_of("pretrained_horizon")[0], "abc")
-    assert models == ["runs/qa_warm/final"]
+    assert models == ["runs/mix_warm/final"]
 
 
 def test_an_evaluation_of_which_many_episodes_failed_is_no_row(tmp_path, monkeypatch):

@@ -53,14 +53,14 @@ TO_THE_END = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
 ROOMS_ROUNDS = (3, 6, 10)
 ROOMS_TURNS = 50_000
 
-# Study "pretrained_horizon": SmolLM2-135M after the warm start of docs/warm_start.md.
+# Study "pretrained_horizon": SmolLM2-135M after the warm start in four worlds (docs/warm_start.md).
 PRETRAINED = (
-    "--model runs/qa_warm/final --slots 32 --items_per_step 16 --rollouts_per_item 8 "
+    "--model runs/mix_warm/final --slots 32 --items_per_step 16 --rollouts_per_item 8 "
     "--max_tokens 48 --max_length 2048 --minibatches 1 --lr 3e-5 --warmup_steps 2 --kl_coef 0 "
     "--microbatch_tokens 2048 --min_entropy 0 --save_every 2 --keep 1000"
 )
 PRETRAINED_ROUNDS = (3, 4, 5)
-PRETRAINED_TURNS = 6_000
+PRETRAINED_TURNS = 3_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -148,7 +148,7 @@ def rooms_horizon():
 
 def pretrained_horizon():
     start = tuple(PRETRAINED.split())
-    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "5")
+    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "3")
     labels = schedules(PRETRAINED_ROUNDS, growing)
     last = PRETRAINED_ROUNDS[-1]
     found = [Run("searchqa", "base", 0, start, horizon=last)]
