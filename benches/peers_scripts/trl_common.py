@@ -17,10 +17,10 @@ def trainer_for(dataset_rows, tokenizer, **way):
     on."""
     rows = JOB["items_per_step"] * JOB["samples"]
     settings = JOB["settings"]
+    parts = min(settings["micro_batches"], rows)
     config = GRPOConfig(
         output_dir="unused", max_steps=NUM_STEPS, learning_rate=JOB["lr"],
-        per_device_train_batch_size=rows // settings["micro_batches"],
-        gradient_accumulation_steps=settings["micro_batches"],
+        per_device_train_batch_size=rows // parts, gradient_accumulation_steps=parts,
         num_generations=JOB["samples"], max_completion_length=4096, temperature=1.0,
         generation_kwargs={"max_new_tokens": JOB["max_tokens"]},
         max_tool_calling_iterations=JOB["horizon"], beta=0.0, loss_type="dapo",
