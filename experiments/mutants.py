@@ -593,7 +593,7 @@ FAULTS = [
           "parallel::test_a_dealt_run_repeats_and_is_that_of_one_process"),
     Fault("parallel.py", "if self.dealt < self.count and not self.stopped:", "if False:",
           "A rank that is stopped leaves the others waiting for it.",
-          "parallel::test_a_signal_while_trajectories_are_dealt_loses_nothing"),
+          "parallel::test_a_rank_that_leaves_tells_those_who_would_wait_for_it"),
     # ---- the page of a run ----
     Fault("view.py", '.replace("<", "\\\\u003c")', "",
           "A </script> that a model wrote ends the page's data.",

@@ -321,6 +321,11 @@ def test_each_trajectory_has_an_address_and_back_goes_back(folder, browser):
     other, other_wrong = opened(browser, pair.removeprefix("file://"))
     wait_for_articles(other, 2)
     assert other.locator("article h3").all_inner_texts() == titles
+    # A click with Shift opens a trajectory beside the one that is open.
+    rows_of(other).first.click()
+    wait_for_articles(other, 1)
+    rows_of(other).last.click(modifiers=["Shift"])
+    wait_for_articles(other, 2)
     assert not wrong and not other_wrong
 
 

@@ -210,6 +210,21 @@ def test_a_signal_while_trajectories_are_dealt_loses_nothing(dealt, tmp_path):
     assert metrics(out) == metrics(dealt[1])
 
 
+def test_a_rank_that_leaves_tells_those_who_would_wait_for_it(monkeypatch):
+    told = []
+    monkeypatch.setattr(parallel.Dealer, "_exchange", lambda self, number: told.append(number))
+    dealer = parallel.Dealer(4, signals=None)
+    dealer.dealt = 2
+    dealer.leave()
+    assert told == [-1]
+    # Nobody waits when all trajectories are dealt, or when all ranks know of the signal.
+    dealer.stopped = True
+    dealer.leave()
+    dealer.stopped, dealer.dealt = False, 4
+    dealer.leave()
+    assert told == [-1]
+
+
 def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatch):
     """Hooks make streams wait for one another, which a CUDA graph must not record."""
     calls = []
