@@ -810,6 +810,8 @@ def test_failed_environments_do_not_count_in_means(folder, browser, tmp_path):
     assert column(page, "success") == ["1"] * 3
     assert column(page, "reward") == ["1"] * 3
     page.locator("#distributions summary").click()
-    titles = page.locator("svg[aria-label^='success by'] title").all_text_contents()
+    bars = page.locator("svg[aria-label^='success by'] title")
+    bars.first.wait_for(state="attached")  # the charts are drawn after the click
+    titles = bars.all_text_contents()
     assert titles and all("success 1 of" in title for title in titles), titles
     assert not wrong
