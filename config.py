@@ -160,11 +160,11 @@ def read_flags_of(path: Path) -> dict:
 
 
 def first_model(model: str) -> str:
-    """The model that the run which wrote this folder began with, and so on: 'tiny' for everything
-    that was made of the tiny model."""
+    """The model with which training began, over any number of runs: 'tiny' for everything that was
+    made of the tiny model. Raises ValueError for runs that began with each other's models."""
     seen = set()
     while run := run_of(model):
-        if "first_model" in run:  # the folders of earlier runs may be gone by now
+        if "first_model" in run:  # absent in runs of older versions
             return run["first_model"]
         folder = Path(model).resolve()
         if folder in seen:
@@ -371,7 +371,7 @@ class RunConfig:
         "none", "none | tensorboard | wandb: metrics go there, too (extras of these names)")
 
     worlds: dict[str, WorldSettings] = field(init=False)  # filled in by `fill_in`
-    first_model: str = field(init=False)  # what `first_model` says of --model
+    first_model: str = field(init=False)  # what --model was made of, by `first_model`
     # What --prompts holds, by world. --resume and eval.py take it from the run's config.json.
     prompt_texts: dict[str, dict[str, str]] = field(init=False)
 
@@ -564,13 +564,14 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
         if not equals or name not in names:
             example = " ".join(f"{n}=http://host:port" for n in names)
             raise ValueError(f"cannot read --env_url '{env_url}'; write '{example}'")
+    lists = {}
     for name, _, urls in parts:
         if env_url and not urls.strip(","):
             raise ValueError(f"--env_url '{env_url}' has no address for {name}")
-        if sum(name == other for other, _, _ in parts) > 1:
+        if name in lists:
             raise ValueError(f"--env_url '{env_url}' names {name} twice: put a comma between its "
                              "servers")
-    lists = {name: urls for name, _, urls in parts}
+        lists[name] = urls
     return {name: [url for url in lists.get(name, "").split(",") if url] for name in names}
 
 

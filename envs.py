@@ -54,6 +54,12 @@ class Step:
     valid: bool = True  # the action was well-formed and possible; --invalid_penalty needs False
     progress: float = 0.0  # from 0 to 1, how far the task has come; --shaping pays for it
 
+    def __post_init__(self):
+        # A world may answer with NumPy's numbers, which no JSON file can hold.
+        self.reward, self.score = float(self.reward), float(self.score)
+        self.done, self.success, self.valid = bool(self.done), bool(self.success), bool(self.valid)
+        self.progress = float(self.progress)
+
 
 class Env:
     """A world that plays one episode at a time and is reused by `reset`.
@@ -143,11 +149,10 @@ def _make_local(name, kw):
             takes = ", ".join(parameters) or "none"
             raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {takes}")
         for key, value in kw.items():
-            kind = type(parameters[key].default)
-            if kind is int and not isinstance(value, int):
-                raise ValueError(f"{name}.{key} is a whole number, not '{value}'")
-            if kind is str:  # `env_options` has made an int of a file's name such as 2018
-                kw[key] = str(value)
+            if type(parameters[key].default) is int:
+                if not str(value).isdecimal():
+                    raise ValueError(f"{name}.{key} is a whole number, not '{value}'")
+                kw[key] = int(value)
         return world(**kw)
     except ModuleNotFoundError as e:
         raise _missing_package(name, e) from e
@@ -241,13 +246,13 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
         _agentgym_client().check_name(name, url, greeting)
 
 
-def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
-    """World -> its keyword arguments in --env_args. Whole numbers become ints.
+def env_options(env_args: str, names: Collection[str]) -> dict[str, dict[str, str]]:
+    """World -> its keyword arguments in --env_args, as text; `make_env` knows their types.
 
     names: the worlds that may have arguments. Raises ValueError for what cannot be read.
 
     >>> env_options("searchqa.topk=5 searchqa.corpus=wiki.jsonl", ["searchqa"])
-    {'searchqa': {'topk': 5, 'corpus': 'wiki.jsonl'}}
+    {'searchqa': {'topk': '5', 'corpus': 'wiki.jsonl'}}
     """
     options = {}
     for part in env_args.split():
@@ -256,8 +261,6 @@ def env_options(env_args: str, names: Collection[str]) -> dict[str, dict]:
             example = f"{next(iter(names))}.NAME=VALUE"
             raise ValueError(f"cannot read --env_args '{part}'; write {example}")
         world, key, value = match.groups()
-        if value.isdecimal() and str(int(value)) == value:
-            value = int(value)
         options.setdefault(world, {})[key] = value
     return options
 

@@ -200,7 +200,7 @@ def is_served(cfg: EvalConfig) -> bool:
     return cfg.model.startswith("openai:")
 
 
-def options_of_world(cfg: EvalConfig) -> dict[str, int | str]:
+def options_of_world(cfg: EvalConfig) -> dict[str, str]:
     """The keyword arguments of the evaluated world. A mixture's --env_args may name others, too."""
     named = {part.split(".")[0] for part in cfg.env_args.split()}
     return envs.env_options(cfg.env_args, [cfg.env, *named]).get(cfg.env, {})

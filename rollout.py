@@ -33,7 +33,7 @@ from engine import Padded, Ragged, sample
 from envs import Env, EnvPool, ItemError, Step, split_item
 from models.check import find_paths
 from parallel import Dealer, device_of, unsharded
-from rl import common_prefix_length, length_dependence, compute_paths_of
+from rl import common_prefix_length, compute_paths_of, length_dependence
 
 # ---- trajectories and settings ----
 
@@ -122,22 +122,19 @@ class Trajectory:
         count.
         """
         self.turns += 1
-        # A world may answer with NumPy's numbers, which no JSON file can hold.
-        self.valid_actions += bool(step.valid)
+        self.valid_actions += step.valid
         if not step.valid:
             self.invalid_turns.append(self.turns)
-        self.score = float(step.score)
-        self.success = bool(step.success)
-        self.progress.append(float(step.progress))
+        self.score = step.score
+        self.success = step.success
+        self.progress.append(step.progress)
         self.messages += [{"role": "assistant", "content": reply},
                           {"role": "user", "content": step.observation}]
         if restarts:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
             return
-        reward = float(step.reward)
-        if not step.valid:
-            reward -= invalid_penalty
+        reward = step.reward if step.valid else step.reward - invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward

@@ -49,16 +49,17 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], Counter]:
     """-> the run's rows of metrics, the trajectory files of the same steps, and how many rows are
     left out. Raises ValueError if all of them are damaged."""
     files = sorted((run / "trajectories").glob("step_*.jsonl"))
+    files = [file for file in files if step_in(file) is not None]
     if not files or not (run / "metrics.jsonl").exists():
         return [], [], Counter()
     rows, damaged = read_objects(run / "metrics.jsonl")
     if damaged and not rows:
         raise ValueError(f"{run}/metrics.jsonl is damaged: none of its lines is a JSON object")
-    # A step's row is written last: a damaged one shows that its trajectories are there, too.
-    steps = [row["step"] for row in rows if is_number(row.get("step"))]
-    # A damaged row may have been deleted by hand: the files of all steps up to the last row count.
-    complete = sum((step_in(file) or 0) <= max(steps, default=-1) for file in files)
-    return rows, files[:max(complete, len(rows) + damaged)], Counter({
+    # The files of complete steps: those up to the last row (some rows may have been deleted by
+    # hand), and as many as there are rows, as a step's row, which may be damaged, is written last.
+    last = max((row["step"] for row in rows if is_number(row.get("step"))), default=-1)
+    up_to_last = sum(step_in(file) <= last for file in files)
+    return rows, files[:max(up_to_last, len(rows) + damaged)], Counter({
         "lines of metrics.jsonl that are no JSON object": damaged})
 
 

@@ -723,3 +723,4 @@ def test_a_world_may_answer_with_numpys_numbers(field, value):
     t.append([2], [0.0])
     t.record_turn("x", Step("o", **{field: value}), restarts=False)
     assert json.loads(json.dumps(t.to_json()))["turns"] == 1
+    assert json.dumps(Step("o", **{field: value}).__dict__)  # as worlds/serve.py sends it
