@@ -814,4 +814,6 @@ def test_failed_environments_do_not_count_in_means(folder, browser, tmp_path):
     bars.first.wait_for(state="attached")  # the charts are drawn after the click
     titles = bars.all_text_contents()
     assert titles and all("success 1 of" in title for title in titles), titles
+    titles = page.locator("svg[aria-label=reward] title").all_text_contents()
+    assert titles and all(title.startswith("reward 1:") for title in titles), titles
     assert not wrong
