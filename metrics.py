@@ -129,6 +129,7 @@ def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
         # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
         "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
+        "reply_tokens": sampled_tokens / turns,  # sampled tokens of a reply
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
         "truncated": mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": mean([t.status == "length" for t in played]),

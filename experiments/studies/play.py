@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from experiments.studies import rows
-from experiments.studies.runs import EVALUATED_MIDWAY, MIDWAY_PARTS
+from experiments.studies.runs import EVALUATED_MIDWAY, MIDWAY_PARTS, SAMPLES
 from config import TINY_HORIZONS
 from schedule import horizon_at, parse_rounds
 
@@ -21,8 +21,10 @@ ROOT = Path(__file__).parent.parent.parent
 # What a row of results keeps of a row of metrics.jsonl.
 KEPT = (
     "step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated",
-    "valid_actions", "env_error", "entropy", "kl_behaviour",
+    "valid_actions", "env_error", "entropy", "kl_behaviour", "reply_tokens",
+    "zero_gradient_groups",
 )
+KEPT_IF_THERE = ("mutual_information",)  # needs two items of a category in the step
 
 # The largest share of an evaluation's episodes whose environment may fail. They are left out of its
 # figures.
@@ -63,7 +65,7 @@ def do(study, run, commit):
         model = max(out.glob("checkpoints/step_*"), default=start)
     else:
         model = out / "final"
-    samples = 4 if study == "horizon" else 2
+    samples = SAMPLES.get(study, 2)
     worlds = run.measured or run.world.split(",")
     evaluations = [evaluate(world, run, model, samples, path) for world in worlds]
     midway = []
@@ -198,7 +200,8 @@ def point(metrics, success):
 
 def training_row(row):
     """What is kept of a row of metrics.jsonl."""
-    kept = {key: round(row[key], 5) for key in KEPT}
+    keys = [*KEPT, *(key for key in KEPT_IF_THERE if key in row)]
+    kept = {key: round(row[key], 5) for key in keys}
     kept["seconds"] = round(row["seconds_rollout"] + row["seconds_update"], 2)
     return kept
 

@@ -38,6 +38,8 @@ EVALUATED_MIDWAY = (
 )
 # Where they are not a quarter, half and three quarters.
 MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,), "pretrained_horizon": (0.5,)}
+# Samples of a held-out item after the training, where they are not two.
+SAMPLES = {"horizon": 4, "pretrained_horizon": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
              "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
@@ -60,7 +62,7 @@ PRETRAINED = (
     "--microbatch_tokens 2048 --min_entropy 0 --save_every 2 --keep 1000"
 )
 PRETRAINED_ROUNDS = (3, 4, 5)
-PRETRAINED_TURNS = 3_000
+PRETRAINED_TURNS = 6_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -148,7 +150,7 @@ def rooms_horizon():
 
 def pretrained_horizon():
     start = tuple(PRETRAINED.split())
-    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "3")
+    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "5")
     labels = schedules(PRETRAINED_ROUNDS, growing)
     last = PRETRAINED_ROUNDS[-1]
     found = [Run("searchqa", "base", 0, start, horizon=last)]
