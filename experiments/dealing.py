@@ -79,6 +79,8 @@ def main():
     parser.add_argument("--per_slot", type=float, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.slots < 1:
+        parser.error("--slots must be 1 or more")
     rng = np.random.default_rng(args.seed)
     recorded = [length for path in args.trajectories for length in steps_of(path)]
     if not recorded:
@@ -90,7 +92,7 @@ def main():
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for ranks in (1, 2, 4, 8, 64):
         for per_slot in (args.per_slot, 0.25):
-            count = int(per_slot * ranks * args.slots)
+            count = max(1, int(per_slot * ranks * args.slots))
             lengths = rng.choice(recorded, count).tolist()
             for way in ("split", "dealt"):
                 until, whole, tail = simulate(lengths, ranks, args.slots, way == "dealt")

@@ -94,7 +94,8 @@ CASES = {
                                script("memory", world), is_quick=False)
        for world, episodes in (("babyai", "2,000"), ("textcraft", "2,000"), ("searchqa", "2,000"),
                                ("sciworld", "300"), ("webarena", "300"))},
-    "page": Case("a page of damaged files", tests("view", "damaged cut missing nan unknown")),
+    "page": Case("a page of damaged files",
+                 tests("view", "damaged fields_of_another_kind without_a_config deleted_row")),
 }
 
 

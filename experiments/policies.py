@@ -35,7 +35,7 @@ def main(name, episodes=1, horizon=None, data=None, only=None):
 def measure(name, episodes=1, horizon=None, data=None, only=None):
     """Play the held-out items -> {policy: {"success", "score", "turns": {item: its mean}}}.
 
-    only: the name of a policy; None: all of them.
+    only: the name of a policy; None: all of them. Exits where the world does not have it.
     """
     env = world(name)
     horizon = int(horizon or TINY_HORIZONS[name].eval_horizon)
@@ -57,10 +57,12 @@ def measure(name, episodes=1, horizon=None, data=None, only=None):
         del policies["imitated"]
     if type(env).expert is envs.Env.expert:
         del policies["expert"]
+    if only:
+        if only not in policies:
+            sys.exit(f"policies.py: {name} has the policies {', '.join(policies)}, not {only}")
+        policies = {only: policies[only]}
     found = {}
     for label, policy in policies.items():
-        if only not in (None, label):
-            continue
         rng = random.Random(0)
         played = {item: [] for item in items}
         for item in tqdm(items * episodes, desc=label, leave=False):

@@ -15,6 +15,7 @@ experiments/results/pretrained.jsonl.gz alone.
 
 import json
 import sys
+from inspect import signature
 from pathlib import Path
 
 import matplotlib
@@ -140,10 +141,10 @@ def line(world, label, run):
 
 
 if __name__ == "__main__":
-    command = {"add": add, "policies": add_policies}.get(sys.argv[1] if sys.argv[1:] else "")
-    if len(sys.argv) == 1:
-        report()
-    elif command is None or len(sys.argv) < 4:
+    name, *arguments = sys.argv[1:] or ["report"]
+    command = {"report": report, "add": add, "policies": add_policies}.get(name)
+    try:
+        signature(command).bind(*arguments)
+    except TypeError:  # no such command, or arguments that it does not take
         sys.exit(__doc__)
-    else:
-        command(*sys.argv[2:])
+    command(*arguments)

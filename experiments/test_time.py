@@ -1,19 +1,21 @@
 """What more samples and more turns are worth at test, before and after RL.
 
-    python experiments/test_time.py WORLD [MODEL...]
+    python experiments/test_time.py WORLD [MODEL...] [--before MODEL --name NAME]
 
-MODEL: folders of trained models, one per seed (default runs/study/horizon/WORLD_scaling_s*/final,
-which `experiments/study.py horizon` leaves).
+MODEL: folders of models after RL, one per seed (default runs/study/horizon/WORLD_scaling_s*/final,
+which `experiments/study.py horizon` leaves). --before: the model that RL started from (default: the
+built-in one); --name: what the table and the pictures call it.
 
 Every held-out item is played 16 times with the longest of the horizons below. No prompt tells the
 horizon, and a trajectory draws the same random numbers at every horizon. So what would have been
 reached within fewer turns can be read off: the successes that took no more turns. avg@16 is the
 mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
 
-Writes the rows of WORLD in experiments/results/test_time.jsonl.gz, each when it is measured, and,
-from the rows of all worlds, docs/test_time.png and a table.
+Writes the rows of WORLD, or of "WORLD, NAME", in experiments/results/test_time.jsonl.gz, each when
+it is measured, and, from all rows, docs/test_time.png and a table. Without arguments: those alone.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -38,6 +40,7 @@ SAMPLES = 16
 HORIZONS = {"babyai": (1, 2, 3, 4, 6, 8), "textcraft": (2, 3, 5, 8, 12)}
 SHOWN = {"babyai": 4, "textcraft": 8}  # the horizon of the figure over k: the last in training
 KS = (1, 2, 4, 8, 16)
+BUILT_IN = Path("tiny")
 
 
 def within(trajectories, horizon, ks=KS):
@@ -58,9 +61,9 @@ def within(trajectories, horizon, ks=KS):
     return found
 
 
-def measure(world, models):
-    """Play the held-out items with the built-in model and with `models`, and keep the rows."""
-    labels = {"before": Path("tiny")}
+def measure(world, models, before=BUILT_IN, name=""):
+    """Play the held-out items with the models before and after RL, and keep the rows."""
+    labels = {"before": before}
     for model in models:
         label = f"after, {model.parent.name}"
         if label in labels:
@@ -68,9 +71,10 @@ def measure(world, models):
         labels[label] = model
     commit = revision()
     # Until a model is measured, its row of an earlier measurement stays.
-    found = {row["model"]: row for row in rows.load("test_time").get(world, [])}
+    key = f"{world}, {name}" if name else world
+    found = {row["model"]: row for row in rows.load("test_time").get(key, [])}
     for label, model in labels.items():
-        trajectories, sha256, command = play(world, label, model)
+        trajectories, sha256, command = play(world, f"{key}, {label}", model)
         found[label] = {
             "model": label,
             "model_sha256": sha256,
@@ -78,21 +82,25 @@ def measure(world, models):
             "command": command,
             "horizons": {h: within(trajectories, h) for h in HORIZONS[world]},
         }
-        keep(world, found.values())
-    keep(world, [found[label] for label in labels])  # no rows of models that were not given
+        keep(key, found.values())
+    keep(key, [found[label] for label in labels])  # no rows of models that were not given
 
 
-def keep(world, found):
-    rows.save("test_time", rows.load("test_time") | {world: found})
+def keep(key, found):
+    rows.save("test_time", rows.load("test_time") | {key: found})
 
 
 def play(world, label, model):
-    """-> the trajectories (of each: item, status, success, turns), the sha256 of the weights, and
-    the command."""
+    """Play the held-out items; `label` names the files meanwhile.
+
+    -> the trajectories (of each: item, status, success, turns), the sha256 of the weights, and the
+    command.
+    """
+    model = model if model == BUILT_IN else model.resolve()
     WORK.mkdir(parents=True, exist_ok=True)
     # Files for each model: eval.py goes on from the .part of an evaluation that was interrupted.
-    out = WORK / f"{world}, {label}.partial"
-    result = WORK / f"{world}, {label}.result"
+    out = WORK / f"{label}.partial"
+    result = WORK / f"{label}.result"
     command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(SAMPLES)]
     command += ["--horizon", str(HORIZONS[world][-1])]
     subprocess.run(
@@ -114,22 +122,25 @@ def play(world, label, model):
 
 
 def draw(results):
-    """Write docs/test_time.png and print a table, from {world: [row per model]}."""
+    """Write docs/test_time.png and print a table, from {"WORLD" or "WORLD, NAME": [row per model]}.
+    """
     figure, axes = plt.subplots(
         len(results), 2, figsize=(9.2, 3.4 * len(results)), layout="constrained", squeeze=False
     )
     print("| world | model | turns allowed: success (avg@16) | pass@1, 4, 16 |\n|---|---|---|---|")
-    for (world, models), (left, right) in zip(sorted(results.items()), axes):
+    for (key, models), (left, right) in zip(sorted(results.items()), axes):
+        world, _, name = key.partition(", ")
+        shown = SHOWN[world]
         for number, model in enumerate(models):
             by_horizon = {int(h): figures for h, figures in model["horizons"].items()}
-            plot_model(left, right, number, by_horizon, SHOWN[world])
-            print(f"| {world} | {model['model']} | {cells(by_horizon, SHOWN[world])} |")
-        name = in_words(world)
-        left.set(title=f"{name}: more samples, {SHOWN[world]} turns allowed", xscale="log")
+            plot_model(left, right, number, by_horizon, shown)
+            print(f"| {key} | {model['model']} | {cells(by_horizon, shown)} |")
+        title = f"{in_words(world)}, {name or 'the built-in model'}"
+        left.set(title=f"{title}: more samples, {shown} turns", xscale="log")
         left.set(xlabel="samples of an item, k", ylabel="success of at least one (pass@k)")
         left.set_xticks(KS, map(str, KS))
         left.minorticks_off()
-        right.set(title=f"{name}: more turns", xlabel="turns allowed", ylabel="success (avg@16)")
+        right.set(title=f"{title}: more turns", xlabel="turns allowed", ylabel="success (avg@16)")
         for ax in (left, right):
             ax.set_ylim(bottom=0)
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -167,14 +178,25 @@ def cells(by_horizon, shown):
 
 
 def main():
-    if len(sys.argv) > 1:
-        world, *models = sys.argv[1:]
-        if world not in HORIZONS:
-            sys.exit(__doc__)
-        models = models or sorted((ROOT / "runs/study/horizon").glob(f"{world}_scaling_s*/final"))
-        if not models or not all(Path(model).is_dir() for model in models):
-            sys.exit(f"test_time.py: there is no trained model {', '.join(map(str, models))}")
-        measure(world, [Path(model).resolve() for model in models])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("world", nargs="?", choices=list(HORIZONS))
+    parser.add_argument("models", nargs="*", metavar="MODEL", type=Path)
+    parser.add_argument("--before", default=BUILT_IN, type=Path)
+    parser.add_argument("--name", default="")
+    args = parser.parse_intermixed_args()  # flags may stand before the MODELs
+    if args.world:
+        runs = ROOT / "runs/study/horizon"
+        models = args.models or sorted(runs.glob(f"{args.world}_scaling_s*/final"))
+        if not models:
+            parser.error(f"give a MODEL: {runs} has none")
+        if (args.before == BUILT_IN) != (not args.name):
+            parser.error("--before and --name go together")
+        for model in [args.before, *models]:
+            if model != BUILT_IN and not model.is_dir():
+                parser.error(f"there is no model {model}")
+        measure(args.world, models, args.before, args.name)
     results = rows.load("test_time")
     if not results:
         sys.exit("test_time.py: nothing is measured yet: give a world")

@@ -25,6 +25,7 @@ def test_failed_environments_are_left_out_of_the_metrics():
     row = rollout_metrics([*played, failed])
     expected = {
         "reward": 0.5, "success": 0.25, "turns": 2.0, "valid_actions": 0.5, "entropy": 1.5,
+        "reply_tokens": 1.0,
         "zero_gradient_groups": 0.5, "truncated": 0.25, "env_error": 0.2, "env_error/fault": 0.2,
         "trajectories": 5,
     }

@@ -1,14 +1,16 @@
 """The studies: what all runs get alike, how their rows are kept, and how they are compared."""
 
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
-from experiments import by_level, policies, pretrained, study, test_time
+from experiments import by_level, faults, policies, pretrained, study, test_time
 from experiments.studies import play, report, rows, runs
 
 ROW = {  # the summary of a run without training
@@ -210,6 +212,18 @@ def test_models_of_the_same_name_are_refused_before_anything_is_measured(monkeyp
         test_time.measure("textcraft", paths)
 
 
+@pytest.mark.parametrize("flags, message", [
+    (("x/final",), "there is no model x/final"),
+    (("--before", "data/tiny", "data/tiny"), "--before and --name go together"),
+    ((), "give a MODEL"),
+])
+def test_bad_arguments_of_test_time_are_one_line(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["test_time.py", "babyai", *flags])
+    with pytest.raises(SystemExit):
+        test_time.main()
+    assert message in capsys.readouterr().err
+
+
 def test_each_model_has_files_of_its_own_and_its_row_is_kept_when_it_is_measured(
         tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
@@ -244,6 +258,11 @@ def test_each_model_has_files_of_its_own_and_its_row_is_kept_when_it_is_measured
     test_time.measure("babyai", models)
     assert len(set(outs)) == 3 and outs[1] == outs[3]
     assert kept() == {"before": "new", "after, s0": "new", "after, s1": "new"}
+
+    # Another model before RL has rows of its own.
+    test_time.measure("babyai", models[:1], tmp_path / "warm/final", "SmolLM2-135M")
+    assert list(rows.load("test_time")) == ["babyai", "babyai, SmolLM2-135M"]
+    assert len(set(outs)) == 5
 
 
 @pytest.mark.parametrize("known, random", [
@@ -422,3 +441,13 @@ def test_success_by_level_leaves_out_failed_environments_and_other_worlds(tmp_pa
             {"item": "textcraft_9", "env": "textcraft", "status": "done", "success": False}]
     (tmp_path / "t").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert by_level.success_by_level([tmp_path / "t"]) == {"GoToDoor": [True]}
+
+
+def test_every_word_of_a_fault_names_a_test():
+    for name, case in faults.CASES.items():
+        if "pytest" not in case.command:
+            continue
+        path, words = case.command[-3], case.command[-1].split(" or ")
+        found = re.findall(r"^def test_(\w+)", (ROOT / path).read_text(), re.MULTILINE)
+        unknown = [word for word in words if not any(word in test for test in found)]
+        assert not unknown, f"case {name}: {path} has no test {unknown}"
