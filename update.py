@@ -283,7 +283,7 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
     gap = 0.0
     groups = [trajectories[i].group for i in usable]
     for epoch in range(cfg.epochs):
-        for rows in minibatches(usable, groups, cfg, step, epoch):
+        for rows in minibatches(usable, groups, cfg.minibatches, cfg.seed, step, epoch):
             # Rows without a gradient count in the denominator, and are not computed.
             denominator = loss_denominator(batch["mask"][rows], cfg.aggregation)
             with_gradient = [i for i in rows if other_terms or has_advantage[i]]
@@ -316,21 +316,22 @@ def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", st
     return metrics
 
 
-def minibatches(usable: list[int], groups: list[int], cfg: "Config", step: int,
+def minibatches(usable: list[int], groups: list[int], count: int, seed: int, step: int,
                 epoch: int) -> list[list[int]]:
-    """The rows of each mini-batch, in an order that is a function of (seed, step, epoch).
+    """Divide the rows `usable` among `count` mini-batches -> the rows of each.
 
-    Groups stay whole, so that the prefixes that their rows share are computed once; unless there
-    are fewer groups than mini-batches.
+    The order is a function of (seed, step, epoch). groups[i] is the group of usable[i]. Groups stay
+    whole, so that the prefixes that their rows share are computed once, unless there are fewer
+    groups than mini-batches.
     """
-    generator = np.random.default_rng([cfg.seed, step, epoch, 1])
+    generator = np.random.default_rng([seed, step, epoch, 1])
     units = {}
     for i, group in zip(usable, groups):
         units.setdefault(group, []).append(i)
-    if len(units) < cfg.minibatches:
+    if len(units) < count:
         units = {i: [i] for i in usable}
     order = generator.permutation(np.array(list(units), dtype=int))
-    count = min(cfg.minibatches, max(1, len(order)))
+    count = min(count, max(1, len(order)))
     return [[i for unit in part for i in units[int(unit)]]
             for part in np.array_split(order, count)]
 

@@ -116,14 +116,13 @@ def test_the_denominator_is_that_of_algos_aggregate():
 
 
 def test_mini_batches_hold_whole_groups_unless_there_are_too_few():
-    cfg = parse_config([*NO_RUN, "--minibatches", "3"])
     groups = [i // 4 for i in range(24)]
-    parts = update.minibatches(list(range(24)), groups, cfg, step=0, epoch=0)
+    parts = update.minibatches(list(range(24)), groups, 3, seed=0, step=0, epoch=0)
     assert len(parts) == 3
     assert sorted(i for part in parts for i in part) == list(range(24))
     assert all(len({i // 4 for i in part}) == 2 for part in parts)
-    assert parts != update.minibatches(list(range(24)), groups, cfg, step=1, epoch=0)
-    parts = update.minibatches([1, 2, 5, 6], [0, 0, 1, 1], cfg, step=0, epoch=0)
+    assert parts != update.minibatches(list(range(24)), groups, 3, seed=0, step=1, epoch=0)
+    parts = update.minibatches([1, 2, 5, 6], [0, 0, 1, 1], 3, seed=0, step=0, epoch=0)
     assert sorted(map(len, parts)) == [1, 1, 2]
 
 
