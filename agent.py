@@ -168,7 +168,7 @@ def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str
     """The action in a reply, or "" (which no environment accepts) if there is not exactly one.
 
     lenient_as: a world. Replies are then read as AgentGym's client of that world reads them (see
-    `LENIENT`); a world that it does not have is read strictly. Never raises.
+    `LENIENT`), or strictly if `LENIENT` does not have the world. Never raises.
 
     >>> parse(" turn left\\n")
     'turn left'
@@ -193,13 +193,13 @@ def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str
     return found[0] if len(found) == 1 else ""
 
 
-# Which of a reply's actions AgentGym's clients take (agentenv/envs/*.py at 3ef9235). The clients
-# read react, or JSON and code in other forms than ours. Here the same choice is made in every
-# format. Only in react may a reply without "Action:" be taken as an action.
+# How AgentGym's clients choose an action from a reply (agentenv/envs/*.py at 3ef9235). They read
+# react, and JSON and code in forms that differ from ours. Here each client's choice applies to
+# every format. Only in react can a reply without "Action:" count as an action.
 
 
 def _only_words(reply: str, action_format: str) -> str:
-    """The only action's first line, without punctuation but for commas."""
+    """The first line of the only action, without punctuation other than commas."""
     found = actions_in(reply, action_format)
     if len(found) != 1:
         return ""
@@ -208,13 +208,13 @@ def _only_words(reply: str, action_format: str) -> str:
 
 
 def _last(reply: str, action_format: str) -> str:
-    """The last one of the actions."""
+    """The last action."""
     found = actions_in(reply, action_format)
     return found[-1] if found else ""
 
 
 def _first_or_bare(reply: str, action_format: str) -> str:
-    """The first one of the actions; without any, the whole reply."""
+    """The first action; in react without any, the whole reply."""
     found = actions_in(reply, action_format)
     if not found and action_format == "react":
         return reply.strip()
@@ -222,7 +222,7 @@ def _first_or_bare(reply: str, action_format: str) -> str:
 
 
 def _last_or_bare_call(reply: str, action_format: str) -> str:
-    """The last one of the actions; without any, the whole reply if it has a search or a click."""
+    """The last action; in react without any, the whole reply if it has a search or a click."""
     has_call = "search[" in reply or "click[" in reply
     if has_call and action_format == "react" and "Action:" not in reply:
         return reply.strip()
@@ -422,7 +422,7 @@ def template_arguments(chat_args: str) -> dict[str, object]:
         try:
             return json.loads(chat_args)
         except (ValueError, RecursionError) as e:
-            raise ValueError(f"--chat_args is no JSON object: {e}") from e
+            raise ValueError(f"--chat_args is not a JSON object: {e}") from e
     arguments = {}
     for part in chat_args.split():
         name, equals, value = part.partition("=")
@@ -472,7 +472,7 @@ def _render_in_child(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[s
         if receiver.poll(20 * TEMPLATE_SECONDS):
             text, problem = receiver.recv()
     except EOFError:
-        pass  # the child's timer has ended it
+        pass  # its timer ended the child before it sent anything
     child.kill()
     child.join()
     receiver.close()
@@ -511,7 +511,8 @@ def _switches(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _limit_memory() -> None:
-    """Limit this process to TEMPLATE_MEMORY bytes more than it has. (Only Linux tells its size.)"""
+    """Limit this process's address space to TEMPLATE_MEMORY bytes above its present size. Does
+    nothing without /proc (outside Linux), which gives that size."""
     status = Path("/proc/self/statm")
     if not status.exists():
         return
@@ -612,7 +613,7 @@ class Chat:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """The number of characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def observation(self, text: str, max_ids: int | None = None) -> list[int]:
@@ -654,7 +655,7 @@ class Chat:
         return []
 
     def is_ended(self, reply: list[int]) -> bool:
-        """Whether the policy has ended its reply with the last one of these tokens."""
+        """Whether the last of these tokens ends the reply."""
         if not self.final_header:
             return reply[-1] == self.end_id
         has_message = len(self.final_message(reply)) > 0

@@ -361,11 +361,12 @@ def _segment_mean(x: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor,
                clip: float = 0.5) -> Tensor:
-    """The critic's clipped squared error, as in the first PPO code (the paper has no equation).
+    """The critic's clipped squared error, as in OpenAI Baselines (the paper clips no values).
 
         loss = 0.5 max((v - R)^2, (old + clip(v - old, -clip, clip) - R)^2)
 
-    values, old_values, returns [B, T] float, mask [B, T] bool -> per-token loss [B, T].
+    values, old_values, returns [B, T] float, mask [B, T] bool -> per-token loss [B, T], to be
+    passed to `aggregate`.
 
     >>> value, old, target = torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.tensor([[2.0]])
     >>> value_loss(value, old, target, torch.tensor([[True]]))

@@ -134,7 +134,7 @@ def presets(model: str, world: str) -> dict:
 def run_of(model: str) -> dict:
     """The config.json of the training run that wrote this model folder (final/ or a checkpoint).
 
-    {} if there is no such run. Raises ValueError for a config.json that is no JSON.
+    {} if there is no such run. Raises ValueError for a config.json that is not JSON.
     """
     folder = Path(model).resolve().parent
     if folder.name == "checkpoints":
@@ -142,12 +142,12 @@ def run_of(model: str) -> dict:
     path = folder / "config.json"
     if not Path(model).is_dir() or not path.exists():
         return {}
-    run = read_flags_of(path)
+    run = read_config_json(path)
     is_run = {"env", "algo", "horizon"} <= set(run)  # otherwise it is some model's config.json
     return run if is_run else {}
 
 
-def read_flags_of(path: Path) -> dict:
+def read_config_json(path: Path) -> dict:
     """A config.json. Raises ValueError for one that is damaged."""
     try:
         found = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def first_model(model: str) -> str:
 
 
 def model_label(model: str) -> list[str]:
-    """What the default run folder is called after, besides world and algorithm.
+    """The model's part of the default run folder's name; [] for "tiny", which is not named.
 
     >>> model_label("tiny"), model_label("Qwen/Qwen2.5-7B-Instruct"), model_label("runs/warm/final")
     ([], ['qwen2.5-7b-instruct'], ['warm'])
@@ -184,21 +184,24 @@ def model_label(model: str) -> list[str]:
     if model == "tiny":
         return []
     path = Path(model)
-    if path.name == "final" or path.parent.name == "checkpoints":
-        path = path.parent if path.name == "final" else path.parent.parent
+    if path.name == "final":
+        path = path.parent
+    elif path.parent.name == "checkpoints":
+        path = path.parent.parent
     return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())]
 
 
-def flags_in(out: str) -> dict:
+def config_json_in(out: str) -> dict:
     """The config.json of the run in this folder; {} if there is none."""
     path = Path(out) / "config.json"
-    return read_flags_of(path) if path.exists() else {}
+    return read_config_json(path) if path.exists() else {}
 
 
 def started_with(out: str, world: str) -> dict:
-    """What the run in this folder was started with, of the flags whose defaults depend on the
-    machine or were others in earlier versions; {} without such a run. They stay as they are."""
-    run = flags_in(out)
+    """Flag -> the value that the run in this folder was started with, for the flags whose defaults
+    depend on the machine or have changed between versions. A resumed run keeps these values. {} if
+    the folder holds no run."""
+    run = config_json_in(out)
     own = run | run.get("worlds", {}).get(world, {})
     return {name: own[name] for name in (*REAL_ON_CPU, "dtype", "parse") if name in own}
 
@@ -261,7 +264,7 @@ def check_ranges(cfg: object) -> None:
 _headings = [""]  # the last one is the heading of the flags that are being defined
 
 
-def flags_of(heading: str) -> None:
+def flag_group(heading: str) -> None:
     """The flags that follow in the body of a dataclass stand below this heading in --help."""
     _headings.append(heading)
 
@@ -297,7 +300,7 @@ EVAL_ITEMS = 64  # of --eval_every
 class RunConfig:
     """The flags that train.py and sft.py share."""
 
-    flags_of("run")
+    flag_group("run")
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; several with weights: "
                              "babyai:2,textcraft:1")
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
@@ -315,7 +318,7 @@ class RunConfig:
     resume: bool = arg(False, "continue the run in --out from its newest checkpoint")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
 
-    flags_of("trajectories")
+    flag_group("trajectories")
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
@@ -337,7 +340,7 @@ class RunConfig:
     graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
                              "eagerly, more slowly")
 
-    flags_of("optimization")
+    flag_group("optimization")
     lr: Annotated[float | None, positive] = arg(None, "AdamW's learning rate")
     lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
         "constant", "constant | cosine (to a tenth, over all steps), after the warm-up")
@@ -346,7 +349,7 @@ class RunConfig:
             "mostly noise)")
     max_grad_norm: Annotated[float, positive] = arg(1.0, "gradients are clipped to this norm")
 
-    flags_of("memory and precision")
+    flag_group("memory and precision")
     microbatch_tokens: Annotated[int | None, positive] = arg(
         None, "largest number of tokens in one forward and backward pass")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(
@@ -354,14 +357,13 @@ class RunConfig:
     gradient_checkpointing: bool | None = arg(
         None, "compute blocks again in the backward pass: a third slower, far less memory")
     lora_rank: Annotated[int, not_negative] = arg(
-        0, "0: train all weights; else LoRA's adapters of this rank alone (the extra lora), "
-           "merged in final/")
-    shard: bool | None = arg(None, "FSDP2: share out weights, gradients and optimizer; "
-                                   "default: on GPUs, without --lora_rank")
-    offload: bool = arg(
-        False, "with --shard: keep the shares in the CPU's memory and update them there")
+        0, "0: train all weights; else only LoRA adapters of this rank (needs the extra "
+           "lora), merged into the weights in final/")
+    shard: bool | None = arg(None, "FSDP2: shard weights, gradients and optimizer states over the "
+                                   "ranks; default: on GPUs, without --lora_rank")
+    offload: bool = arg(False, "with --shard: keep the shards in CPU memory and update them there")
 
-    flags_of("evaluating, saving, reporting")
+    flag_group("evaluating, saving, reporting")
     eval_every: Annotated[int, not_negative] = arg(
         0, f"steps between evaluations on {EVAL_ITEMS} held-out items of each world, always the "
            "same; 0: none")
@@ -380,7 +382,7 @@ class RunConfig:
 class Config(RunConfig):
     """The flags of train.py."""
 
-    flags_of("run")
+    flag_group("run")
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
                              f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
                              "weights: babyai:2,textcraft:1")
@@ -390,28 +392,28 @@ class Config(RunConfig):
         "", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on instead of in "
             "this process; of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
 
-    flags_of("how much is played and trained")
+    flag_group("how much is played and trained")
     steps: Annotated[int | None, positive] = arg(None, "training steps")
     items_per_step: Annotated[int | None, positive] = arg(
-        None, "different items a step; a mixture's default is, for each world, as many as the "
-              "first one has alone")
+        None, "distinct items per step; default for several worlds: that of the first world, times "
+              "their number")
     rollouts_per_item: Annotated[int | None, positive] = arg(
         None, "trajectories of each item: the group of GRPO and RLOO")
     minibatches: Annotated[int | None, positive] = arg(None, "optimizer steps an epoch")
     epochs: Annotated[int, positive] = arg(1, "passes over a step's trajectories")
 
-    flags_of("horizon")
+    flag_group("horizon")
     horizon_steps: int | None = arg(
-        None, "training steps a stage lasts; adaptive: it compares the mean success of two "
-              "windows of half as many steps")
+        None, "training steps of a stage; adaptive: success is averaged over windows of half as "
+              "many steps")
     horizon_schedule: Annotated[str, one_of("scaling_inter", "fixed", "adaptive")] = arg(
         "scaling_inter", "scaling_inter | fixed (one horizon throughout) | adaptive (a stage ends "
                          "when success levels off)")
 
-    flags_of("trajectories")
+    flag_group("trajectories")
     temperature: Annotated[float, positive] = arg(1.0, "sampling temperature")
     top_p: Annotated[float, fraction] = arg(
-        1.0, "nucleus sampling; truncation makes training off-policy")
+        1.0, "nucleus sampling; below 1 makes training off-policy")
     top_k: Annotated[int, not_negative] = arg(
         0, "sample from the k likeliest tokens; 0: off; makes training off-policy")
     min_p: Annotated[float, below_one] = arg(
@@ -431,15 +433,15 @@ class Config(RunConfig):
     reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
                                "episode, which is then tried again")
 
-    flags_of("rewards")
+    flag_group("rewards")
     invalid_penalty: Annotated[float | None, not_negative] = arg(
         None, "subtracted from the reward of a turn with an invalid action")
-    turn_cost: Annotated[float, not_negative] = arg(0.0, "taken off the reward of every turn")
+    turn_cost: Annotated[float, not_negative] = arg(0.0, "subtracted from each turn's reward")
     shaping: Annotated[str, one_of("none", "potential", "progress")] = arg(
-        "none", "none | potential: pay progress as it comes, take it back at the end | "
-                "progress: pay for it (textcraft, sciworld, textworld)")
+        "none", "none | potential: reward progress, and subtract the sum of these rewards at the "
+                "end | progress: reward progress (textcraft, sciworld, textworld)")
 
-    flags_of("optimization")
+    flag_group("optimization")
     critic_lr: Annotated[float | None, positive] = arg(
         None, "AdamW's learning rate for PPO's critic")
     gamma: Annotated[float, fraction] = arg(1.0, "discount per sampled token (ppo, reinforce_pp)")
@@ -457,7 +459,7 @@ class Config(RunConfig):
         None, "the ratio is clipped above 1 + clip_high; default: " + ", ".join(
             f"{loss} {high:g}" for loss, (_, high) in CLIPS.items()))
     value_clip: Annotated[float, not_negative] = arg(
-        0.5, "how far a value may move in one step (ppo)")
+        0.5, "clip range of the critic's values around those before the update (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
         None, "weight of the KL to the starting model; 0: no reference model at all")
     kl_type: Annotated[str, one_of("k1", "abs", "k2", "k3")] = arg(
@@ -474,7 +476,7 @@ class Config(RunConfig):
     aggregation: Annotated[str, one_of("token", "sequence")] = arg(
         "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
 
-    flags_of("stopping")
+    flag_group("stopping")
     min_entropy: Annotated[float, not_negative] = arg(
         1e-4, "stop when the policy's entropy, nats a token, falls below this")
     max_kl: Annotated[float, not_negative] = arg(
@@ -549,8 +551,8 @@ def read_flags(config_class: type, argv: list[str] | None, program: str, descrip
 
 
 def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
-    """World -> its servers in --env_url; an empty list: it is played in this process. Raises
-    ValueError.
+    """World -> its servers in --env_url, [] for a world that is played in this process. Raises
+    ValueError if --env_url cannot be read.
 
     >>> servers("babyai=http://a:1,http://b:1", ["babyai", "textcraft"])
     {'babyai': ['http://a:1', 'http://b:1'], 'textcraft': []}
@@ -671,9 +673,9 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
         cfg.out = f"runs/{'_'.join(names)}_s{cfg.seed}"
     cfg.first_model = first_model(cfg.model)
     default = {world: presets(cfg.model, world) for world in weights}
-    if cfg.resume and cfg.env_args is None:  # the worlds keep the rules that the run began with
-        cfg.env_args = flags_in(cfg.out).get("env_args")
-    if cfg.resume:
+    if cfg.resume:  # the run keeps the values that it was started with
+        if cfg.env_args is None:
+            cfg.env_args = config_json_in(cfg.out).get("env_args")
         default = {world: own | started_with(cfg.out, world) for world, own in default.items()}
 
     # What each world has for itself. The run's own value is the largest of them: train.py checks
@@ -709,9 +711,8 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
 def prompt_texts_of(cfg: RunConfig, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
     """World -> {"prompt", "reply"}: what the file --prompts holds. A resumed run has the texts that
     it was started with, whatever has become of the file."""
-    path = Path(cfg.out) / "config.json"
-    if cfg.resume and path.exists():
-        return read_flags_of(path).get("prompt_texts", {})
+    if cfg.resume and (run := config_json_in(cfg.out)):
+        return run.get("prompt_texts", {})
     if cfg.prompts is not None:
         return read_prompts(cfg.prompts, worlds)
     return run_of(cfg.model).get("prompt_texts", {})
@@ -747,8 +748,8 @@ def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def rounds_of(cfg: RunConfig, world: str, default: dict) -> list[int]:
-    """The horizons of `world`: --horizon's, or the preset's, of which a fixed schedule takes the
-    last, and sft.py the horizon in evaluation."""
+    """The horizons of `world`: those of --horizon, else of the preset. From the preset a fixed
+    schedule takes the last one, and sft.py the horizon of evaluation."""
     if cfg.horizon:
         return list(schedule.parse_rounds(cfg.horizon, world))
     if not isinstance(cfg, Config):
@@ -759,7 +760,7 @@ def rounds_of(cfg: RunConfig, world: str, default: dict) -> list[int]:
 
 
 def written_rounds(rounds: dict[str, list[int]]) -> str:
-    """As --horizon is written.
+    """Horizons by world, in the form of --horizon.
 
     >>> written_rounds({"babyai": [6, 13]}), written_rounds({"babyai": [6, 13], "textcraft": [8]})
     ('6,13', 'babyai=6,13 textcraft=8')
@@ -877,9 +878,7 @@ def check_run_folder(cfg: RunConfig) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"nothing to resume: there is no folder {out}")
-    if not (out / "config.json").exists():
-        return
-    before, now = read_flags_of(out / "config.json"), asdict(cfg)
+    before, now = config_json_in(cfg.out), asdict(cfg)
     if before.get("env_url") and not now["env_url"]:
         raise ValueError(f"{out} was started with --env_url {before['env_url']}: give it again, "
                          "or the address of another such server")

@@ -36,8 +36,8 @@ from rl import common_prefix_length, masked_attention, seen_keys, use_attention
 
 # ---- sampling ----
 
-# At a time on a CPU. Larger tensors do not stay in its cache, and their memory goes back to the
-# system after each operation.
+# `sample` takes at most this many logits at a time on a CPU. Larger tensors do not fit in the CPU's
+# cache, and their memory is returned to the system after each operation.
 MAX_SAMPLED_LOGITS = 2**20
 
 
@@ -238,10 +238,10 @@ class Ragged:
     def forward(self, feed: dict[int, list[int]]) -> Tensor:
         """Append new ids to some slots. feed: {slot: new ids, at least one} -> logits
         [len(feed), V] after the last new id of each slot, in the order of `feed`."""
+        all_decode = all(len(new_ids) == 1 for new_ids in feed.values())
         # A graph computes all slots. It pays off if at least half of them are fed.
-        if self.use_graphs and 2 * len(feed) >= self.slots:
-            if all(len(new_ids) == 1 for new_ids in feed.values()):
-                return self._decode_with_graph(feed)
+        if self.use_graphs and all_decode and 2 * len(feed) >= self.slots:
+            return self._decode_with_graph(feed)
         return self._forward_eagerly(feed)
 
     def _forward_eagerly(self, feed):
@@ -344,7 +344,7 @@ class Ragged:
         self.graph_inputs.copy_(inputs, non_blocking=True)
         if width not in self.graph_steps:
             self._add_graph_step(width)
-        if not self.use_graphs:  # what a warm-up has written is overwritten by the same
+        if not self.use_graphs:  # the graph failed; the eager step rewrites what its warm-up wrote
             return self._forward_eagerly(feed)
         for slot, ids in feed.items():
             self.ids[slot] += ids
@@ -358,7 +358,7 @@ class Ragged:
         except RuntimeError as e:  # CUDA's errors are RuntimeErrors, out of memory among them
             self.use_graphs = False
             self.graph_steps = {}
-            # The end of a recording that failed raises another error.
+            # Leaving a failed recording raises a second error. Its context is the cause.
             cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
             reason = str(cause).strip().partition("\n")[0]
             print_once("rollout: a decode step cannot be recorded as a CUDA graph, so all run "

@@ -55,7 +55,7 @@ class Step:
     progress: float = 0.0  # from 0 to 1, how far the task has come; --shaping pays for it
 
     def __post_init__(self):
-        # A world may answer with NumPy's numbers, which no JSON file can hold.
+        # A world may return NumPy scalars, which the json module cannot write.
         self.reward, self.score = float(self.reward), float(self.score)
         self.done, self.success, self.valid = bool(self.done), bool(self.success), bool(self.valid)
         self.progress = float(self.progress)
@@ -70,8 +70,8 @@ class Env:
     prompt = ""  # the instructions, shown once at the start of every conversation
     whole_reply = False  # `step` takes the agent's whole reply, not the action parsed from it
     stop = ()  # strings that end a reply; the string itself belongs to the reply
-    # `step` is fast and cannot hang. On a CPU the rollout then calls it in its own thread, without
-    # a switch to the environment's thread.
+    # `step` is fast and cannot hang. On a CPU the rollout then calls it directly, without switching
+    # to the environment's thread, unless the episode is `remote`.
     instant = False
     remote = False  # the episode is played on a server
 
@@ -96,9 +96,13 @@ class Env:
         world does not tell its state."""
         return None
 
+    def valid_actions(self) -> list[str]:
+        """Actions that are accepted now; [] in a world that does not list them."""
+        return []
+
     def refused_actions(self) -> list[str]:
-        """Actions that look right but are refused now. `sft.py --noise` takes some of them, so that
-        the expert shows the way on from a refusal."""
+        """Actions that look right but are refused now; [] in a world that does not list them.
+        `sft.py --noise` takes some of them, so that the expert shows how to recover."""
         return []
 
     def close(self) -> None:
@@ -160,25 +164,17 @@ def _make_local(name, kw):
 
 def _make_remote(name, url, kw):
     client = _agentgym_client()
-    prompt = ""
-    stop = ()
-    instant = False
-    whole_reply = False
-    if name in client.PROTOCOLS:
-        prompt = client.PROTOCOLS[name].prompt
+    prompt = client.PROTOCOLS[name].prompt if name in client.PROTOCOLS else ""
+    world = Env  # its attributes are the defaults of a world that this project does not have
     if name in WORLDS:
         try:
             world = _world_class(name)
+            prompt = world.prompt
         except ModuleNotFoundError as e:
-            # The world runs on the server. Only its prompt is needed here.
+            # The world runs on the server, so without its package only its prompt is needed.
             if not prompt:
                 raise _missing_package(name, e) from e
-        else:
-            prompt = world.prompt
-            stop = world.stop
-            instant = world.instant
-            whole_reply = world.whole_reply
-    return client.RemoteEnv(name, url, prompt, stop, instant, whole_reply, **kw)
+    return client.RemoteEnv(name, url, prompt, world.stop, world.instant, world.whole_reply, **kw)
 
 
 def _world_class(name):
@@ -277,6 +273,7 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
     """Item ids such as "babyai_17" of the split "train" or "test".
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
+    Raises ValueError for an unknown split, and for a file that is missing, damaged or empty.
     """
     path = _item_file(env, split, data)
     names = _read_items(path, env)
@@ -335,7 +332,7 @@ def split_item(item: str) -> tuple[str, int]:
     anything else."""
     match = re.fullmatch(r"(\w+?)_(\d+)", item)
     if not match:
-        raise ValueError(f"'{item}' is no item id; write it like babyai_17")
+        raise ValueError(f"'{item}' is not an item id; write it like babyai_17")
     return WORLD_OF.get(match[1], match[1]), int(match[2])
 
 
@@ -344,20 +341,19 @@ def _item_file(env, split, data):
     layout = {"train": "AgentItemId/{0}_train.json", "test": "AgentEval/{0}/{0}_test.json"}
     if split not in layout:
         raise ValueError(f"unknown split '{split}'; choose from train, test")
-    path = root / layout[split].format(env)
-    other_path = root / layout[split].format(DATA_NAMES.get(env, env))
-    if other_path.exists():
-        return other_path
-    if not path.exists():
-        raise ValueError(f"no items for '{env}': {path} does not exist")
-    return path
+    # The files of maze and wordle may have AgentGym's names or ours.
+    for name in (DATA_NAMES.get(env, env), env):
+        path = root / layout[split].format(name)
+        if path.exists():
+            return path
+    raise ValueError(f"no items for '{env}': {path} does not exist")
 
 
 def _read_items(path, env):
     try:
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f'{path} is no list of {{"item_id": ...}}') from e
+        raise ValueError(f'{path} is not a list of {{"item_id": ...}}') from e
     for name in names:
         allowed = f"({re.escape(env)}|{DATA_NAMES.get(env, env)})_\\d+"
         if not isinstance(name, str) or not re.fullmatch(allowed, name):
@@ -400,8 +396,9 @@ class Worker:
         return future
 
     def limit(self, deadline: float, create_deadline: float) -> float:
-        """The moment, by `time.monotonic`, at which waiting for the last call ends: `deadline`
-        seconds after it began, or after the environment was made, which has a limit of its own."""
+        """The time, on the clock of `time.monotonic`, at which the last call times out: `deadline`
+        seconds after the call began or, if the environment was made in it, after that. Making the
+        environment may itself take `create_deadline` seconds."""
         if self.env is None:
             return self.began + create_deadline
         return max(self.began, self.made) + deadline
@@ -463,7 +460,7 @@ class EnvPool:
         self.free: dict[str, list[Worker]] = {}
         self.workers: list[Worker] = []  # those in use and the free ones
         self.dropped: list[Worker] = []  # their threads may still run
-        # Numbers of new environments start at the rank: each process begins at another server.
+        # Environments are numbered from the rank on, so that ranks begin with different servers.
         self.next_number = int(os.environ.get("RANK", 0))
 
     @property
@@ -536,6 +533,17 @@ class EnvPool:
 
     def __exit__(self, *_):
         self.close()
+
+
+def raise_if_item_unknown(future: Future) -> None:
+    """Raise ItemError if the reset behind `future` failed because there is no such item.
+
+    Only a plain ValueError means that. A subclass, as for a page that is not JSON, is a fault of
+    the environment.
+    """
+    exception = future.exception() if future.done() else None
+    if type(exception) is ValueError:
+        raise ItemError(str(exception)) from exception
 
 
 def _crash(error):

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import LIMITS, arg, below_one, chat_arguments, check_ranges, flags_of, fraction
+from config import LIMITS, arg, below_one, chat_arguments, check_ranges, flag_group, fraction
 from config import merge_env_args, mixture, not_negative, one_of, positive, presets, read_flags
 from config import read_prompts, run_of, servers
 import numpy as np
@@ -57,7 +57,7 @@ from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 class EvalConfig:
     """The flags of eval.py."""
 
-    flags_of("what is evaluated")
+    flag_group("what is evaluated")
     env: str | None = arg(None, f"world: {', '.join(envs.WORLDS)}; default: the run's, else babyai")
     model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
                              "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
@@ -76,21 +76,21 @@ class EvalConfig:
                            "the other")
     split: str = arg("test", "test (held out) | train")
     items: Annotated[int | None, positive] = arg(
-        None, "only so many, the first of the split in an order drawn from --seed; default: all")
+        None, "number of items, drawn from the split by --seed; default: all")
     data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, "
                                  "else data/")
     out: str = arg("", "JSON file for the result. An evaluation that was stopped goes on from "
                        "FILE.part, by the same command")
     trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put "
                                 "into its name")
-    flags_of("trajectories")
+    flag_group("trajectories")
     seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
     temperature: Annotated[float, not_negative] = arg(
         1.0, "sampling temperature; 0 takes the likeliest token")
     top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling")
-    top_k: Annotated[int, not_negative] = arg(0, "0: off")
+    top_k: Annotated[int, not_negative] = arg(0, "sample from the k likeliest tokens; 0: off")
     min_p: Annotated[float, below_one] = arg(
-        0.0, "leaves out tokens below min_p times the likeliest one's probability; 0: off")
+        0.0, "drop tokens below min_p times the largest probability; 0: off")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
     action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
@@ -104,10 +104,10 @@ class EvalConfig:
                                      "episodes; default: the run's")
     env_args: str | None = arg(None, "keyword arguments of the world in this process: "
                                      "searchqa.topk=5; default: the run's")
-    flags_of("how it is computed")
+    flag_group("how it is computed")
     dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(None, "float32 | bfloat16")
     slots: Annotated[int | None, positive] = arg(
-        None, "trajectories played at a time; 32 at most on a server's model")
+        None, "trajectories played at a time; at most 32 with a model on a server")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
         "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
@@ -119,7 +119,7 @@ class EvalConfig:
                            "instead of in this process")
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     create_deadline: Annotated[float, positive] = arg(
-        300.0, "seconds the making of an environment may take, besides")
+        300.0, "seconds to create an environment; not counted in --deadline")
 
     prompt_texts: dict[str, dict[str, str]] = field(init=False)  # what --prompts holds
 
@@ -152,11 +152,12 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if cfg.env not in trained_on:
         own = {name: value for name, value in run.items() if name not in (*LIMITS, "slots")}
 
-    # Keyword arguments of the world. A run's are those of the worlds that it was trained on.
+    # Keyword arguments of the world. Those of the preset are for a world in this process. The run's
+    # own are taken below, but only if it was trained on this world and changed the preset's.
     preset_env_args = "" if cfg.env_url else default["env_args"]
-    if cfg.env_args is None:
-        if cfg.env not in trained_on or own.get("env_args") == default["env_args"]:
-            cfg.env_args = preset_env_args
+    run_has_its_own = cfg.env in trained_on and own.get("env_args") != default["env_args"]
+    if cfg.env_args is None and not run_has_its_own:
+        cfg.env_args = preset_env_args
     elif cfg.env_args:  # an empty --env_args drops the preset's, too
         cfg.env_args = merge_env_args(cfg.env_args, preset_env_args)
 
@@ -320,7 +321,7 @@ class PartFile:
         if lines[:1] != [self.head]:
             raise ValueError(f"{self.path} is of an evaluation with another model, other items or "
                              "flags: remove it, or give another --out")
-        # Of a sample that was played again, as its item was not complete, the last one counts.
+        # A sample of an incomplete item may have been played again: its last trajectory counts.
         played = {horizon: {} for horizon in self.horizons}
         if not lines[-1].endswith("\n"):  # the process ended while it wrote this line
             self.path.write_text("".join(lines[:-1]))
@@ -348,7 +349,7 @@ class PartFile:
             f.write(json.dumps({"horizon": horizon, "trajectory": trajectory.to_json()}) + "\n")
 
     def remove(self) -> None:
-        """The evaluation is complete."""
+        """Delete the file: the evaluation is complete."""
         if self.path:
             self.path.unlink(missing_ok=True)
 
@@ -453,7 +454,7 @@ class ModelError(RuntimeError):
 
 
 class ConversationRefused(RuntimeError):
-    """The server does not go on with this conversation (a content filter, for example)."""
+    """The server refuses to continue this conversation (because of a content filter, say)."""
 
 
 class TooLong(ConversationRefused):
@@ -566,14 +567,14 @@ class ServedModel:
         choice = answer["choices"][0]
         text = choice["message"].get("content") or ""
         if not isinstance(text, str):
-            raise TypeError("the content is no text")
+            raise TypeError("the content is not text")
         usage = answer.get("usage") or {}
         cut = choice.get("finish_reason") == "length"
         return Reply(text, cut, int(usage.get("total_tokens") or 0))
 
     def _raise_if_refused(self, answer: Failure) -> None:
-        """A server that has replied to a request takes their form: what it turns down later is this
-        conversation."""
+        """Raise TooLong or ConversationRefused if the server turned down this conversation. Once it
+        has replied to a request, a refusal cannot be about the form of the requests."""
         if not self.has_replied or answer.status not in (400, 413, 422):
             return
         about_length = "context.(length|window|size)|too long|tokens"
@@ -601,15 +602,15 @@ class ServedModel:
         return f"{type(e).__name__}: {self._without_key(str(e))[:200]}"
 
     def _without_key(self, text: str) -> str:
-        """Servers and libraries quote what they were sent."""
+        """The text with the key replaced: servers and libraries quote what they were sent."""
         return text.replace(self.key, "***") if self.key else text
 
 
 class TextEpisode:
     """A trajectory while a served model plays it, in the calling thread.
 
-    It has messages but no tokens. When `cancelled` is set, the next
-    request ends the episode with a ModelError.
+    It has messages but no tokens. When `cancelled` is set, the next request ends the episode with a
+    ModelError.
     """
 
     def __init__(self, trajectory: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
@@ -692,10 +693,8 @@ class TextEpisode:
         result, error = self.worker.outcome(future, config.deadline, config.create_deadline)
         if not error:
             return result
-        resetting = not self.trajectory.messages
-        # A subclass of ValueError, as of a page that is not JSON, is the environment's fault.
-        if resetting and future.done() and type(future.exception()) is ValueError:
-            raise future.exception()
+        if not self.trajectory.messages:  # it was the reset that failed
+            envs.raise_if_item_unknown(future)
         self.fail(error)
         return None
 
@@ -725,7 +724,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
             t = play_with_retries(model, pool, items[group], group, sample, horizon, config,
                                   cancelled)
         except BaseException as e:
-            # The futures are waited for in the order of items, which would be too late here.
+            # Cancel now: the caller waits in the order of items and would see this failure late.
             failures.append(e)
             cancelled.set()
             raise

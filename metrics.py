@@ -70,10 +70,11 @@ def held_out_summary(rows: list[dict], last: dict[str, float]) -> str:
 
 @contextmanager
 def rollout_bar(total: int, shown: bool) -> Iterator[Callable[["TrajectoryQueue"], object]]:
-    """A second bar while a rollout lasts: trajectories finished, turns, sampled tokens a second.
+    """A progress bar below the training bar during a rollout: finished trajectories, turns, sampled
+    tokens per second. -> the function to pass to `rollout` as `on_step`.
 
-    It appears after two seconds, and is drawn once a second; once a minute where stderr is no
-    terminal. -> what `rollout` takes as `on_step`.
+    It appears after two seconds and is updated every second, or every minute if stderr is not a
+    terminal.
     """
     began = time.monotonic()
     due = began + 2
@@ -233,7 +234,7 @@ def read_objects(path: Path) -> tuple[list[dict], int]:
     """
     found = []
     damaged = 0
-    # Not splitlines(), for which some characters inside of a JSON string end a line, too.
+    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         if not line.strip():
             continue
@@ -258,7 +259,8 @@ def is_number(x: object) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whenever the process is killed, the file has its old content or all of the new."""
+    """Replace the file's content by `text`. If the process is killed, the file is either unchanged
+    or complete."""
     partial = path.with_name(path.name + ".tmp")
     partial.write_text(text)
     os.replace(partial, path)

@@ -66,7 +66,7 @@ def gather(part: list) -> list:
 
 
 def on_any_rank(flag: bool) -> bool:
-    """Whether the flag is true on one rank at least."""
+    """Whether the flag is true on at least one rank. Called by all ranks."""
     return any(gather([flag]))
 
 
@@ -103,8 +103,8 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
 def share_out(count: int, rooms: list[int]) -> list[int]:
     """Distribute `count` trajectories over the ranks -> the number for each rank.
 
-    rooms[rank]: how many that rank can take. One after the other goes to the rank with the most
-    room left.
+    rooms[rank]: how many that rank can take. Each trajectory goes to the rank with the most room
+    left.
 
     >>> share_out(4, [2, 5, 3]), share_out(9, [2, 0, 3])
     ([0, 3, 1], [2, 0, 3])
@@ -116,8 +116,8 @@ def share_out(count: int, rooms: list[int]) -> list[int]:
 
 
 class Dealer:
-    """Deals `count` trajectories to the ranks while they play, so that none waits long for another
-    one that got the longer ones.
+    """Deals `count` trajectories to the ranks while they play, so that no rank waits long for one
+    that got the longer trajectories.
 
     All ranks call `deal` together, at fixed decode steps and when they have nothing left to play.
     What each gets depends on what all have room for then, and not on the clock.
@@ -132,7 +132,7 @@ class Dealer:
     def deal(self, room: int) -> range:
         """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
         Raises Terminated if a rank has got a stop signal."""
-        # A rank that left in the middle of this would be waited for.
+        # If a signal ended this rank during the exchange, the other ranks would wait for it.
         with self.signals.postponed():
             rooms = self._exchange(-1 if self.signals.received else room)
             self.stopped = min(rooms) < 0
@@ -300,7 +300,7 @@ class StopSignals:
                     self.previous[number] = signal.signal(number, self._handle)
 
     def end(self) -> None:
-        """Restore what the signals did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

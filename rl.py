@@ -132,8 +132,9 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
 
 @contextmanager
 def one_line_error(what: str) -> Iterator[None]:
-    """Raise what goes wrong in the block as a ValueError of one line that begins with `what`. A
-    broken file makes transformers raise exceptions of many kinds. A lack of memory is passed on."""
+    """Re-raise an exception in the block as a ValueError whose message is one line, `what` first:
+    transformers raises exceptions of many kinds for a broken file. Those for a lack of memory or
+    threads are re-raised unchanged."""
     try:
         yield
     except Exception as e:
@@ -209,7 +210,7 @@ def check_gguf(path: str) -> str:
                   if len(field.data) == 1}
         family = fields["general.architecture"]
     except (ValueError, IndexError, KeyError, OverflowError) as e:
-        raise ValueError(f"{path} is broken, or no GGUF file ({e})") from e
+        raise ValueError(f"{path} is broken, or not a GGUF file ({e})") from e
     if family not in GGUF_FAMILIES:
         raise ValueError(f"{path}: the architecture '{family}' is not supported; "
                          f"supported: {', '.join(GGUF_FAMILIES)}")
@@ -228,13 +229,13 @@ def check_gguf(path: str) -> str:
     return split
 
 
-# What PyTorch, CUDA and Python say if there is no memory or thread to be had.
+# Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.
 LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread",
          "ALLOC_FAILED")
 
 
 def is_lack_of_resources(error: BaseException) -> bool:
-    """Whether an exception says that there is no memory or thread to be had.
+    """Whether an exception says that memory or threads have run out.
 
     >>> is_lack_of_resources(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     True
@@ -297,8 +298,8 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 class Critic(nn.Module):
-    """PPO's value function: a model of its own, started from the policy's weights, with a linear
-    head that is 0 at the start."""
+    """PPO's value function: a separate model, initialised with the weights of the model `name`,
+    with a linear head initialised to 0."""
 
     def __init__(self, name: str, device: str | torch.device = "cpu",
                  dtype: str | torch.dtype = torch.float32):
@@ -312,7 +313,7 @@ class Critic(nn.Module):
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """As a causal LM's: the model without its head."""
+        """The model without its head, as `PreTrainedModel.base_model` is."""
         return self.body
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -448,12 +449,12 @@ FASTEST = ComputePaths("ragged", "packed", {})
 
 
 def set_compute_paths(model: PreTrainedModel, paths: ComputePaths) -> None:
-    """Let a model be computed in these ways."""
+    """Record how a model is to be computed; `compute_paths_of` returns it."""
     model.base_model.paths = paths
 
 
 def compute_paths_of(model: "PreTrainedModel | Critic") -> ComputePaths | None:
-    """The ways in which a model is computed, None if they were not looked for."""
+    """The compute paths of a model; None if `set_compute_paths` was not called."""
     return getattr(model.base_model, "paths", None)
 
 
@@ -840,7 +841,7 @@ def clean(run: str | Path, step: int) -> None:
     for folder in named_checkpoints(run):
         if step_in(folder) > step:
             aside = folder.with_name(f"damaged_{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+            shutil.rmtree(aside, ignore_errors=True)  # renamed by an earlier resume
             folder.rename(aside)
         elif not (folder / "state.json").exists():
             shutil.rmtree(folder)
@@ -856,8 +857,8 @@ def drop_old(run: str | Path, keep: int) -> None:
 
 def resume(folder: str | Path, trained: Trained) -> dict:
     """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded
-    by `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if it is
-    broken; whether its files are intact is what `newest_intact` checks."""
+    by `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if the
+    checkpoint cannot be read; `newest_intact` checks whether its files are intact."""
     try:
         state, _ = read_state(folder)
         reader = HuggingFaceStorageReader(str(Path(folder) / "training"))

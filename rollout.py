@@ -2,9 +2,9 @@
 
     feed new ids -> sample a token for each trajectory -> send complete replies to environments
 
-There is no barrier between trajectories. A fixed number of slots each hold one trajectory, at its
-own pace. While an environment computes its answer, the other trajectories go on writing. When a
-trajectory ends, its slot goes to the next one.
+There is no barrier between trajectories. Each of a fixed number of slots holds one trajectory,
+which advances at its own pace. While an environment computes its answer, the other slots keep
+decoding. When a trajectory ends, its slot is given to the next one.
 
 Tokens are canonical. A trajectory's tokens are appended once and never rebuilt from text. `mask` is
 written when a token is appended, and the recorded log-prob comes from the very logits that the
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import agent
 from engine import Padded, Ragged, sample
-from envs import Env, EnvPool, ItemError, Step, split_item
+from envs import Env, EnvPool, Step, raise_if_item_unknown, split_item
 from models.check import find_paths
 from parallel import Dealer, device_of, unsharded
 from rl import common_prefix_length, compute_paths_of, length_dependence
@@ -196,7 +196,7 @@ class RolloutConfig:
 
 
 def limit_for(limit: int | float | dict, world: str) -> int | float:
-    """A limit that may be given for each world, for this world."""
+    """The limit that applies to `world`: `limit` is one number for all, or {world: number}."""
     return limit[world] if isinstance(limit, dict) else limit
 
 
@@ -284,8 +284,8 @@ class Episode:
         return text, step, ids, self._state_of(env)
 
     def _state_of(self, env: Env) -> str | None:
-        """The state in which the next reply is written. Before a plan or a reflection it is another
-        one than before the action that follows."""
+        """The state in which the next reply is written. The phase is part of it: a plan and the
+        action that follows are written in different states."""
         state = env.state() if self.config.record_states else None
         if state is None or self.dialogue.phase is agent.Phase.ACT:
             return state
@@ -325,7 +325,8 @@ class Episode:
         return True
 
     def reply_is_complete(self) -> bool:
-        """Whether the reply ends with its last token."""
+        """Whether the reply is complete: the policy ended it, a token limit is reached, or it
+        contains one of the world's stop strings."""
         if self.chat.is_ended(self.reply) or len(self.reply) >= self.max_tokens:
             return True
         if len(self.trajectory.tokens) + len(self.reply) >= self.max_length:
@@ -344,7 +345,8 @@ class Episode:
                                             self.config.create_deadline)
         resetting = not t.messages
         if error:
-            self._raise_if_item_is_unknown(resetting)
+            if resetting:
+                raise_if_item_unknown(self.future)
             return self._end(Status.ENV_ERROR, error)
         if resetting:
             instructions, observation, ids, state = result
@@ -363,15 +365,6 @@ class Episode:
             t.states.append(state)
         self.pending += ids
         return True
-
-    def _raise_if_item_is_unknown(self, resetting: bool) -> None:
-        """An unknown item is the caller's mistake. Subclasses of ValueError (such as a page that is
-        not JSON) are faults of the environment."""
-        if not (resetting and self.future.done()):
-            return
-        exception = self.future.exception()
-        if type(exception) is ValueError:
-            raise ItemError(str(exception)) from exception
 
     def _end(self, status: Status, error: str = "") -> bool:
         self.trajectory.status = status
@@ -456,8 +449,7 @@ class TrajectoryQueue:
 
     def draw_tokens(self, logits: Tensor,
                     episodes: list[Episode]) -> list[tuple[int, float, float, float]]:
-        """Sample a token for each of n episodes, and report the decode step to `stats` and
-        `on_step`.
+        """Sample a token for each of n episodes, and report the decode step.
 
         logits [n, V] -> n tuples (token, log-prob, entropy, behaviour log-prob). Each episode uses
         its own random number. Raises FloatingPointError if the logits are not finite.
@@ -468,20 +460,23 @@ class TrajectoryQueue:
         tokens, logprobs, entropies, behaviour = (column.tolist() for column in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
-        unfinished = len(self.todo) + len(self.alive)
-        if not self.is_dealt():
-            unfinished = self.slots
-        usable_slots = min(self.slots, unfinished)
-        for name, count in (("steps", 1), ("busy", len(tokens)), ("usable", usable_slots)):
+        self._report_step(len(tokens))
+        return list(zip(tokens, logprobs, entropies, behaviour))
+
+    def _report_step(self, busy: int) -> None:
+        """Count a decode step that fed `busy` slots in `stats`, and call `on_step`."""
+        usable = self.slots  # trajectories that no rank has yet could fill them all
+        if self.is_dealt():
+            usable = min(self.slots, len(self.todo) + len(self.alive))
+        for name, count in (("steps", 1), ("busy", busy), ("usable", usable)):
             self.stats[name] = self.stats.get(name, 0) + count
         if self.on_step is not None:
             self.on_step(self)
-        return list(zip(tokens, logprobs, entropies, behaviour))
 
 
 def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:
-    """-> a `Ragged` engine, or "hf", with a line on stderr, for a model with which it is not exact.
-    graphs: see `Ragged`. Raises ValueError for a model that cannot be played at all."""
+    """-> a `Ragged` engine or, for a model on which that is not exact, "hf" and a line on stderr.
+    graphs: see `Ragged`. Raises ValueError for a model that no engine plays exactly."""
     paths = compute_paths_of(policy) or find_paths(policy)
     if paths.rollout == "ragged":
         return Ragged(policy, slots, graphs)
@@ -492,8 +487,8 @@ def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Rag
 
 
 def count_earlier(items: list[str]) -> list[int]:
-    """For each item how often it is named before. The samples of an item that is named twice must
-    differ, whichever rank plays them.
+    """How often each item occurs earlier in the list. `Episode` needs it, because the samples of an
+    item that is listed twice must differ, whichever rank plays them.
 
     >>> count_earlier(["babyai_3", "babyai_8", "babyai_3"])
     [0, 0, 1]
@@ -515,12 +510,13 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
-    A turn ends with the chat template's end-of-turn token, with one of the world's stop strings, or
-    after `max_tokens`. A trajectory ends when its environment says so, at `horizon` turns, or when
-    `max_length` tokens are full. An episode whose environment fails or misses its deadline is
-    played again up to `retries` times; then the trajectory has status "env_error". With
-    `arrival_order` answers are taken as they come, and a seeded run does not repeat bit for bit;
-    else at fixed decode steps.
+    A reply ends with the chat template's end-of-turn token, with one of the world's stop strings,
+    or at `max_tokens` or `max_length`. A trajectory ends when its environment is done, after
+    `horizon` turns, or when `max_length` leaves no room for another reply. An episode whose
+    environment fails or misses its deadline is played again up to `retries` times; then the
+    trajectory has status "env_error". Environments' answers are collected at fixed decode steps, so
+    a seeded run repeats bit for bit. With `arrival_order` they are collected as they come, and it
+    does not.
 
     policy: a causal LM; it is put into eval mode.
     items: ids such as "babyai_17".
@@ -576,14 +572,14 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # ---- the decode loop ----
 
-# No further trajectory starts in a decode step once those that start bring this many new ids.
+# A decode step starts no more trajectories once those it has started bring this many new ids.
 MAX_NEW_IDS = 8192
 # With several ranks: a rank asks for slots // SLOTS_PER_SPARE trajectories beyond its free slots.
 SLOTS_PER_SPARE = 2
 # With several ranks: the number of decode steps between two exchanges with the dealer.
 DEAL_EVERY = 8
-# If two new trajectories share more than this many ids beyond the prefix that the cache holds, the
-# second one starts a step later and copies them.
+# If two new trajectories share more than this many ids beyond the prefix in the cache, the second
+# one starts a step later and copies them.
 MIN_PREFIX_GAIN = 16
 
 
@@ -601,8 +597,9 @@ class Decoder:
         self.queue = queue
         self.arrival_order = queue.config.arrival_order
         # Resets take time, so up to 8 more than there are free slots may be under way. A server may
-        # have only as many episodes as slots: with `arrival_order` none is started ahead there.
-        # Without it they are: the batches must not depend on where the world runs.
+        # allow only as many episodes as there are slots, so with `arrival_order` no reset runs
+        # ahead on a server. Without it resets run ahead there, too, because the batches must not
+        # depend on where a world runs.
         no_spare_episodes = on_servers and self.arrival_order
         self.resets_ahead = 0 if no_spare_episodes else min(8, engine.slots // 4)
         self.free = list(range(engine.slots))
@@ -682,7 +679,8 @@ class Decoder:
                 break
             if self.arrival_order and not episode.ready():
                 continue
-            if not episode.pending and not episode.take_answer():  # its reset failed
+            # Its reset failed, or its first prompt does not fit.
+            if not episode.pending and not episode.take_answer():
                 self.starting.remove(episode)
                 self.queue.end(episode)
                 continue

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 # config comes before torch: it sets how idle threads wait.
-from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, flags_of
+from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, flag_group
 from config import items_per_world, mixture, not_negative, one_of, positive, preset_tables
 from config import read_flags
 import numpy as np
@@ -48,7 +48,7 @@ from update import Batch, collate, map_rows, optimizer_step
 class SFTConfig(RunConfig):
     """The flags of sft.py."""
 
-    flags_of("what is learnt")
+    flag_group("what is learnt")
     demos: Annotated[int, not_negative] = arg(
         0, "successful trajectories that the worlds' experts play on training items; several "
            "worlds share them by their weights")
@@ -98,46 +98,56 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 
 def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
-    """`count` successful trajectories of the worlds' experts on items of the split, no longer than
-    --max_length, shared among the worlds by weight. The result depends on the seed alone, unless an
-    environment fails: its episode is dropped, and a new environment is made. Raises ValueError if
-    the expert of a world gives too few of them in 3 times as many episodes."""
-    options = envs.env_options(cfg.env_args, cfg.worlds)
+    """`count` successful trajectories of the worlds' experts on items of the split, shared among
+    the worlds by weight. Raises ValueError: see `trajectories_of_world`."""
     found = []
     with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
         for world, wanted in items_per_world(cfg, count).items():
-            names = envs.items(world, split, cfg.data or None)
-            random.Random(cfg.seed).shuffle(names)
-            env = None
-            fault = ""  # the last fault of an environment, as the end of a message
-            kept = 0
-            for attempt in range(3 * wanted):
-                if kept == wanted:
-                    break
-                item, again = names[attempt % len(names)], attempt // len(names)
-                rng = random.Random(f"{cfg.seed} {item} {again}")
-                try:
-                    env = env or envs.make_env(world, **options.get(world, {}))
-                    t = demonstrate(env, item, chat, cfg, noise, rng)
-                except ValueError:  # there is no such item
-                    raise
-                except Exception as e:  # a world's crash costs one episode, as in a rollout
-                    fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
-                    if env is not None:
-                        env.close()
-                    env = None
-                    continue
-                if t.success and len(t.tokens) <= cfg.worlds[world].max_length and any(t.mask):
-                    t.sample = again
-                    found.append(t)
-                    kept += 1
-                    bar.update()
+            found += trajectories_of_world(cfg, world, chat, split, wanted, noise, bar)
+    return found
+
+
+def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wanted: int,
+                          noise: float, bar: tqdm) -> list[Trajectory]:
+    """`wanted` successful trajectories of one world's expert, no longer than --max_length.
+
+    The result depends on the seed alone, unless an environment fails: its episode is dropped, and a
+    new environment is made. Raises ValueError if 3 * wanted episodes do not yield enough.
+    """
+    options = envs.env_options(cfg.env_args, cfg.worlds).get(world, {})
+    names = envs.items(world, split, cfg.data or None)
+    random.Random(cfg.seed).shuffle(names)
+    max_length = cfg.worlds[world].max_length
+    found = []
+    env = None
+    fault = ""  # the last fault of an environment, as the end of a message
+    for attempt in range(3 * wanted):
+        if len(found) == wanted:
+            break
+        epoch, place = divmod(attempt, len(names))
+        item = names[place]
+        rng = random.Random(f"{cfg.seed} {item} {epoch}")
+        try:
+            env = env or envs.make_env(world, **options)
+            t = demonstrate(env, item, chat, cfg, noise, rng)
+        except ValueError:  # there is no such item
+            raise
+        except Exception as e:  # a world's crash costs one episode, as in a rollout
+            fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
             if env is not None:
                 env.close()
-            if kept < wanted:
-                raise ValueError(f"only {kept} of {3 * wanted} episodes of {world}'s expert could "
-                                 "be used (success, at most --max_length tokens, a reply to "
-                                 f"learn); {wanted} are needed{fault}")
+            env = None
+            continue
+        if t.success and len(t.tokens) <= max_length and any(t.mask):
+            t.sample = epoch
+            found.append(t)
+            bar.update()
+    if env is not None:
+        env.close()
+    if len(found) < wanted:
+        raise ValueError(f"only {len(found)} of {3 * wanted} episodes of {world}'s expert could be "
+                         "used (success, at most --max_length tokens, a reply to learn); "
+                         f"{wanted} are needed{fault}")
     return found
 
 
@@ -158,14 +168,16 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
         action = env.expert()
         if action is None:
             break
-        is_random = rng.random() < noise and hasattr(env, "valid_actions")
-        if is_random:
-            action = rng.choice(env.valid_actions() + env.refused_actions())
+        random_actions = []
+        if rng.random() < noise:
+            random_actions = env.valid_actions() + env.refused_actions()
+        if random_actions:
+            action = rng.choice(random_actions)
         text = action
         if not env.whole_reply:
             text = agent.reply_with(action, cfg.action_format, thing_named(action))
         ids = chat.reply(text)
-        t.append(ids, None if is_random else [0.0] * len(ids))
+        t.append(ids, None if random_actions else [0.0] * len(ids))
         step = dialogue.reply(env, text)
         t.record_turn(text, step, restarts=False)
         if step.done:
@@ -181,7 +193,7 @@ ACTION = re.compile(r"(?:toggle and go through|go through|go to|pick ?up|focus o
 
 
 def thing_named(action: str) -> str:
-    """The thing that an action is on, which is what an expert thinks of.
+    """The object of an action, which is the thought in an expert's reply.
 
     >>> thing_named("go to red ball 1"), thing_named("craft 4 oak planks using 1 oak log")
     ('red ball', 'oak planks')
@@ -210,7 +222,7 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) ->
             found = [Trajectory(**{k: v for k, v in row.items() if k in known}) for row in rows]
             check_tokenizer(path, found, chat)
             for t in found:
-                t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # they are not needed here
+                t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # SFT needs none
                 check_fields(t, len(chat.tokenizer))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
@@ -236,11 +248,11 @@ def check_fields(t: Trajectory, vocab_size: int) -> None:
     elif t.mask and t.mask[0]:
         wrong = "a mask that is true at the first token"
     elif type(t.reward) not in (int, float):
-        wrong = "a reward that is no number"
+        wrong = "a reward that is not a number"
     elif not {type(x) for x in (*t.logprobs, *t.entropies, *t.behaviour_logprobs)} <= {int, float}:
-        wrong = "logprobs or entropies that are no numbers"
+        wrong = "logprobs or entropies that are not numbers"
     elif not isinstance(t.env, str):
-        wrong = "an env that is no text"
+        wrong = "an env that is not text"
     if wrong:
         raise ValueError(f"{t.item} has {wrong}")
 
@@ -263,7 +275,8 @@ def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory
 
 
 def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: Chat) -> None:
-    """Raise ValueError unless this tokenizer writes the beginning of each trajectory as it is."""
+    """Raise ValueError unless this tokenizer encodes the first messages of each trajectory to the
+    tokens that the trajectory begins with."""
     for t in trajectories:
         if t.messages and t.tokens:
             prompt, reply, observation = (message["content"] for message in t.messages[:3])
@@ -300,8 +313,11 @@ def from_conversation(entry: dict, chat: Chat) -> Trajectory:
 
 
 def sft(cfg: SFTConfig) -> None:
-    """A run from its first or next step to its last, in this process or as one of torchrun's.
-    Raises ValueError for what cannot be loaded, SystemExit where it must stop."""
+    """Train from the first step, or the next one of a resumed run, to the last.
+
+    Under torchrun every process calls it. Raises ValueError for a model or file that cannot be
+    loaded, SystemExit when training cannot go on.
+    """
     options = envs.env_options(cfg.env_args, cfg.worlds)
     with EnvPool(options=options) as pool:
         signals = StopSignals()
@@ -310,7 +326,7 @@ def sft(cfg: SFTConfig) -> None:
             with train.exit_on_system_error(cfg, "sft.py"):
                 run = train.load(cfg)
                 demos, held_out = of_rank_0(partial(collect_demos, run, signals))
-                steps = cfg.epochs * -(-len(demos) // cfg.batch)
+                steps = cfg.epochs * steps_per_epoch(len(demos), cfg)
                 if not train.is_finished(run, steps):
                     train.prepare(run)
                     write_demos(run, demos, held_out)
@@ -369,7 +385,8 @@ def write_demos(run: Run, *parts: list[Trajectory]) -> None:
 
 def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,
                   pool: EnvPool, signals: StopSignals) -> None:
-    """Every training step from the run's next one on."""
+    """Run the training steps from `run.step` on, and write final/. After a stop signal write a
+    checkpoint instead."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
     with tqdm(range(run.step, steps), initial=run.step, total=steps, disable=run.rank > 0,
@@ -377,11 +394,11 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
         for step in bar:
             # Evaluation, now and then.
             run.step = step
-            row = {"step": step, "epoch": step // (steps // cfg.epochs), "env": cfg.env}
+            row = {"step": step, "epoch": step // steps_per_epoch(len(demos), cfg), "env": cfg.env}
             if cfg.eval_every and step % cfg.eval_every == 0:
                 row |= train.evaluate_held_out(run, pool, signals)
                 if held_out:
-                    row["held_out_loss"] = loss_of(run, held_out)
+                    row["held_out_loss"] = mean_loss(run, held_out)
             if on_any_rank(bool(signals.received)):
                 train.stop(run, signals)
                 break
@@ -414,24 +431,29 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
             train.finish(run)
 
 
+def steps_per_epoch(count: int, cfg: SFTConfig) -> int:
+    """The number of optimizer steps in which `count` trajectories are learnt once."""
+    return -(-count // cfg.batch)
+
+
 def rows_of_step(count: int, cfg: SFTConfig, step: int) -> list[int]:
-    """The trajectories of a step, of `count`: a new order every epoch, a function of (seed,
-    epoch)."""
-    steps_per_epoch = -(-count // cfg.batch)
-    epoch, place = divmod(step, steps_per_epoch)
+    """The indices, below `count`, of the trajectories of a step. Each epoch has a new order, which
+    is a function of (seed, epoch)."""
+    epoch, place = divmod(step, steps_per_epoch(count, cfg))
     order = np.random.default_rng([cfg.seed, epoch, 2]).permutation(count)
     return order[place * cfg.batch : (place + 1) * cfg.batch].tolist()
 
 
 def cross_entropy(run: Run, denominator: int, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The share of a micro-batch in the mean of -log p over a step's tokens -> loss, no stats."""
+    """The sum of -log p over a micro-batch's learnt tokens, divided by `denominator`, the number of
+    them in the step -> loss, no stats."""
     with rl.compute_in(run.cfg.dtype, run.device):
         logp, _ = rl.token_logprobs(run.policy, part["ids"], part["mask"], entropy_gradient=False)
     return -logp.sum() / denominator, {}
 
 
-def loss_of(run: Run, trajectories: list[Trajectory]) -> float:
-    """The mean of -log p over the tokens that the trajectories' masks show."""
+def mean_loss(run: Run, trajectories: list[Trajectory]) -> float:
+    """The mean of -log p over the tokens at which the trajectories' masks are True."""
     def logprobs(model, ids, mask):
         return rl.token_logprobs(model, ids, mask)[0]
 

@@ -51,7 +51,8 @@ from update import advantages_of, item_information, shape_rewards, update
 
 @dataclass
 class Run:
-    """A run in this process: what `load` has loaded, and what changes from step to step."""
+    """A run in this process. `load` fills in the fields without a default, `start` the others (for
+    sft.py: `prepare` and `prepare_rollouts`)."""
 
     cfg: RunConfig
     rank: int
@@ -78,9 +79,11 @@ class Run:
 
 
 def train(cfg: Config) -> None:
-    """A run from its first or next step to its last, in this process or as one of torchrun's.
-    Raises SystemExit where it must stop. Environments are closed however it ends, unless the
-    process is killed outright."""
+    """Train from the first step, or the next one of a resumed run, to the last.
+
+    Under torchrun every process calls it. Environments are closed when it ends, by an exception,
+    too. Raises SystemExit for bad usage, and when training cannot go on.
+    """
     options = envs.env_options(cfg.env_args, cfg.worlds)
     with EnvPool(servers(cfg.env_url, cfg.worlds), options=options) as pool:
         signals = StopSignals()
@@ -105,7 +108,8 @@ def train(cfg: Config) -> None:
 
 
 def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
-    """Every training step from the run's next one on."""
+    """Run the training steps from `run.step` on, and write final/. After a stop signal write a
+    checkpoint instead."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
     critic, critic_optimizer = run.trained.get("critic", (None, None))
@@ -183,11 +187,8 @@ def start(cfg: Config) -> Run | None:
         run = load(cfg)
         if is_finished(run, cfg.steps):
             return None
-    except ValueError as e:
-        usage_error(e)
-    run.adaptive = adaptive_states(cfg, run.adaptive)
-    run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
-    try:
+        run.adaptive = adaptive_states(cfg, run.adaptive)
+        run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
         prepare(run)
     except ValueError as e:
         usage_error(e)
@@ -238,7 +239,7 @@ def is_finished(run: Run, steps: int) -> bool:
 def prepare(run: Run) -> None:
     """Lock and prepare the run folder, and open the --report_to logger. Raises ValueError if
     another process works in the folder."""
-    def take_folder():
+    def take_folder():  # returns nothing: `of_rank_0` could not send an open file to other ranks
         run.lock = lock_folder(run.folder)
 
     of_rank_0(take_folder)
@@ -263,7 +264,10 @@ def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
         run.cfg, record_states=getattr(run.cfg, "credit", "") == "state", **limits)
 
 
-def load_for_training(cfg: RunConfig, newest: Path | None, device: torch.device) -> tuple:
+def load_for_training(
+    cfg: RunConfig, newest: Path | None, device: torch.device,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, rl.Trained, PreTrainedModel | None,
+           PreTrainedModel | None]:
     """Load and prepare every model of a run -> policy, tokenizer, `Run.trained`, the reference
     model and the teacher; the last two may be None. Raises ValueError for a model that cannot be
     loaded or trained."""
@@ -353,7 +357,7 @@ def trainable(model: nn.Module, lr: float, cfg: RunConfig,
 
 
 def placed(model: nn.Module, cfg: RunConfig, device: torch.device) -> nn.Module:
-    """The model where it computes: sharded over the ranks, or whole on each."""
+    """Shard the model over the ranks, or move the whole model to `device` -> the model."""
     return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
 
 
@@ -369,8 +373,8 @@ def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Take the run folder for this process -> an open file: the lock ends when it is closed, or
-    with the process. Raises ValueError if another process has it."""
+    """Lock the run folder -> an open file, which holds the lock until it is closed or the process
+    ends. Raises ValueError if another process holds it, or if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -385,7 +389,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def release(run: Run | None) -> None:
-    """Let another process have the run folder."""
+    """Release the lock on the run folder."""
     if run is not None and run.lock is not None:
         run.lock.close()
 
@@ -396,7 +400,7 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder, step)
-    shutil.rmtree(folder / "final", ignore_errors=True)  # of a run with fewer --steps
+    shutil.rmtree(folder / "final", ignore_errors=True)  # written when --steps was smaller
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
         step_of_file = rl.step_in(path)
@@ -485,16 +489,19 @@ def play_items(run: Run, pool: EnvPool, signals: StopSignals, items: list[str],
 
 def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
                  slots: int) -> dict[str, float]:
-    """What a row of metrics says about decoding. stats: those of `rollout` on each rank."""
+    """The columns of a row of metrics that describe decoding.
+
+    stats: for each rank, the `stats` of `rollout`. slots: how many each rank has (--slots).
+    """
     tokens = sum(len(t.tokens) for t in trajectories)
-    forwarded = sum(own.get("forwarded", 0) for own in stats)
-    # Each rank has `slots` in every step of the rank that takes the most: the others wait for it.
-    slot_steps = slots * max(own.get("steps", 0) for own in stats)
-    busy = [own.get("busy", 0) for own in stats]
+    forwarded = sum(counts.get("forwarded", 0) for counts in stats)
+    # A rank that finishes early waits for the others, so its slots count in their steps, too.
+    slot_steps = max(1, slots * max(counts.get("steps", 0) for counts in stats))
+    occupancies = [counts.get("busy", 0) / slot_steps for counts in stats]
     row = {"forwarded_per_kept": forwarded / max(1, tokens),
-           "occupancy": sum(busy) / max(1, slot_steps * len(busy)), "tokens": tokens}
-    if len(busy) > 1:
-        row |= {f"occupancy/rank{rank}": own / max(1, slot_steps) for rank, own in enumerate(busy)}
+           "occupancy": sum(occupancies) / len(occupancies), "tokens": tokens}
+    if len(occupancies) > 1:
+        row |= {f"occupancy/rank{rank}": share for rank, share in enumerate(occupancies)}
     return row
 
 
@@ -568,14 +575,14 @@ def summary(row: dict) -> str:
 
 
 def save_checkpoint(run: Run, step: int) -> None:
-    """Write a checkpoint to continue from at `step`, and draw the curves anew."""
+    """Write a checkpoint from which training continues at `step`, and redraw the curves."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
             {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
              "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)
-        if (run.folder / "metrics.jsonl").stat().st_size:
+        if (run.folder / "metrics.jsonl").stat().st_size:  # empty if stopped in the first step
             draw_curves(run.folder)
 
 
@@ -606,16 +613,15 @@ def exit_on_system_error(cfg: RunConfig, script: str) -> Iterator[None]:
         cause = e
         if isinstance(e, CheckpointException):
             cause = next(iter(e.failures.values()))[0]  # of the first rank that failed
-        lacks = rl.is_lack_of_resources(cause)
-        if isinstance(e, RuntimeError) and not lacks:
+        lacks_resources = rl.is_lack_of_resources(cause)
+        if isinstance(e, RuntimeError) and not lacks_resources:
             raise
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-        line = f"{reason}; "
-        if lacks:
-            line = (f"no memory or no thread left: {line}"
-                    "a smaller --microbatch_tokens or --slots takes less; ")
-        usage_error(ValueError(f"{line}{cfg.out} is kept, --resume goes on from its newest "
-                               "checkpoint"), script, of_one_rank=True)
+        if lacks_resources:
+            reason = (f"no memory or no thread left: {reason}; a smaller --microbatch_tokens or "
+                      "--slots takes less")
+        message = f"{reason}; {cfg.out} is kept, --resume goes on from its newest checkpoint"
+        usage_error(ValueError(message), script, of_one_rank=True)
 
 
 def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = False) -> NoReturn:

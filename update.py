@@ -60,7 +60,7 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
         return
     for t in trajectories:
         spans = reply_spans(t.mask)
-        turns = len(t.progress)  # a last reply that was never answered is no turn
+        turns = len(t.progress)  # a last reply that was never answered is not a turn
         extra = [0.0] * turns
         if shaping != "none":
             lengths = [end - start for start, end in spans[:turns]]
@@ -107,8 +107,8 @@ def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma
 def outcome_rewards(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
     """-> outcomes [B], groups [B] long, valid [B] bool: False where the environment failed.
 
-    An outcome is `Trajectory.reward`. The rounding of a sum over `rewards` would depend on the
-    turns in which the rewards came.
+    An outcome is `Trajectory.reward`, an exactly rounded sum. The rounding of a plain sum over
+    `rewards` would depend on the turns in which the rewards came.
     """
     outcomes = torch.tensor([t.reward for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
@@ -153,7 +153,8 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         if cfg.kl_in == "reward":
             kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
             penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
-            rewards, outcomes = rewards - penalty, outcomes - penalty.sum(1)
+            rewards = rewards - penalty
+            outcomes = outcomes - penalty.sum(1)
 
     # The algorithm's advantages [B, T]: one for a trajectory or a turn, or one for each token.
     if cfg.algo in ("grpo", "rloo"):
@@ -211,8 +212,8 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
     (`algos.mutual_information`), over up to INFORMATION_ITEMS items of the step.
 
     Items are compared with those of their own category (level, depth, site): a policy that writes
-    the same for all items of a category has 0. Items without another one of their category are left
-    out, the largest categories come first. Worlds without any are left out.
+    the same for all items of a category has 0. The largest categories come first. An item that is
+    the only one of its category is left out, and so is a world in which no item remains.
     """
     found = {}
     is_known = has_known_categories(cfg.env_url, cfg.env_args)
@@ -412,7 +413,7 @@ def pad_rows(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]],
              **columns: Sequence[Sequence[float] | float]) -> Batch:
     """As `collate`, from each row's ids and mask."""
     lengths = [len(row) for row in ids]
-    width = max([2, *lengths])
+    width = max([2, *lengths])  # at least 2: a model is fed all columns but the last
 
     def pad(rows, dtype):
         out = torch.zeros(len(lengths), width, dtype=dtype)

@@ -52,8 +52,6 @@ def fuzz(name, resets=2000, steps=20_000, seed=0, progress=False):
     # Listing SciWorld's valid actions is slow: there a valid action is rare. SearchQA and WebArena
     # list none.
     valid_share = 0.05 if name == "sciworld" else 0.5
-    if not hasattr(env, "valid_actions"):
-        valid_share = 0
     early = 0.0
     for k in tqdm(range(resets), disable=not progress):
         first = env.reset(rng.choice(numbers))

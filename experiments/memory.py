@@ -95,9 +95,8 @@ def world(name, episodes):
     samples = Samples(os.getpid())
 
     def policy(rng, _):
-        if hasattr(env, "valid_actions"):
-            return rng.choice(env.valid_actions())
-        return env.expert()
+        actions = env.valid_actions()
+        return rng.choice(actions) if actions else env.expert()
 
     rng = random.Random(0)
     for episode in tqdm(range(episodes), desc=name):

@@ -295,7 +295,7 @@ FAULTS = [
           "update::test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank"),
 
     # ---- supervised training ----
-    Fault("sft.py", "None if is_random else [0.0] * len(ids)", "[0.0] * len(ids)",
+    Fault("sft.py", "None if random_actions else [0.0] * len(ids)", "[0.0] * len(ids)",
           "Random actions are learnt, too.",
           "sft::test_an_experts_replies_are_learnt_and_random_ones_are_not"),
     Fault("sft.py", "if t.success and len(t.tokens)", "if len(t.tokens)",
@@ -376,8 +376,7 @@ FAULTS = [
           "outcomes = torch.tensor([t.score for",
           "Groups compare the world's scores, not the rewards.",
           "update::test_each_trajectorys_record_holds_its_advantage"),
-    Fault("update.py", "rewards - penalty, outcomes - penalty.sum(1)",
-          "rewards + penalty, outcomes + penalty.sum(1)",
+    Fault("update.py", "rewards = rewards - penalty", "rewards = rewards + penalty",
           "The KL in the reward is added, not taken off.",
           "update::test_the_kl_in_the_reward_is_taken_off_each_sampled_token"),
     Fault("update.py", "penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)",

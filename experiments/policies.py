@@ -51,7 +51,7 @@ def measure(name, episodes=1, horizon=None, data=None, only=None):
         return env.expert()
 
     policies = {"uniform": uniform, "imitated": imitated, "expert": expert}
-    if not hasattr(env, "valid_actions"):  # SearchQA and WebArena list no valid actions
+    if type(env).valid_actions is envs.Env.valid_actions:  # SearchQA and WebArena list none
         del policies["uniform"]
     if name not in SLIPS:  # the built-in model was not trained on this world
         del policies["imitated"]

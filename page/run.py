@@ -60,7 +60,7 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], Counter]:
     last = max((row["step"] for row in rows if is_number(row.get("step"))), default=-1)
     up_to_last = sum(step_in(file) <= last for file in files)
     return rows, files[:max(up_to_last, len(rows) + damaged)], Counter({
-        "lines of metrics.jsonl that are no JSON object": damaged})
+        "lines of metrics.jsonl that are not JSON objects": damaged})
 
 
 def load_tokenizer(run: Path, config: dict) -> PreTrainedTokenizerBase:
@@ -206,7 +206,7 @@ class Run:
     def read_file(self, file: Path) -> list[dict]:
         """The trajectories of a file that can be shown; their rows are added to `rows`."""
         trajectories, damaged = read_objects(file)
-        self.left_out["lines of trajectories that are no JSON object"] += damaged
+        self.left_out["lines of trajectories that are not JSON objects"] += damaged
         self.left_out["trajectory files that are empty"] += not trajectories and not damaged
         kept = []
         for trajectory in trajectories:

@@ -181,8 +181,8 @@ def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
     ("messages=1", "no switch 'messages'"),
     ("thinking", "cannot read --chat_args 'thinking'; write enable_thinking=false"),
     ("a-b=1", "cannot read --chat_args 'a-b=1'"),
-    ('{"thinking": }', "--chat_args is no JSON object: "),
-    ('{"a":' * 100_000, "--chat_args is no JSON object: "),
+    ('{"thinking": }', "--chat_args is not a JSON object: "),
+    ('{"a":' * 100_000, "--chat_args is not a JSON object: "),
 ])
 def test_arguments_that_a_template_does_not_take_are_refused(tiny, chat_args, says):
     with pytest.raises(ValueError) as refused:

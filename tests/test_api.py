@@ -258,7 +258,7 @@ def test_a_server_that_is_busy_or_answers_nonsense_is_asked_again(no_pauses):
     (401, {"error": "no key"}, "status 401"),
     (500, {}, "status 500"),
     (200, {}, "KeyError"),
-    (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "no text"),
+    (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "not text"),
     (200, b"[" * 100_000, "RecursionError"),
 ])
 def test_a_server_that_fails_every_time_is_given_up(no_pauses, status, reply, says):

@@ -316,7 +316,7 @@ def test_a_broken_file_is_one_line(small, kept, tmp_path):
 
 def test_a_file_of_something_else_is_one_line(tmp_path):
     (tmp_path / "text.gguf").write_text("no model " * 1000)
-    assert "text.gguf is broken, or no GGUF file" in refusal(tmp_path / "text.gguf")
+    assert "text.gguf is broken, or not a GGUF file" in refusal(tmp_path / "text.gguf")
     assert "no model file" in refusal(tmp_path / "absent.gguf")
 
 

@@ -517,7 +517,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
             (("--env_url", "nonsense"), "no OpenEnv server answers at nonsense"),
             (("--env_url", url), "has a, b: say what the agent's text is"),
             (("--env_url", url, "--env_args", "openenv.action=c"), "have the fields a, b"),
-            (("--env_url", url, "--env_args", "openenv.action={"), "is no JSON"),
+            (("--env_url", url, "--env_args", "openenv.action={"), "is not JSON"),
             (("--env_url", url, "--env_args", "openenv.colour=c"), "no argument 'colour'"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.success=x"), "could not"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.reset=x"), "openenv.reset"),

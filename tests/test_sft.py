@@ -143,7 +143,7 @@ def test_the_loss_is_the_mean_over_the_replies_tokens_alone(tiny, tmp_path):
     batch = collate(found)
     loss, _ = sft.cross_entropy(Run, int(batch["mask"].sum()), batch)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-    assert sft.loss_of(Run, found) == pytest.approx(expected, rel=1e-5)
+    assert sft.mean_loss(Run, found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_every_epoch_holds_each_trajectory_once_in_an_order_of_its_own(tmp_path):
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, mes
     ("tokens", [5, 6, 7, 99999], "not in the vocabulary"),
     ("tokens", [5, 6, 7, -7], "not in the vocabulary"),
     ("tokens", [5, 6, 7, 1.5], "not in the vocabulary"),
-    ("reward", "x", "no number"),
+    ("reward", "x", "not a number"),
 ])
 def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, field, value, message):
     t = Trajectory("babyai_7", "babyai")

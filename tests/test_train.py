@@ -271,7 +271,7 @@ def test_a_template_without_an_end_token_and_switches_that_it_lacks_are_one_line
     for more, says in [
         ([*model], "this tokenizer's chat template ends a reply with '\\n"),
         (["--chat_args", "thinking=false"], "it has no switch 'thinking'"),
-        (["--chat_args", '{"thinking"'], "--chat_args is no JSON object"),
+        (["--chat_args", '{"thinking"'], "--chat_args is not a JSON object"),
     ]:
         done = run_script(script, *flags, *more)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr

@@ -421,7 +421,7 @@ def damaged(folder, tmp_path):
 
     expected = [f"1 trajectories with no field '{name}'" for name in NEEDED]
     expected += [
-        "2 lines of metrics.jsonl that are no JSON object",
+        "2 lines of metrics.jsonl that are not JSON objects",
         "1 values of success that are missing or not finite",
         "1 values of turns that are missing or not finite",
         "1 values of entropy that are missing or not finite",
@@ -432,7 +432,7 @@ def damaged(folder, tmp_path):
         "1 trajectories with lists of different lengths",
         "1 trajectories with a 'tokens' of another kind",
         "1 trajectory files that are empty",
-        "1 lines of trajectories that are no JSON object",
+        "1 lines of trajectories that are not JSON objects",
     ]
     return out, expected
 

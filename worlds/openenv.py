@@ -205,7 +205,7 @@ class OpenEnv(Env):
                 return {self.field: _read_json(text)}
             except (ValueError, RecursionError) as e:
                 if "string" not in kinds:
-                    raise ValueError(f"'{self.field}' is no text: {e}") from e
+                    raise ValueError(f"'{self.field}' is not text: {e}") from e
         return {self.field: text}
 
     def _ask(self, kind, data):
@@ -369,9 +369,9 @@ def _read_object(text, name):
     try:
         found = _read_json(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"openenv.{name}: '{text:.80}' is no JSON: {e}") from e
+        raise ValueError(f"openenv.{name}: '{text:.80}' is not JSON: {e}") from e
     if not isinstance(found, dict):
-        raise ValueError(f"openenv.{name}: '{text:.80}' is no JSON object")
+        raise ValueError(f"openenv.{name}: '{text:.80}' is not a JSON object")
     return found
 
 

@@ -57,7 +57,7 @@ def read_item(item: str | None, world: str | None) -> tuple[str, int | None]:
         return world or "babyai", None if item is None else int(item)
     named, number = split_item(item)
     if world not in (None, named):
-        raise ValueError(f"--item {item} is no item of --env {world}")
+        raise ValueError(f"--item {item} is not an item of --env {world}")
     return named, number
 
 
