@@ -550,8 +550,12 @@ class Chat:
             self.encoder.encode_special_tokens = True
             self.encoder.no_truncation()
             self.encoder.no_padding()
+        template = tokenizer.chat_template
+        if getattr(tokenizer, "rendered_template", template) != template:
+            vars(tokenizer).pop("rendered_marks", None)  # it has got another template since
         if not hasattr(tokenizer, "rendered_marks"):
             tokenizer.rendered_marks = render_marks(tokenizer)
+            tokenizer.rendered_template = template
         # Cut the text at the marks.
         text = tokenizer.rendered_marks
         pieces = []

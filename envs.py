@@ -146,7 +146,7 @@ def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
 
 def _make_local(name, kw):
     try:
-        world = _world_class(name)
+        world = world_class(name)
         parameters = inspect.signature(world).parameters
         unknown = kw.keys() - parameters.keys()
         if unknown:
@@ -168,7 +168,7 @@ def _make_remote(name, url, kw):
     world = Env  # its attributes are the defaults of a world that this project does not have
     if name in WORLDS:
         try:
-            world = _world_class(name)
+            world = world_class(name)
             prompt = world.prompt
         except ModuleNotFoundError as e:
             # The world runs on the server, so without its package only its prompt is needed.
@@ -177,8 +177,9 @@ def _make_remote(name, url, kw):
     return client.RemoteEnv(name, url, prompt, world.stop, world.instant, world.whole_reply, **kw)
 
 
-def _world_class(name):
-    """Import the class of a world of `WORLDS` or `SERVER_WORLDS`."""
+def world_class(name: str) -> type[Env]:
+    """Import the class of a world of `WORLDS` or `SERVER_WORLDS`. Raises ModuleNotFoundError if a
+    package that it needs is missing."""
     module, class_name = {**WORLDS, **SERVER_WORLDS}[name].split(":")
     return getattr(importlib.import_module(module), class_name)
 
@@ -313,7 +314,7 @@ def category_of(item: str) -> str:
     """
     try:
         name, number = split_item(item)
-        return _world_class(name).category(number) if name in WORLDS else ""
+        return world_class(name).category(number) if name in WORLDS else ""
     except (ValueError, LookupError, ImportError):
         return ""
 
@@ -322,7 +323,7 @@ def has_states(name: str) -> bool:
     """Whether the world `name`, played in this process, tells its states. Raises ValueError if its
     package is missing."""
     try:
-        return name in WORLDS and _world_class(name).state is not Env.state
+        return name in WORLDS and world_class(name).state is not Env.state
     except ModuleNotFoundError as e:
         raise _missing_package(name, e) from e
 

@@ -296,6 +296,10 @@ def pick_items(cfg: EvalConfig) -> list[str]:
 # ---- playing ----
 
 
+# Flags that may differ when a stopped evaluation goes on: how fast it is played, and where.
+MAY_CHANGE = ("slots", "deadline", "create_deadline", "env_url")
+
+
 class PartFile:
     """The finished trajectories of an evaluation that is under way, in the file OUT.part.
 
@@ -306,12 +310,12 @@ class PartFile:
         """Read what an evaluation that was stopped has left. Without --out nothing is kept.
 
         config: what it takes to repeat the evaluation. Raises ValueError if the file there is of
-        an evaluation with another one.
+        an evaluation with another one; flags of `MAY_CHANGE` may differ.
         """
         self.path = Path(cfg.out + ".part") if cfg.out else None
         self.horizons = schedule.parse_rounds(cfg.horizon, cfg.env)
         self.played: dict[int, list[Trajectory]] = {horizon: [] for horizon in self.horizons}
-        settings = {k: v for k, v in config.items() if k != "date"}
+        settings = {k: v for k, v in config.items() if k not in ("date", *MAY_CHANGE)}
         self.head = json.dumps(settings | {"horizon": self.horizons}) + "\n"
         if self.path and self.path.exists():
             self._read()
@@ -404,7 +408,9 @@ def load_model(
     tokenizer = rl.load_tokenizer(cfg.model, cfg.chat_template)
     tokenizer.rendered_marks = agent.render_marks(tokenizer, cfg.system, cfg.chat_args)
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
-    return rl.load_model(cfg.model, device, getattr(torch, cfg.dtype)), tokenizer
+    model = rl.load_model(cfg.model, device, getattr(torch, cfg.dtype))
+    rl.check_length(model.config, cfg.max_length)
+    return model, tokenizer
 
 
 def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None,

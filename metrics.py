@@ -55,16 +55,22 @@ def banner(run: "Run") -> str:
 
 
 def held_out_summary(rows: list[dict], last: dict[str, float]) -> str:
-    """The held-out success before and after training -> text, one line for each world.
+    """The held-out success at the run's first evaluation and after training -> text, one line for
+    each world.
 
-    rows: the run's rows of metrics, whose first evaluation is "before". last: the columns of the
-    last evaluation, "eval/success" or, in a mixture, "eval/success/babyai" ...
+    rows: the run's rows of metrics. last: the columns of the last evaluation, "eval/success" or, in
+    a mixture, "eval/success/babyai" ...
     """
     lines = []
     for key in columns_of("eval/success", list(last)):
-        first = next((row[key] for row in rows if key in row), math.nan)
         world = key.removeprefix("eval/success").replace("/", " of ")
-        lines.append(f"held-out success{world}: {first:.3f} before, {last[key]:.3f} after")
+        first = ""
+        for row in rows:
+            if key in row:
+                when = f"at step {row['step']}" if row["step"] else "before"
+                first = f"{row[key]:.3f} {when}, "
+                break
+        lines.append(f"held-out success{world}: {first}{last[key]:.3f} after")
     return "\n".join(lines)
 
 

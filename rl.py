@@ -423,17 +423,31 @@ def length_dependence(config: PreTrainedConfig) -> str:
     return ""
 
 
-def steady_length(config: PreTrainedConfig) -> float:
-    """The largest length, in tokens, at which the model's rotary embeddings do not depend on the
-    length. In longer sequences cached keys differ from those of a fresh forward pass."""
-    if not length_dependence(config).startswith("rotary"):
-        return float("inf")
+def largest_length(config: PreTrainedConfig) -> tuple[float, str]:
+    """The largest number of tokens at which the model can be played and trained, and the reason;
+    infinity and "" where there is no such limit."""
+    changes = length_dependence(config).startswith("rotary")
     config = config.get_text_config()
-    rope = config.rope_parameters
-    name = "original_max_position_embeddings"
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    known = [part[name] for part in parts if name in part]
-    return min(known, default=config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None)
+    if changes:
+        # Cached keys of a longer sequence differ from those of a fresh forward pass.
+        name = "original_max_position_embeddings"
+        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+        known = [part[name] for part in parts if name in part]
+        return (min(known, default=config.max_position_embeddings),
+                "its rotary embeddings change beyond it, and so do earlier log-probs")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and not rope:
+        return positions, "it has no more position embeddings"
+    return math.inf, ""
+
+
+def check_length(config: PreTrainedConfig, max_length: int, flag: str = "--max_length") -> None:
+    """Raise ValueError if the model cannot be played and trained on `max_length` tokens."""
+    largest, reason = largest_length(config)
+    if max_length > largest:
+        raise ValueError(f"{flag} {max_length} is too long for this model: {reason}; its limit is "
+                         f"{flag} {largest}")
 
 
 class ComputePaths(NamedTuple):
@@ -679,12 +693,17 @@ def training_tensors(trained: Trained) -> dict[str, Tensor]:
 def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
          state: dict | None = None, trained: Trained | None = None,
          dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint, or, with state None, a plain Hugging Face folder with weights in `dtype`.
+    """Write a checkpoint of `model` and `trained`, or, with state None, a plain Hugging Face folder
+    with weights in `dtype`.
 
-    The folder gets its name when it is complete. state: what JSON can hold. Called by all ranks;
-    the folder must be one that all of them see.
+    The folder gets its name when it is complete. It replaces an older model there. state: what JSON
+    can hold. Called by all ranks; the folder must be one that all of them see. Raises ValueError
+    if the folder holds something else than a model.
     """
     folder, rank = Path(folder), ranks()[0]
+    of_rank_0(lambda: check_replaceable(folder))
+    if (state is None) != (trained is None):
+        raise ValueError("a checkpoint needs both `state` and `trained`")
     partial = folder.with_name(folder.name + ".partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -724,6 +743,17 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         partial.rename(folder)
     if dist.is_initialized():
         dist.barrier()
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError if the folder holds files, and none of them is of a model or checkpoint: all
+    that is in it would be lost."""
+    if not folder.is_dir():
+        return
+    names = {path.name for path in folder.iterdir()}
+    of_model = ("model", "tokenizer", "generation_config.json", "state.json", "training")
+    if names and not any(name.startswith(of_model) for name in names):
+        raise ValueError(f"{folder} holds other files than a model's: give a folder of its own")
 
 
 def checkpoints(run: str | Path) -> list[Path]:

@@ -196,8 +196,13 @@ class RolloutConfig:
 
 
 def limit_for(limit: int | float | dict, world: str) -> int | float:
-    """The limit that applies to `world`: `limit` is one number for all, or {world: number}."""
-    return limit[world] if isinstance(limit, dict) else limit
+    """The limit that applies to `world`: `limit` is one number for all, or {world: number}.
+    Raises ValueError for a world that it lacks."""
+    if not isinstance(limit, dict):
+        return limit
+    if world not in limit:
+        raise ValueError(f"{world} has no entry in {limit}")
+    return limit[world]
 
 
 def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:

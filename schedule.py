@@ -92,14 +92,16 @@ def adaptive_start(rounds: Sequence[int], window: int = 5) -> dict:
 def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
     """The horizon of the next step, chosen from the metrics of this step.
 
-    metrics: the step's metrics over all its trajectories; only "success" and "truncated" are read.
+    metrics: the step's metrics over all its trajectories: "success", "truncated" and, where it is
+    there, "truncated/length", the share that the largest length has cut. A longer horizon does not
+    help those.
     state: from `adaptive_start` or the last call; numbers and lists that survive JSON.
     -> (horizon, new state). `state` is not modified.
 
     The mean success of the last `window` steps at this horizon is compared with the mean of the
     `window` steps before them:
-      - levelled off (it rose by less than 0.02 while more than 0.05 of the trajectories are cut):
-        the next round.
+      - levelled off (it rose by less than 0.02 while the horizon cuts more than 0.05 of the
+        trajectories): the next round.
       - collapsed (it is below half of the best mean so far, at any horizon): one round back, and
         the collapsed mean becomes the new best.
 
@@ -115,7 +117,8 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
     stage = state["stage"]
     best = state["best"]
     success = [*state["success"], metrics["success"]][-2 * window:]
-    truncated = [*state["truncated"], metrics["truncated"]][-window:]
+    cut_by_horizon = metrics["truncated"] - metrics.get("truncated/length", 0.0)
+    truncated = [*state["truncated"], cut_by_horizon][-window:]
 
     if len(success) >= window:
         mean_success = math.fsum(success[-window:]) / window

@@ -79,7 +79,8 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     check_run(cfg)
     if not cfg.demos and not cfg.trajectories:
         raise ValueError("nothing to learn from: give --demos or --trajectories")
-    if cfg.trajectories and not Path(cfg.trajectories).is_file():
+    # A resumed run learns from a copy in its own folder.
+    if cfg.trajectories and not cfg.resume and not Path(cfg.trajectories).is_file():
         raise ValueError(f"there is no file {cfg.trajectories}")
     if cfg.min_reward is not None and not cfg.trajectories:
         raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
@@ -207,23 +208,29 @@ def thing_named(action: str) -> str:
 # ---- recorded trajectories ----
 
 
-def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None) -> list[Trajectory]:
+def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
+                      action_format: str = "") -> list[Trajectory]:
     """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
     list of AgentGym's conversations. Those whose environment failed, that have a reward below
     `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
-    of another tokenizer."""
+    of another tokenizer and, where it is given, of another action format (JSON lines alone)."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":
             found = [from_conversation(entry, chat) for entry in json.loads(text)]
         else:
             known = {f.name for f in fields(Trajectory)}
-            rows = [json.loads(line) for line in text.splitlines()]
+            # Not splitlines(), which also splits at characters that may stand inside a JSON string.
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
             found = [Trajectory(**{k: v for k, v in row.items() if k in known}) for row in rows]
             check_tokenizer(path, found, chat)
+            if action_format:
+                check_format(found, action_format)
             for t in found:
                 t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # SFT needs none
                 check_fields(t, len(chat.tokenizer))
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if min_reward is not None:
@@ -283,6 +290,22 @@ def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: 
             start = chat.start(prompt, observation, reply=reply)
             if t.tokens[: len(start)] != start:
                 raise ValueError(f"{t.item} was written with another tokenizer or chat template")
+
+
+def check_format(trajectories: Iterable[Trajectory], action_format: str) -> None:
+    """Raise ValueError unless the trajectories were played in this action format: a model that
+    learns from them is played in it later."""
+    for t in trajectories:
+        if not t.messages:
+            continue
+        text = t.messages[0]["content"]
+        described = [name for name, words in agent.FORMATS.items()
+                     if words and words.strip() in text]
+        recorded = described[0] if described else "plain"
+        takes_whole_replies = t.env in envs.WORLDS and envs.world_class(t.env).whole_reply
+        if recorded != action_format and not takes_whole_replies:
+            raise ValueError(f"{t.item} was played with --action_format {recorded}, not "
+                             f"{action_format}")
 
 
 def from_conversation(entry: dict, chat: Chat) -> Trajectory:
@@ -355,7 +378,8 @@ def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], lis
         return demos, held_out
     demos = []
     if cfg.trajectories:
-        demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward), cfg)
+        demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward,
+                                             cfg.action_format), cfg)
     held_out = []
     try:
         with signals:

@@ -289,11 +289,7 @@ def load_for_training(
               "process holds a whole copy in the host's memory", file=sys.stderr)
     paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
     rl.set_compute_paths(policy, paths)
-    steady_length = rl.steady_length(policy.config)
-    if cfg.max_length > steady_length:
-        raise ValueError(f"beyond {steady_length} tokens this model's rotary embeddings change "
-                         "with the length, and with them the log-probs of earlier tokens: "
-                         f"give --max_length {steady_length}")
+    rl.check_length(policy.config, cfg.max_length)
 
     # What is trained: the policy and, with PPO, the critic, each with its optimizer.
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
@@ -325,9 +321,7 @@ def load_for_training(
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
         teacher = load_frozen(name)
-        if cfg.max_length > rl.steady_length(teacher.config):
-            raise ValueError(f"--teacher {name} is exact up to --max_length "
-                             f"{rl.steady_length(teacher.config)}, not {cfg.max_length}")
+        rl.check_length(teacher.config, cfg.max_length)
     return policy, tokenizer, trained, reference, teacher
 
 

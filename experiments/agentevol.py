@@ -86,7 +86,12 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="items explored an iteration")
     parser.add_argument("--samples", type=int, default=4, help="trajectories of each")
     args = parser.parse_args()
+    for name in ("config.json", "demos.jsonl"):
+        if not (args.warm / name).exists():
+            parser.error(f"{args.warm} is not the folder of an sft.py run: it has no {name}")
     args.env = json.loads((args.warm / "config.json").read_text())["env"]
+    if "," in args.env or ":" in args.env:
+        parser.error(f"{args.warm} was trained in several worlds ({args.env}); eval.py plays one")
     budget = turns_of_run(args.compare) if args.compare else args.turns
 
     rows_file = args.out / "rows.jsonl"

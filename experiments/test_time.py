@@ -1,15 +1,15 @@
 """What more samples and more turns are worth at test, before and after RL.
 
-    python experiments/test_time.py WORLD [MODEL...] [--before MODEL --name NAME]
+    python experiments/test_time.py WORLD [MODEL...] [--before MODEL --name NAME] [--samples 16]
 
 MODEL: folders of models after RL, one per seed (default runs/study/horizon/WORLD_scaling_s*/final,
 which `experiments/study.py horizon` leaves). --before: the model that RL started from (default: the
 built-in one); --name: what the table and the pictures call it.
 
-Every held-out item is played 16 times with the longest of the horizons below. No prompt tells the
-horizon, and a trajectory draws the same random numbers at every horizon. So what would have been
-reached within fewer turns can be read off: the successes that took no more turns. avg@16 is the
-mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
+Every held-out item is played --samples times with the longest of the horizons below. No prompt
+tells the horizon, and a trajectory draws the same random numbers at every horizon. So what would
+have been reached within fewer turns can be read off: the successes that took no more turns. avg@k
+is the mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
 
 Writes the rows of WORLD, or of "WORLD, NAME", in experiments/results/test_time.jsonl.gz, each when
 it is measured, and, from all rows, docs/test_time.png and a table. Without arguments: those alone.
@@ -36,17 +36,16 @@ from experiments.studies.play import revision  # noqa: E402
 from experiments.studies.report import in_words  # noqa: E402
 
 WORK = ROOT / "runs/test_time"  # for eval.py's output, which is not kept
-SAMPLES = 16
 HORIZONS = {"babyai": (1, 2, 3, 4, 6, 8), "textcraft": (2, 3, 5, 8, 12)}
 SHOWN = {"babyai": 4, "textcraft": 8}  # the horizon of the figure over k: the last in training
 KS = (1, 2, 4, 8, 16)
 BUILT_IN = Path("tiny")
 
 
-def within(trajectories, horizon, ks=KS):
-    """What these trajectories would have reached with `horizon` turns.
+def within(trajectories, horizon, samples=KS[-1]):
+    """What these trajectories, `samples` of each item, would have reached with `horizon` turns.
 
-    -> {"success": float, "ci95": [low, high], "pass@k": float for each k}
+    -> {"success": float, "ci95": [low, high], "pass@k": float for each k of KS up to `samples`}
     """
     by_item = {}
     for t in trajectories:
@@ -54,14 +53,18 @@ def within(trajectories, horizon, ks=KS):
             by_item.setdefault(t["item"], []).append(t["success"] and t["turns"] <= horizon)
     rates = [statistics.mean(wins) for wins in by_item.values()]
     found = {"success": statistics.mean(rates), "ci95": bootstrap(rates, 0)}
-    for k in ks:
+    for k in ks_of(samples):
         found[f"pass@{k}"] = statistics.mean(
             pass_at_k(len(wins), sum(wins), k) for wins in by_item.values() if len(wins) >= k
         )
     return found
 
 
-def measure(world, models, before=BUILT_IN, name=""):
+def ks_of(samples):
+    return [k for k in KS if k <= samples]
+
+
+def measure(world, models, before=BUILT_IN, name="", samples=KS[-1]):
     """Play the held-out items with the models before and after RL, and keep the rows."""
     labels = {"before": before}
     for model in models:
@@ -74,13 +77,14 @@ def measure(world, models, before=BUILT_IN, name=""):
     key = f"{world}, {name}" if name else world
     found = {row["model"]: row for row in rows.load("test_time").get(key, [])}
     for label, model in labels.items():
-        trajectories, sha256, command = play(world, f"{key}, {label}", model)
+        trajectories, sha256, command = play(world, f"{key}, {label}", model, samples)
         found[label] = {
             "model": label,
             "model_sha256": sha256,
             "commit": commit,
             "command": command,
-            "horizons": {h: within(trajectories, h) for h in HORIZONS[world]},
+            "samples": samples,
+            "horizons": {h: within(trajectories, h, samples) for h in HORIZONS[world]},
         }
         keep(key, found.values())
     keep(key, [found[label] for label in labels])  # no rows of models that were not given
@@ -90,8 +94,8 @@ def keep(key, found):
     rows.save("test_time", rows.load("test_time") | {key: found})
 
 
-def play(world, label, model):
-    """Play the held-out items; `label` names the files meanwhile.
+def play(world, label, model, samples):
+    """Play the held-out items `samples` times; `label` names the files meanwhile.
 
     -> the trajectories (of each: item, status, success, turns), the sha256 of the weights, and the
     command.
@@ -101,7 +105,7 @@ def play(world, label, model):
     # Files for each model: eval.py goes on from the .part of an evaluation that was interrupted.
     out = WORK / f"{label}.partial"
     result = WORK / f"{label}.result"
-    command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(SAMPLES)]
+    command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(samples)]
     command += ["--horizon", str(HORIZONS[world][-1])]
     subprocess.run(
         [sys.executable, *command, "--out", str(result), "--trajectories", str(out)],
@@ -127,20 +131,21 @@ def draw(results):
     figure, axes = plt.subplots(
         len(results), 2, figsize=(9.2, 3.4 * len(results)), layout="constrained", squeeze=False
     )
-    print("| world | model | turns allowed: success (avg@16) | pass@1, 4, 16 |\n|---|---|---|---|")
+    print("| world | model | turns allowed: success | pass@1, 4, 8 or 16 |\n|---|---|---|---|")
     for (key, models), (left, right) in zip(sorted(results.items()), axes):
         world, _, name = key.partition(", ")
         shown = SHOWN[world]
         for number, model in enumerate(models):
             by_horizon = {int(h): figures for h, figures in model["horizons"].items()}
-            plot_model(left, right, number, by_horizon, shown)
-            print(f"| {key} | {model['model']} | {cells(by_horizon, shown)} |")
+            ks = ks_of(model.get("samples", KS[-1]))
+            plot_model(left, right, number, by_horizon, shown, ks)
+            print(f"| {key} | {model['model']} | {cells(by_horizon, shown, ks)} |")
         title = f"{in_words(world)}, {name or 'the built-in model'}"
         left.set(title=f"{title}: more samples, {shown} turns", xscale="log")
         left.set(xlabel="samples of an item, k", ylabel="success of at least one (pass@k)")
         left.set_xticks(KS, map(str, KS))
         left.minorticks_off()
-        right.set(title=f"{title}: more turns", xlabel="turns allowed", ylabel="success (avg@16)")
+        right.set(title=f"{title}: more turns", xlabel="turns allowed", ylabel="success (avg@k)")
         for ax in (left, right):
             ax.set_ylim(bottom=0)
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -149,7 +154,7 @@ def draw(results):
     print("docs/test_time.png")
 
 
-def plot_model(left, right, number, by_horizon, shown):
+def plot_model(left, right, number, by_horizon, shown, ks):
     """pass@k over k on the left axes, success over the horizon on the right ones.
 
     Args:
@@ -162,7 +167,7 @@ def plot_model(left, right, number, by_horizon, shown):
         label = "after RL, each seed"
     color = f"C{min(number, 1)}"
     line = {"color": color, "label": label}
-    left.plot(KS, [by_horizon[shown][f"pass@{k}"] for k in KS], "o-", **line)
+    left.plot(ks, [by_horizon[shown][f"pass@{k}"] for k in ks], "o-", **line)
     horizons = list(by_horizon)
     right.plot(horizons, [figures["success"] for figures in by_horizon.values()], "o-", **line)
     low, high = zip(*(figures["ci95"] for figures in by_horizon.values()))
@@ -170,10 +175,10 @@ def plot_model(left, right, number, by_horizon, shown):
     right.fill_between(horizons, low, high, alpha=0.15, color=color, lw=0, label=band)
 
 
-def cells(by_horizon, shown):
+def cells(by_horizon, shown, ks):
     """The last two cells of a line of the table."""
     success = [f"{h}: {figures['success']:.3f}" for h, figures in by_horizon.items()]
-    passes = [f"{by_horizon[shown][f'pass@{k}']:.3f}" for k in (1, 4, 16)]
+    passes = [f"{by_horizon[shown][f'pass@{k}']:.3f}" for k in (1, 4, ks[-1])]
     return f"{', '.join(success)} | {', '.join(passes)}"
 
 
@@ -185,6 +190,7 @@ def main():
     parser.add_argument("models", nargs="*", metavar="MODEL", type=Path)
     parser.add_argument("--before", default=BUILT_IN, type=Path)
     parser.add_argument("--name", default="")
+    parser.add_argument("--samples", default=KS[-1], type=int, choices=KS[2:])
     args = parser.parse_intermixed_args()  # flags may stand before the MODELs
     if args.world:
         runs = ROOT / "runs/study/horizon"
@@ -196,7 +202,7 @@ def main():
         for model in [args.before, *models]:
             if model != BUILT_IN and not model.is_dir():
                 parser.error(f"there is no model {model}")
-        measure(args.world, models, args.before, args.name)
+        measure(args.world, models, args.before, args.name, args.samples)
     results = rows.load("test_time")
     if not results:
         sys.exit("test_time.py: nothing is measured yet: give a world")

@@ -88,8 +88,19 @@ def with_template(tokenizer, template):
     """A copy of a tokenizer with another chat template."""
     other = copy.deepcopy(tokenizer)
     other.chat_template = template
-    vars(other).pop("rendered_marks", None)
+    for name in ("rendered_marks", "rendered_template"):
+        vars(other).pop(name, None)
     return other
+
+
+def test_a_template_that_is_replaced_counts_from_then_on(tiny):
+    tokenizer = copy.deepcopy(tiny[1])
+    before = Chat(tokenizer).start("Play.", "A wall.")
+    assert Chat(tokenizer).start("Play.", "A wall.") == before
+    marked = tokenizer.chat_template.replace("<|im_start|>", "<|im_start|>x")
+    assert marked != tokenizer.chat_template
+    tokenizer.chat_template = marked
+    assert Chat(tokenizer).start("Play.", "A wall.") != before
 
 
 BROKEN_TEMPLATES = {

@@ -277,7 +277,7 @@ def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
         raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
 
     with monkeypatch.context() as patch:
-        patch.setattr(envs, "_world_class", missing)
+        patch.setattr(envs, "world_class", missing)
         with pytest.raises(ValueError, match="'textworld' needs the package 'py4j'"):
             envs.has_states("textworld")
     monkeypatch.setattr(TextCraft, "state", Env.state)

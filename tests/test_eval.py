@@ -430,6 +430,21 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
     assert f"{part} is of an evaluation with another model" in capsys.readouterr().err
 
 
+def test_a_stopped_evaluation_goes_on_with_other_slots_and_deadlines_but_not_other_flags(tmp_path):
+    flags = ["--items", "2", "--out", str(tmp_path / "r.json")]
+
+    def part_of(*changes):
+        cfg = parse_eval_config([*flags, *changes])
+        return evaluation.PartFile(cfg, evaluation.result_config(cfg, ["babyai_1"]))
+
+    horizon = part_of().horizons[0]
+    part_of().add(horizon, Trajectory("babyai_1", "babyai", turns=1))
+    changed = part_of("--slots", "3", "--deadline", "9", "--create_deadline", "9")
+    assert len(changed.played[horizon]) == 1
+    with pytest.raises(ValueError, match="is of an evaluation with another model"):
+        part_of("--temperature", "0.5")
+
+
 def test_samples_that_were_played_twice_count_once(tmp_path):
     """An evaluation that is stopped twice plays the items that were not complete from the first
     sample on, each time."""

@@ -130,8 +130,13 @@ def test_the_gain_is_from_the_first_evaluation_to_the_last():
     rows = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
     assert held_out_summary(rows, {"eval/success": 0.75, "eval/turns": 3.0}) == (
         "held-out success: 0.250 before, 0.750 after")
-    rows = [{"eval/success/babyai": 0.1, "eval/success/textcraft": 0.2}]
+    rows = [{"step": 0, "eval/success/babyai": 0.1, "eval/success/textcraft": 0.2}]
     last = {"eval/success/babyai": 0.3, "eval/success/textcraft": math.nan}
     assert held_out_summary(rows, last) == (
         "held-out success of babyai: 0.100 before, 0.300 after\n"
         "held-out success of textcraft: 0.200 before, nan after")
+    # A run that was resumed with --eval_every.
+    rows = [{"step": 4}, {"step": 5, "eval/success": 0.5}]
+    assert held_out_summary(rows, {"eval/success": 0.75}) == (
+        "held-out success: 0.500 at step 5, 0.750 after")
+    assert held_out_summary(rows[:1], {"eval/success": 0.75}) == "held-out success: 0.750 after"

@@ -1156,7 +1156,7 @@ def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
 
 
 def test_a_world_of_ones_own_that_wants_the_whole_reply_gets_it_from_a_server(monkeypatch):
-    monkeypatch.setattr(envs._world_class("babyai"), "whole_reply", True)
+    monkeypatch.setattr(envs.world_class("babyai"), "whole_reply", True)
     with stand_in_server(lambda *_: (200, 1)) as (url, _):
         assert make_env("babyai", url=url).whole_reply
 

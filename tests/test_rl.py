@@ -171,13 +171,37 @@ def test_a_trajectory_without_tokens_may_stand_alone_in_its_batch(family):
     assert not entropies.any()
 
 
+def test_a_folder_of_other_files_is_not_replaced_by_a_model(tiny, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="notes holds other files than a model's"):
+        rl.save(tmp_path / "notes", *tiny)
+    assert (tmp_path / "notes/notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        rl.save(tmp_path / "empty", *tiny)  # an empty folder, then one with a model
+    with pytest.raises(ValueError, match="needs both `state` and `trained`"):
+        rl.save(tmp_path / "empty", *tiny, {"step": 3})
+
+
+def test_a_length_beyond_a_models_position_embeddings_is_refused():
+    model = random_model("gpt2", n_positions=64)
+    rl.check_length(model.config, 64)
+    model(torch.ones(1, 64, dtype=torch.long))
+    with pytest.raises(IndexError):  # what would come otherwise, in the middle of a run
+        model(torch.ones(1, 65, dtype=torch.long))
+    with pytest.raises(ValueError, match="--max_length 65 is too long for this model: it has no "
+                                         "more position embeddings; its limit is --max_length 64"):
+        rl.check_length(model.config, 65)
+
+
 def test_lengths_at_which_rotary_embeddings_change_are_known():
     factors = {"rope_type": "longrope", "rope_theta": 1e4,
                "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     phi = random_model("phi3", pad_token_id=0, max_position_embeddings=200,
                        original_max_position_embeddings=40, rope_parameters=factors)
-    assert rl.steady_length(phi.config) == 40
-    assert rl.steady_length(random_model("mistral").config) == float("inf")
+    assert rl.largest_length(phi.config)[0] == 40
+    assert rl.largest_length(random_model("mistral").config)[0] == float("inf")
 
     def first_logprobs(columns):
         """The log-probs of the first 30 tokens in a batch of so many columns."""

@@ -47,6 +47,11 @@ def reply_spans(t):
     return spans
 
 
+def test_a_world_without_a_horizon_is_named(tiny, pool):
+    with pytest.raises(ValueError, match="textcraft has no entry in {'babyai': 2}"):
+        rollout(*tiny, pool, ITEMS, {"babyai": 2})
+
+
 # ---- what is recorded ----
 
 

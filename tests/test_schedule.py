@@ -81,6 +81,15 @@ def test_the_adaptive_horizon_grows_when_success_levels_off_and_only_then():
     assert horizons_of([0.3] * 9, truncated=0.05) == [2] * 9
 
 
+def test_the_adaptive_horizon_does_not_grow_because_of_the_largest_length():
+    for by_length, expected in ((0.5, 2), (0.46, 2), (0.4, 4)):
+        state = adaptive_start((2, 4), window=1)
+        for _ in range(3):
+            metrics = {"success": 0.3, "truncated": 0.5, "truncated/length": by_length}
+            horizon, state = adaptive_horizon(state, metrics)
+        assert horizon == expected
+
+
 def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
     collapse = [0.4] * 5 + [0.1] * 5
     assert horizons_of(collapse) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]

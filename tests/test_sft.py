@@ -184,6 +184,39 @@ def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny):
         sft.read_trajectories(reference / "demos.jsonl", chat, 1.5)
 
 
+def test_empty_lines_and_line_separators_in_texts_are_no_damage(reference, tiny, tmp_path):
+    lines = (reference / "demos.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    first["messages"][-1]["content"] += "\u2028end"
+    path = tmp_path / "t"
+    path.write_text("\n".join([json.dumps(first, ensure_ascii=False), "", *lines[1:], ""]) + "\n")
+    found = sft.read_trajectories(path, Chat(tiny[1]), None)
+    assert len(found) == len(lines)
+    assert found[0].messages[-1]["content"].endswith("\u2028end")
+
+
+def test_a_resumed_run_does_not_need_the_file_that_it_began_with(tiny, tmp_path):
+    flags = ["--trajectories", str(tmp_path / "moved.jsonl"), "--out", str(tmp_path / "run")]
+    assert sft.parse_sft_config([*flags, "--resume"]).resume
+    with pytest.raises(ValueError, match="there is no file"):
+        sft.parse_sft_config(flags)
+    # A run that has saved nothing begins anew, and does need it.
+    with pytest.raises(ValueError, match="cannot read .*moved.jsonl: No such file"):
+        sft.read_trajectories(tmp_path / "moved.jsonl", Chat(tiny[1]), None)
+
+
+def test_trajectories_of_another_action_format_are_refused(reference, tiny, tmp_path):
+    path, chat = reference / "demos.jsonl", Chat(tiny[1])
+    assert sft.read_trajectories(path, chat, None, "react")
+    for other in ("plain", "json"):
+        with pytest.raises(ValueError, match=f"played with --action_format react, not {other}"):
+            sft.read_trajectories(path, chat, None, other)
+    # A world that takes whole replies has no other format.
+    changed = [json.loads(line) | {"env": "searchqa"} for line in path.read_text().splitlines()]
+    (tmp_path / "t").write_text("\n".join(map(json.dumps, changed)))
+    assert sft.read_trajectories(tmp_path / "t", chat, None, "plain")
+
+
 def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     chat = Chat(tiny[1])
     said = ["Play.", "OK. I'll play.", "A wall.", "Action: turn left", "A ball.",

@@ -198,7 +198,7 @@ def test_one_sweep_of_the_longest_horizon_holds_the_shorter_ones():
 
     a = [played("a", True, 3), played("a", False, 9), played("a", True, 2), played("a", False, 9)]
     b = [played("b", False, 9, "horizon")] * 4
-    found = test_time.within(a + b, 2, ks=(1, 2))
+    found = test_time.within(a + b, 2, samples=4)
     assert found["success"] == 0.125
     assert found["pass@1"] == 0.125
     assert abs(found["pass@2"] - 0.25) < 1e-9

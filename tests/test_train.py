@@ -399,6 +399,19 @@ def test_a_run_with_all_of_these_that_is_stopped_resumes_exactly(
     assert (out / weights).read_bytes() == (with_signal / weights).read_bytes()
 
 
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_more_tokens_than_a_model_has_positions_for_are_refused(tiny, tmp_path, script):
+    random_model("gpt2", n_positions=1024).save_pretrained(tmp_path / "gpt2")
+    tiny[1].save_pretrained(tmp_path / "gpt2")
+    out = ["--out", str(tmp_path / "r")]
+    done = run_script(script, "--env", "babyai", "--model", str(tmp_path / "gpt2"), *out,
+                      "--max_length", "1025")
+    assert done.returncode == 2
+    assert done.stderr == (f"{script}: --max_length 1025 is too long for this model: it has no more "
+                           "position embeddings; its limit is --max_length 1024\n")
+    assert not (tmp_path / "r").exists()
+
+
 # ---- a teacher ----
 
 
@@ -569,6 +582,8 @@ def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     assert cfg.horizon == "babyai=3,4 textcraft=3,5,8"
     assert [own.horizon_steps for own in cfg.worlds.values()] == [30, 25]
     assert cfg.out == "runs/never-made"
+    tenths = parse_config(["--env", "babyai:0.1,textcraft:0.3", *NO_RUN])
+    assert items_per_world(tenths, 16) == {"babyai": 4, "textcraft": 12}
     assert mixture("textcraft:0.5, babyai") == {"textcraft": 0.5, "babyai": 1.0}
     assert parse_config(["--env", "babyai:2", *NO_RUN]).horizon == "3,4"  # a mixture of one
     assert parse_config(["--env", "babyai,textcraft", *NO_RUN]).items_per_step == 32  # 16 of each

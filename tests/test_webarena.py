@@ -171,6 +171,9 @@ def test_only_what_the_window_shows_has_a_rectangle():
     ),
     ({"must_include": ["blue", "12.50"]}, ["Blue, at $12.50"], ["blue", "12.50", ""]),
     ({"must_include": ["0"]}, ["0", "there are 0."], ["10", "zero", ""]),
+    # As NLTK's tokenizer splits these.
+    ({"must_include": ["5"]}, ["(5)", "$5", "4, 5", "5%", "5: all", "'5'"],
+     ["0.5 stars", "1,5", "5/7", "5-6", "2:5", "5.99", "$4.5"]),
     ({"must_include": ["10"]}, ["10 of them"], ["1", ""]),
     ({"fuzzy_match": "N/A"}, ["N/A", "n/a"], ["", "not possible", "N/A because"]),
     (
@@ -1023,6 +1026,12 @@ WISH_LIST = on_page(
     outer_text(".products-grid.wishlist"),
     must_include=["2 Orchid Roots & Bulbs |OR| nothing"],
 )
+NO_TABLE = on_page(
+    "a number that is 0",
+    "__SHOPPING__/wishlist/",
+    "document.querySelectorAll('table').length",
+    exact_match="0",
+)
 THE_POST = on_page(
     "a post",
     POST_URL,
@@ -1049,6 +1058,7 @@ OFFICIAL = [  # task, the path to open first, the right answer, a wrong answer o
     (GO_THERE, "/wishlist/", "", None),
     (says("unachievable", fuzzy_match="N/A"), "/", "N/A", "yes"),
     (WISH_LIST, "/", "", None),
+    (NO_TABLE, "/", "", None),
     (on_page("the whole page", "last", "", must_include=["long form"]), A_POST, "", None),
     (THE_POST, A_POST, "", None),
     (on_page("a role", MEMBERS, ROLE.format("bob"), must_include=["Guest"]), "/", "", None),

@@ -480,7 +480,8 @@ class Window:
                 self._evaluate(page, f"() => {expression}")
             if not locator.strip():
                 return page.content()
-            return str(self._evaluate(page, f"() => {locator}") or "")
+            found = self._evaluate(page, f"() => {locator}")
+            return "" if found is None else str(found)  # the number 0 is "0"
         finally:
             if not is_last:
                 page.close()

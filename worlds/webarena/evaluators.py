@@ -38,20 +38,27 @@ def normalize(answer: str) -> str:
     return answer.lower()
 
 
+# What NLTK's word tokenizer splits at: spaces, most punctuation, a comma or colon that no digit
+# follows, the full stop at the end, and an apostrophe at the edge of a word.
+BETWEEN_WORDS = re.compile(r"""[\s;@#$%&?!()\[\]{}<>"]|[:,](?!\d)|\.(?=[\])}>"'\s]*$)|\.\.+|--"""
+                           r"""|'(?!\w)|(?<!\w)'""")
+
+
 def includes(reference: str, text: str, whole_word: bool = False) -> bool:
     """Whether `text` contains the reference.
 
-    whole_word: a reference of one character must be a word of its own.
+    whole_word: a reference of one character must be a word of its own, as NLTK's `word_tokenize`
+    splits them: "0.5", "1,234" and "3/4" are one word each.
 
     >>> includes("Blue", "the blue one"), includes("0", "10 of them")
     (True, True)
-    >>> includes("0", "10 of them", whole_word=True), includes("0", "0 of them", whole_word=True)
-    (False, True)
+    >>> [includes("0", text, whole_word=True) for text in ("10 of them", "0.5 stars", "0 of them")]
+    [False, False, True]
     """
     reference = normalize(reference)
     text = normalize(text)
     if whole_word and len(reference) == 1:
-        return reference in re.findall(r"\w+|[^\w\s]", text)
+        return reference in BETWEEN_WORDS.split(text)
     return reference in text
 
 
