@@ -135,8 +135,9 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
 
     Raises ValueError with one clear line.
     """
-    epilog = ("a flag without a default takes the run's value (--max_tokens, --max_length and "
-              "--slots only in worlds that the run was trained on), else that of train.py --help")
+    epilog = ("a flag without a default takes the run's value (--data, --max_tokens, --max_length "
+              "and --slots only in worlds that the run was trained on), else that of train.py "
+              "--help")
     cfg = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0], epilog)
 
     run = run_of(cfg.model)
@@ -150,7 +151,8 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     default |= {"data": "", "plan": False, "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})
     if cfg.env not in trained_on:
-        own = {name: value for name, value in run.items() if name not in (*LIMITS, "slots")}
+        own = {name: value for name, value in run.items()
+               if name not in (*LIMITS, "slots", "data")}
 
     # Keyword arguments of the world. Those of the preset are for a world in this process. The run's
     # own are taken below, but only if it was trained on this world and changed the preset's.

@@ -26,7 +26,7 @@ def success_by_level(files):
     return found
 
 
-def main(run, block=10):
+def main(run, block):
     """Print a line for each block of `block` training steps."""
     metrics = read_lines(run / "metrics.jsonl")
     files = sorted(run.glob("trajectories/*.jsonl"))
@@ -45,4 +45,7 @@ def main(run, block=10):
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:3]))
+    run, block = Path(sys.argv[1]), int((sys.argv[2:] or ["10"])[0])
+    if block < 1 or "success" not in (read_lines(run / "metrics.jsonl") or [{}])[0]:
+        sys.exit("by_level.py: give the folder of a train.py run and 1 step per line or more")
+    main(run, block)

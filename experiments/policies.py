@@ -110,4 +110,6 @@ if __name__ == "__main__":
     if len(sys.argv) not in (2, 3, 4, 5, 6) or sys.argv[1] not in TINY_HORIZONS:
         worlds = "|".join(TINY_HORIZONS)
         sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER [POLICY]]]]")
+    if not all(number.isdecimal() and int(number) > 0 for number in sys.argv[2:4]):
+        sys.exit("policies.py: episodes per item and the horizon are integers above 0")
     main(*sys.argv[1:])

@@ -5,7 +5,7 @@
     python experiments/pretrained.py
 
 WORLD: a name such as "sciworld find", which begins with the world's; of the model that was trained
-in several worlds "mixture, sciworld find". STAGE: raw, warm or rl. RESULT: what eval.py wrote to
+in several worlds "mixture, sciworld find"; of another seed "sciworld find seed 1". STAGE: raw, warm or rl. RESULT: what eval.py wrote to
 --out. RUN: the folder of the sft.py or train.py run, for its flags and its rows; COMMIT: the one it
 ran at. `policies` plays the world's expert and the uniformly random policy (where a world does not
 list its valid actions, the one that the built-in model was trained to imitate) on the held-out
@@ -14,6 +14,7 @@ experiments/results/pretrained.jsonl.gz alone.
 """
 
 import json
+import re
 import sys
 from inspect import signature
 from pathlib import Path
@@ -37,7 +38,11 @@ MIXTURE = "mixture, "
 
 def add(world, stage, result, run=None, commit=""):
     """Keep one evaluation, with the flags and the rows of the run that made the model."""
+    if stage not in STAGES:
+        sys.exit(f"pretrained.py: a stage is one of {', '.join(STAGES)}, not {stage}")
     summary = {"evaluation": json.loads(Path(result).read_text())}
+    if "success" not in summary["evaluation"]:
+        sys.exit(f"pretrained.py: {result} is not the result of one evaluation")
     metrics = []
     if run:
         metrics = rows.read_lines(Path(run) / "metrics.jsonl")
@@ -88,7 +93,7 @@ def report():
                                           layout="constrained", sharey=True)
     draw(above, kept, alone)
     draw(below, kept, together)
-    above.set_title("SmolLM2-135M, seed 0: a model for each world")
+    above.set_title("SmolLM2-135M: a model for each world (seed 0 where none is named)")
     below.set_title("one model for these worlds")
     handles, labels = above.get_legend_handles_labels()
     legend = dict(zip(labels, handles))  # each label once
@@ -100,12 +105,12 @@ def report():
 def draw(axes, kept, worlds):
     """The bars of some worlds, and lines for the policies that are not models.
 
-    The mixture has no rows for what it shares with a world's own model: the policies, and the model
-    as it comes.
+    The mixture and other seeds have no rows for what they share with a world's own model: the
+    policies, and the model as it comes.
     """
     names = []
     for place, world in enumerate(worlds):
-        own = world.removeprefix(MIXTURE)
+        own = re.sub(r" seed \d+$", "", world.removeprefix(MIXTURE))
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
             source = world if stage in ("warm", "rl") else own
             x = place + 0.25 * (number - 1)
@@ -119,12 +124,15 @@ def draw(axes, kept, worlds):
                 axes.bar(x, success, 0.22, color=f"C{number}", label=label)
                 axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
                               color="black", capsize=3, label="95 % interval over items")
-                axes.text(x, high + 0.01, f"{success:.3f}", ha="center", va="bottom")
+                axes.text(x, high + 0.02, f"{success:.3f}", ha="center", va="bottom",
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
             else:
                 axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
                             linestyles="--" if stage == "expert" else ":", label=label)
-        horizon = kept[f"{world}_warm"][-1]["evaluation"]["config"]["horizon"]
-        names.append(" ".join(map(in_words, own.split())) + f",\nhorizon {horizon}")
+        rows_of_world = next(run for name, run in kept.items() if name.startswith(f"{world}_"))
+        horizon = rows_of_world[-1]["evaluation"]["config"]["horizon"]
+        name = world.removeprefix(MIXTURE)
+        names.append(" ".join(map(in_words, name.split())) + f",\nhorizon {horizon}")
     axes.set_xticks(range(len(worlds)), names)
     axes.set(ylabel="success on held-out items", ylim=(0, 1.12))
 

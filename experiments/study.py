@@ -88,7 +88,10 @@ def parse():
         "--dry", action="store_true", help="say what is missing and how long it will take"
     )
     parser.add_argument("--draw", action="store_true", help="run nothing")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be 1 or more")
+    return args
 
 
 def main():

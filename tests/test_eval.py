@@ -218,10 +218,14 @@ def test_a_run_says_nothing_about_the_horizon_of_a_world_that_it_did_not_train_o
 
 def test_a_runs_limits_hold_for_the_worlds_that_it_was_trained_on(tmp_path):
     """SciWorld's environments are processes: tiny's preset has 32 slots there, 128 in BabyAI."""
-    final = make_run(tmp_path / "run", env="babyai", max_tokens=9, max_length=999, slots=99)
-    limits = ("max_tokens", "max_length", "slots")
+    for name in ("AgentEval", "AgentItemId"):
+        shutil.copytree(ROOT / "data" / name, tmp_path / "items" / name,
+                        ignore=shutil.ignore_patterns("sciworld*"))
+    final = make_run(tmp_path / "run", env="babyai", max_tokens=9, max_length=999, slots=99,
+                     data=str(tmp_path / "items"))
+    limits = ("max_tokens", "max_length", "slots", "data")
     got = settings("--model", final)
-    assert [got[name] for name in limits] == [9, 999, 99]
+    assert [got[name] for name in limits] == [9, 999, 99, str(tmp_path / "items")]
     elsewhere = settings("--model", final, "--env", "sciworld")
     by_default = settings("--model", "tiny", "--env", "sciworld")
     assert [elsewhere[name] for name in limits] == [by_default[name] for name in limits]

@@ -414,6 +414,36 @@ def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model(mo
     assert abs(ax.images[0].get_array()[-1, 0] - 0.5) < 1e-9  # the last of eleven runs
 
 
+@pytest.mark.parametrize("name, missing", [
+    ("recipe", "default"), ("credit", "base"), ("credit", "grpo_s"), ("credit", "grpo_s0")])
+def test_a_study_whose_baseline_is_missing_is_drawn(name, missing, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
+    results = {run: found for run, found in rows.load(name).items() if missing not in run}
+    report.draw(name, results)
+    plt.close(*figures)
+    assert report.table(name, results)
+
+
+def test_a_result_that_cannot_be_drawn_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"sweep": [], "config": {}}))
+    with pytest.raises(SystemExit, match="a stage is one of raw, warm, rl, not warn"):
+        pretrained.add("babyai", "warn", path)
+    with pytest.raises(SystemExit, match="not the result of one evaluation"):
+        pretrained.add("babyai", "raw", path)
+    assert not rows.load("pretrained")
+
+
+def test_a_world_without_a_warm_start_is_drawn():
+    evaluation = {"success": 0.1, "ci95": {"success": [0.0, 0.2]}, "config": {"horizon": 4}}
+    figure, axes = plt.subplots()
+    pretrained.draw(axes, {"babyai new_raw": [{"evaluation": evaluation}]}, ["babyai new"])
+    plt.close(figure)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["BabyAI new,\nhorizon 4"]
+
+
 @pytest.mark.parametrize("name", ["algorithms", "horizon", "collapse", "recipe", "credit",
                                   "distill"])
 def test_a_picture_says_what_its_bars_are_starts_at_0_and_has_words_for_names(name, monkeypatch):

@@ -309,10 +309,11 @@ def sweep(worlds, results, path):
     base = results.get(Run("babyai", "base", 0).name)
     if base:
         after.axvline(base[-1]["success"], color="grey", ls=":", label="before training")
-    default = statistics.mean(map(first_steps, found["default"]))
-    early.axvline(default, color="black", ls="--", lw=1, label="mean of the default's seeds")
-    default = statistics.mean(rows[-1]["success"] for rows in found["default"])
-    after.axvline(default, color="black", ls="--", lw=1)
+    if "default" in found:
+        default = statistics.mean(map(first_steps, found["default"]))
+        early.axvline(default, color="black", ls="--", lw=1, label="mean of the default's seeds")
+        default = statistics.mean(rows[-1]["success"] for rows in found["default"])
+        after.axvline(default, color="black", ls="--", lw=1)
     world = " and ".join(map(in_words, worlds))
     figure.suptitle(f"{world}: 40 steps of GRPO with one setting changed", fontsize=11)
     after.set_title("held-out items, after training", fontsize=11)
@@ -340,16 +341,19 @@ def gains(study, worlds, results, path):
     compared = dict.fromkeys(label for labels in of_world.values() for label in labels
                              if label not in (baseline, "base"))
     for (world, labels), ax in zip(of_world.items(), axes[0]):
-        base = results[Run(world, "base", 0).name]
+        base = results.get(Run(world, "base", 0).name)
         for line, label in enumerate(compared):
-            if label not in labels:
+            if label not in labels or baseline not in labels:
                 continue
             seeds, baseline_seeds = labels[label], labels[baseline]
             halves = common_seeds(success_at_half(seeds), success_at_half(baseline_seeds))
             ends = common_seeds(success_at_end(seeds), success_at_end(baseline_seeds))
-            in_time = pairs_at_equal_time(seeds, baseline_seeds, base)
-            measures = {"half of the turns": halves, "all turns": ends, "equal time": in_time}
+            measures = {"half of the turns": halves, "all turns": ends}
+            if base:
+                measures["equal time"] = pairs_at_equal_time(seeds, baseline_seeds, base)
             for number, (name, (a, b)) in enumerate(measures.items()):
+                if not a:  # no seed has both yet
+                    continue
                 mean, half = paired(a, b)
                 ax.errorbar(mean, line + 0.22 * (number - 1), xerr=half, fmt="o", ms=4,
                             color=f"C{number}", label=name if line == 0 else None)
