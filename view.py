@@ -1,4 +1,4 @@
-"""A run to look at: `python view.py runs/NAME` writes runs/NAME/view.html, and curves.png again.
+"""The page of a run: `python view.py runs/NAME` writes runs/NAME/view.html, and curves.png again.
 
     python view.py runs/A runs/B            # several runs in one page: runs/A/compare.html
     python view.py --live runs/NAME         # serve the page on this machine, and follow the run

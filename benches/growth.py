@@ -1,16 +1,16 @@
 """`python bench.py growth`: how the cost of rollouts and updates grows, one quantity at a time.
 
     turns          rollout of 64 trajectories of 4 to 64 turns, and one optimizer step on them;
-                   a token
-    slots          rollout of 512 trajectories of 4 turns in 16 to 512 slots; a token
-    trajectories   rollout and update of 128 to 2,048 trajectories (--full: 4,096) of 2 turns; a
+                   per token
+    slots          rollout of 512 trajectories of 4 turns in 16 to 512 slots; per token
+    trajectories   rollout and update of 128 to 2,048 trajectories (--full: 4,096) of 2 turns; per
                    trajectory
     vocabulary     sampling 64 tokens, and the log-probs of 1,024 tokens with their gradient, from
-                   hidden states of 64 numbers, 2k to 152k words; 1,000 words
+                   hidden states of 64 numbers, 2k to 152k words; per 1,000 words
     ranks          ten further steps of `train.py --env textcraft` on 1, 2 and 4 ranks, all
-                   processes together; a trajectory
+                   processes together; per trajectory
 
-Costs are processor time, in milliseconds a unit as said above. `growth` is that cost divided by the
+Costs are processor time, in milliseconds per unit named above. `growth` is that cost divided by the
 cost at the smallest size: 1.0 means linear. Built-in model, replies of 3 to 20 tokens.
 """
 

@@ -8,9 +8,10 @@ weights and the same cache. Its time is what the arithmetic alone costs with PyT
     update    one optimizer step on trajectories of that rollout, without its optimizer
 
 Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is
-the processor time of the bare loop divided by ours, the median of three pairs in turn. `memory` is
-the share of the bare loop's time that reading its weights and its cache from memory takes, at the
-speed at which this machine reads a large tensor (`gb_a_second`). Near 1 the memory is the limit.
+the processor time of the bare loop divided by ours, the median of three alternating pairs. `memory`
+is the share of the bare loop's time that reading its weights and its cache from memory takes, at
+the speed at which this machine reads a large tensor (`gb_a_second`). Near 1 the memory is the
+limit.
 """
 
 import statistics
@@ -43,8 +44,8 @@ REPEATS = 3
 class Recorder(TorchDispatchMode):
     """Records the calls of matrix products and attention.
 
-    kept: tensors that live on, as weights and the cache. A call reads them again when it is
-    repeated. All other tensors are replaced by shared memory of the same shape and strides.
+    kept: tensors that live on, such as weights and the cache. Repeated calls read them again. All
+    other tensors are replaced by shared memory of the same shape and strides.
     """
 
     def __init__(self, kept):
@@ -131,7 +132,7 @@ def memory_bandwidth():
 
 
 def compare(ours, recorder):
-    """Time the function `ours` and the bare loop in turn -> figures."""
+    """Time the function `ours` and the bare loop alternately -> figures."""
     with recorder:
         ours()
     repeat = recorder.loop()

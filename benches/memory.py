@@ -100,7 +100,7 @@ def put_peak(vocabulary, all_logits, answer):
 
 
 def measure_peak(vocabulary, all_logits):
-    """`put_peak` in a process of its own -> bytes."""
+    """Run `put_peak` in a new process -> bytes."""
     spawn = multiprocessing.get_context("spawn")
     answer = spawn.Queue()
     child = spawn.Process(target=put_peak, args=(vocabulary, all_logits, answer))

@@ -40,7 +40,7 @@ from config import run_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benches" / "peers_scripts"
-MARKER = "# ---- measurements"  # what follows in a script is no part of the job
+MARKER = "# ---- measurements"  # what follows in a script is not part of the job
 NUM_WARM_UP, NUM_CHECKED = 1, 1  # steps before and after the measured ones
 
 

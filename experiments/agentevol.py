@@ -3,11 +3,11 @@
     python experiments/agentevol.py --warm runs/warm --turns 6000 --out runs/evol
 
 --warm: the folder of an sft.py run, which gives the world, the demonstrations and the model to
-start from. In each iteration the present model plays training items (explore), the trajectories
+start from. In each iteration the current model plays training items (explore), the trajectories
 that succeed are added to those kept so far, and the run's first model is trained anew on all of
 them together with the demonstrations (learn). The loop ends when the environments have taken
---turns turns, so it can be compared with an RL run at equal turns: with --compare runs/NAME that
-many turns are those of the run.
+--turns turns; --compare runs/NAME sets the limit to the turns of this RL run, so that both are
+compared at equal turns.
 
 Writes OUT/rows.jsonl, a row an iteration: turns so far, share of the explored trajectories that
 succeeded, trajectories learnt, held-out success with its interval. An iteration that is complete is

@@ -1,9 +1,9 @@
-"""What must go wrong without harm: python experiments/faults.py [quick | chaos | NAME ...]
+"""Faults that must do no harm: python experiments/faults.py [quick | chaos | NAME ...]
 
-Plays every case of CASES against the real thing: our servers and servers like AgentGym's that are
-killed, restarted and lie; a browser; a JVM; a full disk; signals. Prints a table of case, time and
-verdict, and exits with 1 if one fails. Without arguments all cases are played (about 90 minutes on
-two cores); `quick` plays the short ones, a name (see the table) that one.
+Plays every case of CASES with real processes: our servers and servers like AgentGym's that are
+killed, are restarted and lie; a browser; a JVM; a full disk; signals. Prints a table of case, time
+and verdict, and exits with 1 if one fails. Without arguments all cases are played (about 90 minutes
+on two cores); `quick` plays the short ones, a name (see the table) that one.
 
 `chaos` trains for 20 steps and evaluates on a server behind a proxy that answers 10 % of the
 requests with status 500, lets 5 % hang, tears 5 % of the replies, gives 2 % another shape and 2 %
@@ -164,7 +164,7 @@ class FaultyHandler(BaseHTTPRequestHandler):
         try:
             is_json = {"Content-Type": "application/json"}
             self.backend.request(self.command, self.path, body, is_json)
-            self.backend.auto_open = 0  # a lost connection is not made anew
+            self.backend.auto_open = 0  # a lost connection is not reopened
             response = self.backend.getresponse()
             data = response.read()
         except (OSError, http.client.HTTPException):
@@ -207,7 +207,7 @@ class FaultyHandler(BaseHTTPRequestHandler):
 
 
 def start_server(env):
-    """Our server, in a process of its own -> (process, port), when it answers."""
+    """Start our server in a new process -> (process, port), once it answers."""
     command = [sys.executable, "envs.py", "serve", "--env", env, "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return process, int(process.stdout.readline().split(":")[-1])

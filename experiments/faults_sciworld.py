@@ -1,4 +1,4 @@
-"""SciWorld's episodes beside each other against the same episodes alone.
+"""SciWorld's concurrent episodes against the same episodes alone.
 
     python experiments/faults_sciworld.py [--episodes 200] [--at_once 32] [--rounds 2] [--seed 0]
 
@@ -64,10 +64,10 @@ def play_alone(items, simplifications, rng):
 
 
 def play_together(parts):
-    """Play each part, (simplifications, {item: (actions, replies alone)}), in a thread of its own.
+    """Play each part, (simplifications, {item: (actions, replies alone)}), in its own thread.
 
     -> for each reply that differs: item, number of the step (0: the reset), the reply, that alone;
-    and the number of resets made beside
+    and the number of resets made meanwhile
     """
     differing = []
     num_resets = []

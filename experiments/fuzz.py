@@ -1,4 +1,4 @@
-"""Nonsense for hours: `python experiments/fuzz.py babyai`.
+"""Fuzz a world: `python experiments/fuzz.py babyai`.
 
 Resets a world 2,000 times and sends it 20,000 actions: valid ones, empty ones, huge ones, unicode
 and malformed ones. No exception may escape. After the first fifth, memory (with that of child

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: is what was computed on CPUs exact there, and how fast is it?
+"""The first hour on a GPU: are the computations exact there, as on CPUs, and how fast are they?
 
     python experiments/gpu.py [--model NAME] [--out FILE.json]
 

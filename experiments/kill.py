@@ -5,7 +5,7 @@
 A run of 40 steps that saves at every step is ended again and again, and resumed: a third of the
 ends are `kill -9` at a random moment, a half `kill -9` while a checkpoint (two in five of them:
 `final/`) is being saved, a sixth are full disks, where train.py must end by itself with one line
-and exit code 2. At last the run is resumed to its end: every metric and every bit of the weights
+and exit code 2. Finally the run is resumed to its end: every metric and every bit of the weights
 must equal those of a run that was left alone. Prints what the run was doing when it was killed, and
 the lines about full disks.
 """

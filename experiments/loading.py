@@ -6,9 +6,9 @@ A random Qwen2 of MILLIONS (192) parameters is written to a temporary folder, on
 once in float32. From each, RANKS processes on the CPU load what a sharded PPO run with a KL holds:
 policy, critic and reference. With `resume` they save a checkpoint and load it, without a critic.
 
-Printed are the largest values, over the ranks and the time of loading, of two sizes in MiB, less
-those before it. resident: all pages. own: those that are not pages of a mapped file, which other
-processes would share and the kernel may drop. What stays "after" it is the shards themselves, and
+Prints two sizes in MiB: their largest values over the ranks and the time of loading, less those
+before it. resident: all pages. own: those that are not pages of a mapped file, which other
+processes would share and the kernel may drop. "after" is what stays: the shards themselves, and
 freed memory that malloc keeps.
 """
 

@@ -4,9 +4,9 @@
 
 train: COUNT (1,000) steps of training on the built-in model, each of four trajectories, at a
 learning rate so low that the policy does not collapse.
-WORLD (babyai, textcraft, searchqa, sciworld, webarena): COUNT episodes (2,000; of the last two 300)
-of held-out items in one environment, with random actions where the world lists its valid ones,
-else the expert's, 20 turns at most.
+WORLD (babyai, textcraft, searchqa, sciworld, webarena): COUNT episodes (2,000; sciworld and
+webarena: 300) of held-out items in one environment, with random actions where the world lists its
+valid ones, else the expert's, 20 turns at most.
 server: COUNT (1,000) bad requests to our server, and then 600 connections that send half a request.
 
 The resident memory of the Python process is sampled at every step or episode. It must not grow by

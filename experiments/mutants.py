@@ -681,7 +681,7 @@ def run_tests(folder: Path, tests: list[str], time_limit: float) -> tuple[int | 
 
 
 def pytest_process(folder: Path, tests: list[str], output: Path) -> NoReturn:
-    """Run pytest in this process, in a session of its own."""
+    """Run pytest in this process, in a new session."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

@@ -1,16 +1,16 @@
-"""A pretrained model, as it comes -> warm start -> RL: keep the rows of the runs, and draw them.
+"""A pretrained model before training, after a warm start and after RL: keep and draw the rows.
 
     python experiments/pretrained.py add WORLD STAGE RESULT.json [RUN COMMIT]
     python experiments/pretrained.py policies WORLD HORIZON [FOLDER]
     python experiments/pretrained.py
 
-WORLD: a name such as "sciworld find", which begins with the world's; of the model that was trained
-in several worlds "mixture, sciworld find"; of another seed "sciworld find seed 1". STAGE: raw, warm or rl. RESULT: what eval.py wrote to
---out. RUN: the folder of the sft.py or train.py run, for its flags and its rows; COMMIT: the one it
-ran at. `policies` plays the world's expert and the uniformly random policy (where a world does not
-list its valid actions, the one that the built-in model was trained to imitate) on the held-out
-items, of FOLDER if it is given. Without arguments: the table and docs/pretrained.png, from
-experiments/results/pretrained.jsonl.gz alone.
+WORLD: a name that begins with the world's, such as "sciworld find"; "mixture, sciworld find" for
+the model of several worlds; "sciworld find seed 1" for another seed. STAGE: raw, warm or rl.
+RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
+and its rows; COMMIT: the one it ran at. `policies` plays the world's expert and the uniformly
+random policy (where a world does not list its valid actions, the one that the built-in model was
+trained to imitate) on the held-out items, of FOLDER if it is given. Without arguments: the table
+and docs/pretrained.png, from experiments/results/pretrained.jsonl.gz alone.
 """
 
 import json
@@ -106,7 +106,7 @@ def draw(axes, kept, worlds):
     """The bars of some worlds, and lines for the policies that are not models.
 
     The mixture and other seeds have no rows for what they share with a world's own model: the
-    policies, and the model as it comes.
+    policies, and the model before training.
     """
     names = []
     for place, world in enumerate(worlds):

@@ -83,7 +83,7 @@ def show_failing_group(tab):
 
 
 def show_differences(tab):
-    """A failure, and beside it a success of its group, from the first turn in which they differ."""
+    """A failure beside a success of its group, from the first turn in which they differ."""
     tab.select_option("select[aria-label=success]", "false")
     success = tab.locator("article .group button").filter(has_text=re.compile(": [1-9]"))
     open_one(tab, lambda: tab.locator("svg.room").count() and success.count())

@@ -1,4 +1,4 @@
-"""What more samples and more turns are worth at test, before and after RL.
+"""What more samples and more turns are worth at test time, before and after RL.
 
     python experiments/test_time.py WORLD [MODEL...] [--before MODEL --name NAME] [--samples 16]
 
@@ -7,9 +7,9 @@ which `experiments/study.py horizon` leaves). --before: the model that RL starte
 built-in one); --name: what the table and the pictures call it.
 
 Every held-out item is played --samples times with the longest of the horizons below. No prompt
-tells the horizon, and a trajectory draws the same random numbers at every horizon. So what would
-have been reached within fewer turns can be read off: the successes that took no more turns. avg@k
-is the mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
+tells the horizon, and a trajectory draws the same random numbers at every horizon. So the same
+evaluation gives the success within fewer turns: the successes that took no more turns. avg@k is the
+mean success, pass@k the probability that one of k samples succeeds (the unbiased estimate).
 
 Writes the rows of WORLD, or of "WORLD, NAME", in experiments/results/test_time.jsonl.gz, each when
 it is measured, and, from all rows, docs/test_time.png and a table. Without arguments: those alone.

@@ -9,9 +9,9 @@ servers and train it there for two steps.
 
 Each server of AgentGym is started. A scripted policy plays each episode twice on it: through
 `worlds.agentgym.RemoteEnv`, and through the class for that world in the package agentenv. Then the
-classes of agentenv play on `python envs.py serve`, and the same world in this process is what they
-are compared with. A comparison is one observation with its reward and its end. Where data, models
-or a browser would have to be downloaded, a stand-in takes their place, as the table says.
+classes of agentenv play on `python envs.py serve` and are compared with the same world in this
+process. A comparison is one observation with its reward and its end. Where data, models or a
+browser would have to be downloaded, a stand-in takes their place, as the table says.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def wait_for(url, process, seconds=120):
 
 
 def stop(process):
-    """End a server and the processes that it started, a session of their own."""
+    """End a server and the processes that it started: its session."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)

@@ -167,7 +167,7 @@ def any_action(rng, text, mark="mark"):
 class Load:
     """Episodes that look for each other's marks.
 
-    Each episode writes a mark of its own into its shop address (and wherever else it writes), and
+    Each episode writes its own mark into its shop address (and wherever else it writes), and
     must find its own there whenever it looks. It is reset every EPISODE steps: until a reset,
     playwright keeps 30 kB of every page that was opened.
     """

@@ -1,8 +1,8 @@
 """Which ways of computing a model are exact: tried, not listed.
 
 A rollout computes log-probs step by step with a KV cache, the update computes them again in one
-pass. Both have a fast way, which needs of a model that its attention can be any function, and a
-slow one, which does not:
+pass. Both have a fast way, for models whose attention function can be replaced, and a slow one, for
+others:
 
     rollout   "ragged"   the engine, every trajectory at its own pace
               "padded"   the model's own attention and cache, trajectories in lockstep
@@ -63,7 +63,7 @@ class Play(NamedTuple):
 
 
 def make_plays(vocab_size: int) -> list[Play]:
-    """Six plays of two or three turns. The second begins as the first; others end earlier."""
+    """Six plays of two or three turns. The second begins like the first; others end earlier."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count):
@@ -181,11 +181,11 @@ UPDATE: dict[str, Way] = {"packed": partial(updated, packed=True),
 
 def differences(way: Way, model: PreTrainedModel, plays: list[Play],
                 oracle: list[list[float]]) -> list[float]:
-    """Of the log-probs of a way to the oracle's; [inf] if the way fails."""
+    """The differences of a way's log-probs from the oracle's; [inf] if the way fails."""
     try:
         found = way(model, plays)
     except Exception as e:  # what a model's code raises when it is used in a way not made for it
-        if rl.is_lack_of_resources(e):  # which says nothing of the way
+        if rl.is_lack_of_resources(e):  # which says nothing about the way
             raise
         return [math.inf]
     both = zip(itertools.chain(*found), itertools.chain(*oracle), strict=True)
@@ -202,7 +202,7 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
 
     dtype, device: the run's; None is the model's device. The largest difference allowed is
     LARGEST_GAP in float32, LARGEST_GAP_RECURRENT where layers are recurrent; in another `dtype` the
-    mean one is limited besides (see `try_ways`). Raises ValueError if no way is exact, or if the
+    mean one is also limited (see `try_ways`). Raises ValueError if no way is exact, or if the
     model's log-probs are not finite. The ways are kept for models of the same configuration in
     ~/.cache/multiturn_rl.
     """

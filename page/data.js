@@ -84,7 +84,7 @@ function segmentsOf(trajectory) {
 // ---- search ----
 
 // Find `text` in all trajectories, upper and lower case alike. where: "anything", "replies",
-// "environment". -> Map: row -> what stands around the first place.
+// "environment". -> Map: row -> the text around the first match.
 async function search(text, where, progress) {
   const found = new Map();
   if (data.live) {

@@ -1,7 +1,7 @@
 """The page of runs that are still going on: a small server on this machine alone.
 
-It only reads the runs' folders. The page asks for what is new, for the trajectories that are
-opened, and for what is searched.
+It only reads the runs' folders. The page requests new rows, the trajectories that are opened, and
+the hits of searches.
 """
 
 import json
@@ -33,7 +33,7 @@ class LiveRun(Run):
         self.generation = secrets.randbelow(2**40)
 
     def refresh(self) -> None:
-        """Read what has come. If a step was played again, everything is read anew, and a new
+        """Read new files. If a step was played again, everything is read again, and a new
         generation begins."""
         changed = any(not file.exists() or stamp(file) != self.stamps[file] for file in self.read)
         if changed:
@@ -111,7 +111,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((HOST, port), Handler)
 
     def refresh(self) -> None:
-        """Read what has come."""
+        """Read the new files of all runs."""
         for run in self.runs:
             run.refresh()
 
@@ -130,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET requests of pages on this machine."""
 
     def do_GET(self):
-        # A page of another site that has its name point here may not read the runs.
+        # DNS rebinding: a site whose name points to this machine must not read the runs.
         name = (self.headers.get("Host") or "").partition(":")[0]  # port 80 is left out
         if name not in LOCAL_NAMES:
             self.reply(403, "text/plain", "open this page under 127.0.0.1")
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args):
-        """No line for each request."""
+        """Log nothing."""
 
 
 def as_json(value: object) -> tuple[str, str]:

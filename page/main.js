@@ -63,7 +63,7 @@ function drawHeader() {
   $("left_out").textContent = left.length ? `left out: ${left.join("; ")}` : "";
 }
 
-// On a live page: ask for what is new, again and again.
+// On a live page: poll for new data.
 const SECONDS = 2;
 async function follow() {
   try {

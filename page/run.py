@@ -1,6 +1,6 @@
 """A run's files as the page needs them: rows of the table, and trajectories token by token.
 
-What is damaged is left out and counted.
+Damaged data is left out and counted.
 """
 
 import json
@@ -20,7 +20,7 @@ CURVES = ("success", "score", "reward", "turns", "entropy", "mutual_information"
           "tokens_per_second")
 SFT_CURVES = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second")
 LAST_REPLY = 100  # characters of the last reply in the table
-# What a trajectory must have to be in the page. Other fields have a default value.
+# The fields that a trajectory must have to be shown. Other fields have default values.
 NEEDED = {"step": int, "env": str, "item": str, "group": int, "status": str,
           "reward": (int, float), "success": (bool, int, float), "turns": int, "tokens": list,
           "mask": list, "logprobs": list, "rewards": list, "advantage": (int, float, list)}
@@ -56,7 +56,8 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], Counter]:
     if damaged and not rows:
         raise ValueError(f"{run}/metrics.jsonl is damaged: none of its lines is a JSON object")
     # The files of complete steps: those up to the last row (some rows may have been deleted by
-    # hand), and as many as there are rows, as a step's row, which may be damaged, is written last.
+    # hand), and at least as many as there are rows, because a step's row, which may be damaged, is
+    # written last.
     last = max((row["step"] for row in rows if is_number(row.get("step"))), default=-1)
     up_to_last = sum(step_in(file) <= last for file in files)
     return rows, files[:max(up_to_last, len(rows) + damaged)], Counter({
@@ -198,7 +199,7 @@ class Run:
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def find_files(self) -> None:
-        """Read the metrics, and note which files have come. Raises ValueError as
+        """Read the metrics, and note new files. Raises ValueError as
         `read_metrics`."""
         self.metrics, files, self.damaged_rows = read_metrics(self.folder)
         self.unread = files[len(self.read):]
@@ -233,7 +234,7 @@ class Run:
         }
 
     def about(self) -> dict:
-        """What the page says of the run: its name, its flags in a line, its curves."""
+        """What the page says about the run: its name, its flags in a line, its curves."""
         left_out = Counter(self.damaged_rows)
         metrics = curves_of(self.metrics, left_out)
         left_out = left_out + self.left_out  # without those of which there is none

@@ -29,7 +29,7 @@ const title = name => TITLES[name] ?? name;
 const nameOf = (row, name) =>
   (name === "run" ? runs[row.run].name : String(row[name])) || "(none)";
 
-// The columns that say something: a page of one run and one world needs neither of both.
+// The columns to show: run, world and category only if the rows differ in them.
 function columns() {
   const several = name => new Set(rows.map(row => nameOf(row, name))).size > 1;
   return COLUMNS.filter(name => !["run", "env", "category"].includes(name) || several(name));
@@ -244,7 +244,7 @@ function drawHead(names) {
   $("head").replaceChildren(...cells);
 }
 
-// Compare by the chosen column; what has no value comes last.
+// Compare by the chosen column; rows without a value come last.
 function compareBy(a, b) {
   const [x, y] = [a[order.by], b[order.by]];
   const hasNone = value => value === null || value === undefined;

@@ -210,7 +210,7 @@ function reply(trajectory, row, {start, end, turn}, marks) {
   return box;
 }
 
-// A sampled token, with its colour. What is known of it is shown when it is pointed at.
+// A sampled token, with its colour. Pointing at it shows its numbers.
 function token(trajectory, at, strongest) {
   const span = make("span", {className: "t m", textContent: trajectory.pieces[at]});
   const logprob = trajectory.logprobs[at];

@@ -145,7 +145,7 @@ PROTOCOLS = {
         done_keys=("terminated", "truncated"),
         whole_reply=True,
         info_tells_validity=True,
-        # The number alone is the text of the KeyError for an episode that the server does not know.
+        # A number alone: the text of the KeyError for an episode unknown to the server.
         failure_pattern=r"TimeoutError$|Error: Env \d+ is dead$|\d+$",
     ),
     "webshop": Protocol(
@@ -322,7 +322,7 @@ class RemoteEnv(Env):
     ):
         """Create the episode on the server. Raises EnvError if that fails.
 
-        The default timeouts are long because a rollout has shorter deadlines of its own. `instant`
+        The default timeouts are long because a rollout sets shorter deadlines. `instant`
         is passed on so that a rollout without --arrival_order builds the same batches as with the
         world in this process.
         """
@@ -495,9 +495,9 @@ class RemoteEnv(Env):
     def _check_episode(self, deadline):
         """Raise LostEpisode unless the number still means the episode that this object began.
 
-        It does as long as replies come over one connection, as a server that is restarted closes
-        all of them, and nothing on this server looked like a restart. Otherwise the server is asked
-        for the episode's observation, which must be the one that it sent last.
+        It does as long as replies come over one connection (a restarted server closes all of them)
+        and nothing looked like a restart of this server. Otherwise the server is asked for the
+        episode's observation, which must be the one that it sent last.
         """
         if self.episode_id is None:
             raise LostEpisode(f"{self.url}: the episode is lost")
@@ -560,7 +560,7 @@ class RemoteEnv(Env):
                     raise kind(f"{url}: {failure.reason[:300]}") from failure
             time.sleep(pause)
         if path == "step" and self.socket is not before:
-            # The connection was closed after the check, and made anew by the library.
+            # The connection was closed after the check, and the library opened another one.
             self._forget_episode()
             raise LostEpisode(f"{url}: the connection was lost; was the server restarted?")
         try:

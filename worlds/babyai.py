@@ -8,9 +8,9 @@ and actions are worded as in AgentGym. These things differ on purpose, and are a
   reward, 1 - 0.9 * steps / limit, and adds the rewards up in `score`. It also reports an episode
   that ends with a reward <= 0.5 as not done, so that a slow success does not count. Here every
   success counts, and only the horizon limits the number of turns.
-* An action ends as soon as the mission is fulfilled. AgentGym goes on to the action's last
-  primitive and keeps the reward of that one alone, so that a door that is opened and passed in one
-  action does not count as opened (12 of 234 random episodes succeed here alone, one there alone).
+* An action ends as soon as the mission is fulfilled. AgentGym performs all primitives of the action
+  and keeps only the reward of the last one, so that a door that is opened and passed in one action
+  does not count as opened (12 of 234 random episodes succeed only here, one only there).
 * Level 4, GoToObjS6, is minigrid 3's -v1, a room of 6 as its name says. AgentGym has minigrid
   2.3.1's -v0, a room of 4.
 * The mission keeps minigrid's words. AgentGym replaces "then" and "after you" by "and", which hides
@@ -20,18 +20,18 @@ and actions are worded as in AgentGym. These things differ on purpose, and are a
 * A box that contains something can be toggled: without that, KeyInBox has no solution.
 * An open door can be toggled: otherwise a door that was passed too early could never be opened
   again where the mission says "after ...".
-* The object that the agent carries at the start of PutNextS7N4Carrying is not listed as seen too.
+* The object that the agent carries at the start of PutNextS7N4Carrying is not also listed as seen.
 * `go to red ball 2` is the ball that the description calls red ball 2. AgentGym numbers equal
   things anew for each verb, leaving out those without a path, so that the names may not agree.
 * `drop` is not listed in front of a door, where minigrid drops nothing.
 * A plan does not lead through a closed door. AgentGym's stops in front of it.
-* Where neither things nor walls are in view the description begins as always. AgentGym has a
-  sentence of its own for it.
+* Where neither things nor walls are in view, the description begins as usual. AgentGym uses another
+  sentence.
 
-Three things differ with `upstream=1`, too. Of two shortest ways AgentGym may take the other one (2
+Three things differ even with `upstream=1`. Of two shortest ways AgentGym may take the other one (2
 of 240 random episodes). In 5 of the first 1,200 items of levels 35 to 40 (one of level 36) minigrid
-2.3.1 chooses another mission, because a room that was locked in a rejected layout stays in force;
-minigrid 3 has mended that. Some refusals of doors without a path are in other words.
+2.3.1 chooses another mission, because a room that was locked in a rejected layout still counts as
+locked; minigrid 3 has fixed that. Some refusals of doors without a path are worded differently.
 
 Two levels are left as in minigrid although some of their items are impossible. Where the mission of
 OpenDoorsOrderN4Debug names two doors, minigrid's strict check fails every order. In 3 of 100 items
@@ -274,8 +274,8 @@ class BabyAI(Env):
     def _upstream_step(self, action: str) -> Step:
         """Take an action by AgentGym's rules.
 
-        The reward is that of the last action that was performed, also after one that was not. Only
-        a reward above 0.5 ends the episode.
+        The reward is that of the last performed action, even if the present one is not performed.
+        Only a reward above 0.5 ends the episode.
         """
         valid = True
         if "check" in action:
@@ -331,7 +331,7 @@ class BabyAI(Env):
         return hashlib.sha256(self.env.grid.encode().tobytes() + agent.encode()).hexdigest()[:16]
 
     def expert(self) -> str | None:
-        """The action that an expert takes, who sees the whole grid (`worlds.babyai_expert`)."""
+        """The next action of an expert that sees the whole grid (`worlds.babyai_expert`)."""
         if self.env is None or self.done:
             return None
         planner = Planner(self.env)
@@ -530,7 +530,7 @@ class BabyAI(Env):
         """List the action "verb thing": the primitive actions `path`, then those of `then`.
 
         With path None the action is refused instead. An action without any primitive becomes DONE.
-        With `upstream` what can be picked up or gone to has numbers of its own, in this order.
+        With `upstream`, `pickup` and `go to` each number equal things anew, in this order.
         """
         name = f"{verb} {thing.name}"
         if self.upstream and verb in ("pickup", "go to"):

@@ -33,14 +33,14 @@ Cell = tuple[int, int]
 
 DIRECTIONS = [(int(x), int(y)) for x, y in DIR_TO_VEC]
 
-# What an obstacle adds to the cost of a route, in primitive actions. They are rough figures: they
-# say which way round is worth taking.
+# What an obstacle adds to the cost of a route, in primitive actions. They are rough figures that
+# decide which detour is worth taking.
 OPEN_DOOR = 1
 MOVE_THING = 6
 FETCH_KEY = 30
 
-# The search assumes that a turn covers this many cells. A larger number finds fewer turns in places
-# and takes longer.
+# The search assumes that a turn covers this many cells. A larger number sometimes finds fewer
+# turns, but takes longer.
 CELLS_A_TURN = 4
 
 
@@ -236,7 +236,7 @@ class Planner:
         return found & self.empty
 
     def _cells_of(self, desc):
-        """The cells of the things that a description means. Things in boxes have none.
+        """The cells of the things that a description refers to. Things in boxes have none.
 
         To minigrid a "grey object" may be a wall. Walls are not meant.
         """

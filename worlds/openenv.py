@@ -1,4 +1,4 @@
-"""OpenEnv's protocol, both ways: `OpenEnv` plays on any of its servers, `build_app` is one.
+"""OpenEnv's protocol: `OpenEnv` plays on any of its servers, `build_app` makes one.
 
     python eval.py --env openenv --env_url http://host:port --env_args openenv.action=message
     python envs.py serve --env babyai --protocol openenv --port 8000
@@ -124,7 +124,7 @@ class OpenEnv(Env):
         try:
             text, _, done, _ = self._ask("reset", message)
         except Disconnected:
-            # The connection of the last episode may have been closed since: make it anew, once.
+            # The connection of the last episode may have been closed since: open it again, once.
             text, _, done, _ = self._ask("reset", message)
         if done:
             raise EnvError(f"{self.url}: reset began an episode that has ended")
@@ -148,7 +148,7 @@ class OpenEnv(Env):
             return Step(str(e).removeprefix(f"{self.url}: "), score=score, valid=False)
         self.total += reward
         succeeded = done and reward >= self.success
-        # What the protocol does not have. Our own server sends it as metadata.
+        # The protocol lacks these fields; our own server sends them as metadata.
         return Step(
             text,
             reward,
@@ -448,7 +448,7 @@ class Session:
         return _observation(text, 0.0, False, {"item": item})
 
     def step(self, message: str | None) -> dict:
-        """Take the action. Its reply's metadata has what `Step` has and OpenEnv has not."""
+        """Take the action. The reply's metadata has the fields of `Step` that OpenEnv lacks."""
         if not isinstance(message, str):
             raise BadMessage('an action is {"message": TEXT}')
         if self.number is None:
@@ -491,7 +491,7 @@ def build_app(store: "EpisodeStore", max_threads: int) -> "FastAPI":
 
     app = FastAPI()
     prompt = store.free_envs[0].prompt
-    # Clients that show the agent the schema alone show it the instructions so.
+    # For clients that show the agent only the schema, it contains the instructions.
     described = SCHEMA | {"action": SCHEMA["action"] | {"description": prompt}}
     threads = CapacityLimiter(max_threads)
 
@@ -509,7 +509,7 @@ def build_app(store: "EpisodeStore", max_threads: int) -> "FastAPI":
 
     @app.websocket("/ws")
     async def play(socket: WebSocket):
-        # A browser sends an origin: no web page may play on the server of the person who reads it.
+        # Browsers send an origin: a web page must not play on its reader's server.
         if "origin" in socket.headers:
             await socket.close()  # status 403
             return

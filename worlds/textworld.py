@@ -12,7 +12,7 @@ objects of its own (`JVM._renew_problem`). The other games share nothing.
 
 These things differ from the package's wrapper on purpose:
 * Score and reward are between 0 and 1. A failure, which has the score -1 there, has the score 0.
-* Only the horizon limits the number of turns. There it is 100.
+* Only the horizon limits the number of turns. The wrapper's limit is 100.
 * Actions are listed in alphabetical order.
 """
 
@@ -187,7 +187,7 @@ class TextWorld(Env):
             task = self.world.getTaskDescription()
         self.item = item
         self.actions = []  # those of this episode
-        self.plan = None  # what the expert does next, as long as the agent does it; None: unknown
+        self.plan = None  # the expert's next actions, while the agent follows them; None: unknown
         self.listed = sorted(reply["validActions"])
         self.last = Step(self._text(reply))
         return f"{task}\n{self.last.observation}"
@@ -240,8 +240,9 @@ class TextWorld(Env):
     # ---- the package's own solutions ----
 
     def expert(self) -> str | None:
-        """The next action of the package's solver, who walks about at random until it has won;
-        its detours are left out. None: it finds no way on. Raises EnvError when the JVM is lost.
+        """The next action of the package's solver, which walks about at random until it has won;
+        its detours are left out. None: it finds no way to go on. Raises EnvError when the JVM is
+        lost.
         """
         if self.last is None or self.last.done:
             return None

@@ -24,7 +24,7 @@ CREDITS_TAKEN_OUT = {
     "keep_half": "--keep_groups 0.5",
     "frontier": "--sampler frontier",
 }
-# What the gain of gspo_turn is not due to, in the world where it has one.
+# Control: the part of gspo_turn that does not explain its gain.
 CREDIT_CONTROLS = {"babyai": {"sequence": "--aggregation sequence"}}
 CREDIT_TURNS = 16_000
 CREDIT_WORLDS = {
@@ -36,7 +36,7 @@ CREDIT_WORLDS = {
 EVALUATED_MIDWAY = (
     "horizon", "rooms_horizon", "pretrained_horizon", "collapse", "credit", "distill"
 )
-# Where they are not a quarter, half and three quarters.
+# Those evaluated at other parts of the training.
 MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,), "pretrained_horizon": (0.5,)}
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1}

@@ -137,7 +137,7 @@ def resolver_rules(roots: Sequence[str]) -> str:
 
 
 class Browser:
-    """A thread with a Chromium, which starts with the first window and again when it is gone."""
+    """A thread with a Chromium, which is started with the first window and again after it died."""
 
     def __init__(self, executable: str, roots: Sequence[str]) -> None:
         """roots: the servers that may be connected to ("http://shop.localhost:8000")."""
@@ -180,9 +180,9 @@ class Browser:
             pass  # Chromium is gone already, as intended
 
     def call(self, function: Callable, *args: Any) -> Any:
-        """function(*args) in the browser's thread.
+        """Run function(*args) in the browser's thread.
 
-        Raises EnvError for what goes wrong there, or if it takes longer than JOB_TIMEOUT.
+        Raises EnvError if it fails or takes longer than JOB_TIMEOUT.
         """
         future = Future()
         killed = False
@@ -246,7 +246,7 @@ class Browser:
             raise
 
     def end(self) -> None:
-        """End the thread and Chromium after the jobs that wait."""
+        """End the thread and Chromium after the waiting jobs."""
         self.inbox.put(None)
 
 
@@ -687,13 +687,13 @@ class Window:
             self.page.wait_for_timeout(1000 * pause)
 
     def _await_error_page(self):
-        """After a navigation has failed Chromium shows an error page, a moment later."""
+        """Wait for the error page that Chromium shows a moment after a failed navigation."""
         from playwright.sync_api import Error
 
         try:
             self.page.wait_for_url("chrome-error:**", timeout=2000)
         except Error:
-            pass  # some failures, as a download, leave the page as it was
+            pass  # some failures, such as a download, do not change the page
 
     def go_back(self) -> str:
         """Go to the page before this one in the tab's history."""

@@ -117,7 +117,7 @@ def embedded_websites() -> Websites:
 def _official_path():
     """The task file in the package libwebarena. Raises ValueError if it is not installed.
 
-    The package is found but not imported, because it does not go with transformers 5.
+    The package is located but not imported, because it does not work with transformers 5.
     """
     spec = importlib.util.find_spec("webarena")
     if spec:
@@ -169,7 +169,7 @@ def _check_browser_arguments(chromium, storage, width, height):
 
 
 class WebArena(Env):
-    """One task at a time. Any number of these environments can work, in any threads."""
+    """One task at a time. Any number of environments may play at once, in threads."""
 
     whole_reply = True
     prompt = (
@@ -412,8 +412,8 @@ class WebArena(Env):
         """Take a whole reply.
 
         A reply without an action, or with one that cannot be done, is answered with a hint and
-        valid=False. After the end the last step comes again with reward 0. Raises EnvError before
-        the first reset and when the browser or a site fails.
+        valid=False. After the end of the episode the last step is returned again with reward 0.
+        Raises EnvError before the first reset and when the browser or a site fails.
         """
         if self.last is None:
             raise EnvError("webarena: step before reset")
@@ -462,7 +462,7 @@ class WebArena(Env):
         return self.last
 
     def expert(self) -> str | None:
-        """The reply that an expert gives now, by the task's plan.
+        """The expert's next reply, by the task's plan.
 
         None: the task has no plan, or an element of the plan is not on the page.
         """
