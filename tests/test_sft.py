@@ -196,6 +196,7 @@ def test_empty_lines_and_line_separators_in_texts_are_no_damage(reference, tiny,
 
 
 def test_a_resumed_run_does_not_need_the_file_that_it_began_with(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
     flags = ["--trajectories", str(tmp_path / "moved.jsonl"), "--out", str(tmp_path / "run")]
     assert sft.parse_sft_config([*flags, "--resume"]).resume
     with pytest.raises(ValueError, match="there is no file"):
