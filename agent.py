@@ -552,7 +552,7 @@ class Chat:
             self.encoder.no_padding()
         template = tokenizer.chat_template
         if getattr(tokenizer, "rendered_template", template) != template:
-            vars(tokenizer).pop("rendered_marks", None)  # it has got another template since
+            vars(tokenizer).pop("rendered_marks", None)  # its template was replaced
         if not hasattr(tokenizer, "rendered_marks"):
             tokenizer.rendered_marks = render_marks(tokenizer)
             tokenizer.rendered_template = template

@@ -411,7 +411,7 @@ def load_model(
     tokenizer.rendered_marks = agent.render_marks(tokenizer, cfg.system, cfg.chat_args)
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
     model = rl.load_model(cfg.model, device, getattr(torch, cfg.dtype))
-    rl.check_length(model.config, cfg.max_length)
+    rl.check_length(model.config, cfg.max_length, cfg.model)
     return model, tokenizer
 
 

@@ -430,24 +430,25 @@ def largest_length(config: PreTrainedConfig) -> tuple[float, str]:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     if changes:
-        # Cached keys of a longer sequence differ from those of a fresh forward pass.
+        # In longer sequences cached keys, and with them the log-probs of earlier tokens, differ
+        # from those of a fresh forward pass.
         name = "original_max_position_embeddings"
         parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
         known = [part[name] for part in parts if name in part]
         return (min(known, default=config.max_position_embeddings),
-                "its rotary embeddings change beyond it, and so do earlier log-probs")
+                "its rotary embeddings change with greater lengths")
     positions = getattr(config, "max_position_embeddings", None)
     if positions and not rope:
-        return positions, "it has no more position embeddings"
+        return positions, "it has no position embeddings for more tokens"
     return math.inf, ""
 
 
-def check_length(config: PreTrainedConfig, max_length: int, flag: str = "--max_length") -> None:
-    """Raise ValueError if the model cannot be played and trained on `max_length` tokens."""
+def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
+    """Raise ValueError if the model `name` cannot be played and trained on `max_length` tokens."""
     largest, reason = largest_length(config)
     if max_length > largest:
-        raise ValueError(f"{flag} {max_length} is too long for this model: {reason}; its limit is "
-                         f"{flag} {largest}")
+        raise ValueError(f"--max_length {max_length} is too long for {name}: {reason}; give "
+                         f"--max_length {largest} or less")
 
 
 class ComputePaths(NamedTuple):
@@ -698,7 +699,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
     The folder gets its name when it is complete. It replaces an older model there. state: what JSON
     can hold. Called by all ranks; the folder must be one that all of them see. Raises ValueError
-    if the folder holds something else than a model.
+    if the folder holds files, but no model.
     """
     folder, rank = Path(folder), ranks()[0]
     of_rank_0(lambda: check_replaceable(folder))
@@ -746,14 +747,14 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ValueError if the folder holds files, and none of them is of a model or checkpoint: all
-    that is in it would be lost."""
+    """Raise ValueError if the folder holds files, but neither a model nor a checkpoint. `save`
+    would delete them."""
     if not folder.is_dir():
         return
     names = {path.name for path in folder.iterdir()}
     of_model = ("model", "tokenizer", "generation_config.json", "state.json", "training")
     if names and not any(name.startswith(of_model) for name in names):
-        raise ValueError(f"{folder} holds other files than a model's: give a folder of its own")
+        raise ValueError(f"{folder} holds files, but no model: choose another folder")
 
 
 def checkpoints(run: str | Path) -> list[Path]:

@@ -289,7 +289,7 @@ def load_for_training(
               "process holds a whole copy in the host's memory", file=sys.stderr)
     paths = of_rank_0(lambda: find_paths(policy, cfg.dtype, device))
     rl.set_compute_paths(policy, paths)
-    rl.check_length(policy.config, cfg.max_length)
+    rl.check_length(policy.config, cfg.max_length, cfg.model)
 
     # What is trained: the policy and, with PPO, the critic, each with its optimizer.
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
@@ -321,7 +321,7 @@ def load_for_training(
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
         teacher = load_frozen(name)
-        rl.check_length(teacher.config, cfg.max_length)
+        rl.check_length(teacher.config, cfg.max_length, f"--teacher {name}")
     return policy, tokenizer, trained, reference, teacher
 
 

@@ -174,7 +174,7 @@ def test_a_trajectory_without_tokens_may_stand_alone_in_its_batch(family):
 def test_a_folder_of_other_files_is_not_replaced_by_a_model(tiny, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="notes holds other files than a model's"):
+    with pytest.raises(ValueError, match="notes holds files, but no model"):
         rl.save(tmp_path / "notes", *tiny)
     assert (tmp_path / "notes/notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
@@ -186,13 +186,13 @@ def test_a_folder_of_other_files_is_not_replaced_by_a_model(tiny, tmp_path):
 
 def test_a_length_beyond_a_models_position_embeddings_is_refused():
     model = random_model("gpt2", n_positions=64)
-    rl.check_length(model.config, 64)
+    rl.check_length(model.config, 64, "gpt2")
     model(torch.ones(1, 64, dtype=torch.long))
     with pytest.raises(IndexError):  # what would come otherwise, in the middle of a run
         model(torch.ones(1, 65, dtype=torch.long))
-    with pytest.raises(ValueError, match="--max_length 65 is too long for this model: it has no "
-                                         "more position embeddings; its limit is --max_length 64"):
-        rl.check_length(model.config, 65)
+    with pytest.raises(ValueError, match="--max_length 65 is too long for gpt2: it has no position "
+                                         "embeddings for more tokens; give --max_length 64"):
+        rl.check_length(model.config, 65, "gpt2")
 
 
 def test_lengths_at_which_rotary_embeddings_change_are_known():

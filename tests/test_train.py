@@ -407,8 +407,9 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused(tiny, tmp_path, 
     done = run_script(script, "--env", "babyai", "--model", str(tmp_path / "gpt2"), *out,
                       "--max_length", "1025")
     assert done.returncode == 2
-    assert done.stderr == (f"{script}: --max_length 1025 is too long for this model: it has no "
-                           "more position embeddings; its limit is --max_length 1024\n")
+    assert done.stderr == (
+        f"{script}: --max_length 1025 is too long for {tmp_path}/gpt2: it has no position "
+        "embeddings for more tokens; give --max_length 1024 or less\n")
     assert not (tmp_path / "r").exists()
 
 
