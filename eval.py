@@ -879,8 +879,10 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
     horizon."""
     flags = {name: value for name, value in asdict(cfg).items()
              if name not in ("out", "trajectories", "horizon")}
-    model_sha256 = None  # of a served model nothing is known
+    model_sha256 = template_sha256 = None  # of a served model nothing is known
     if not is_served(cfg):
+        template = rl.load_tokenizer(cfg.model, cfg.chat_template).chat_template
+        template_sha256 = hashlib.sha256(json.dumps(template).encode()).hexdigest()
         path = Path(rl.model_path(cfg.model))
         files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
         weights = hashlib.sha256()  # of all files, one after the other
@@ -889,6 +891,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
         model_sha256 = weights.hexdigest() if files else None
     return flags | {
         "model_sha256": model_sha256,
+        "chat_template_sha256": template_sha256,
         "items": len(items),
         "items_sha256": hashlib.sha256("\n".join(items).encode()).hexdigest(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -444,11 +444,17 @@ def largest_length(config: PreTrainedConfig) -> tuple[float, str]:
 
 
 def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
-    """Raise ValueError if the model `name` cannot be played and trained on `max_length` tokens."""
+    """Raise ValueError if the model `name` cannot be played and trained on `max_length` tokens;
+    warn of more tokens than it was trained for."""
     largest, reason = largest_length(config)
     if max_length > largest:
         raise ValueError(f"--max_length {max_length} is too long for {name}: {reason}; give "
                          f"--max_length {largest} or less")
+    trained_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if ranks()[0] == 0 and trained_length and max_length > trained_length:
+        print(f"warning: --max_length {max_length} is beyond the {trained_length} tokens that "
+              f"{name} was trained for (max_position_embeddings in its config.json)",
+              file=sys.stderr)
 
 
 class ComputePaths(NamedTuple):

@@ -91,7 +91,9 @@ def contents(folder: str | Path, most: int) -> dict:
             num_drawn += is_drawn
             chunk.append(run.tokens_of(trajectory, is_drawn))
             run.add_pieces(trajectory["tokens"], vocabulary)
-            unknown = sum(token not in vocabulary for token in trajectory["tokens"])
+            # A policy may have more ids than its tokenizer, and sample any of them.
+            unknown = sum(token not in vocabulary and not sampled for token, sampled
+                          in zip(trajectory["tokens"], trajectory["mask"]))
             run.left_out["texts of token ids that the tokenizer does not have"] += unknown
             if len(chunk) == CHUNK:
                 chunks.append(compress(chunk))

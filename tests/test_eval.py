@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -281,6 +282,8 @@ def test_the_hash_of_a_gguf_model_is_that_of_its_file(tmp_path, monkeypatch):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"weights")
     monkeypatch.setattr(evaluation.rl, "model_path", lambda name: str(path))
+    monkeypatch.setattr(evaluation.rl, "load_tokenizer", lambda *names: SimpleNamespace(
+        chat_template=""))
     cfg = parse_eval_config([])
     found = evaluation.result_config(cfg, ["babyai_1"])["model_sha256"]
     assert found == hashlib.sha256(b"weights").hexdigest()
@@ -447,6 +450,15 @@ def test_a_stopped_evaluation_goes_on_with_other_slots_and_deadlines_but_not_oth
     assert len(changed.played[horizon]) == 1
     with pytest.raises(ValueError, match="is of an evaluation with another model"):
         part_of("--temperature", "0.5")
+    # A file of the same name with another text.
+    template = tmp_path / "template"
+    other = ("--chat_template", str(template), "--out", str(tmp_path / "s.json"))
+    template.write_text("{{ messages[0].content }}")
+    part_of(*other).add(horizon, Trajectory("babyai_1", "babyai", turns=1))
+    assert len(part_of(*other).played[horizon]) == 1
+    template.write_text("{{ messages[1].content }}")
+    with pytest.raises(ValueError, match="is of an evaluation with another model"):
+        part_of(*other)
 
 
 def test_samples_that_were_played_twice_count_once(tmp_path):

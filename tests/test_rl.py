@@ -195,6 +195,15 @@ def test_a_length_beyond_a_models_position_embeddings_is_refused():
         rl.check_length(model.config, 65, "gpt2")
 
 
+def test_a_length_beyond_that_of_a_models_training_is_warned_of(capsys):
+    config = random_model("mistral", max_position_embeddings=64).config
+    rl.check_length(config, 64, "mistral")
+    assert capsys.readouterr().err == ""
+    rl.check_length(config, 65, "mistral")
+    assert "--max_length 65 is beyond the 64 tokens that mistral was trained for" in (
+        capsys.readouterr().err)
+
+
 def test_lengths_at_which_rotary_embeddings_change_are_known():
     factors = {"rope_type": "longrope", "rope_theta": 1e4,
                "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}

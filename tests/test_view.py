@@ -412,6 +412,8 @@ def damaged(folder, tmp_path):
         del other[name]
     # An id beyond the vocabulary and two that no tokenizer's integer holds.
     other["tokens"][:3] = [10**6, -5, 10**30]
+    # No damage: a policy may sample an id that its tokenizer does not have.
+    other["tokens"][other["mask"].index(True)] = 10**6
     other["reward"] = other["rewards"][0] = other["logprobs"][0] = float("nan")
     trajectories[len(NEEDED) + 1]["logprobs"].pop()
     trajectories[len(NEEDED) + 2]["tokens"][0] = None
