@@ -1,0 +1,177 @@
+"""A step of training on a device of its own, where this machine has none.
+
+`Other` is a tensor that says it is on the device "meta" and computes on the CPU. As on a GPU, an
+operation that mixes it with ordinary tensors fails.
+"""
+
+import copy
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import rl
+from config import parse_config
+from envs import EnvPool, items
+from rollout import rollout
+from update import advantages_of, item_information, update
+
+DEVICE = torch.device("meta")
+aten = torch.ops.aten
+
+
+class Other(torch.Tensor):
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
+            dtype=values.dtype, device=DEVICE)
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return computed(function, args, kwargs or {})
+
+
+def computed(function, args, kwargs):
+    """function(*args, **kwargs) with the values of the other device's tensors."""
+    tensors = []
+    tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
+    others = {id(x.values): x for x in tensors if isinstance(x, Other)}
+    on_other = bool(others)
+    if kwargs.get("device") is not None:
+        on_other = torch.device(kwargs["device"]) == DEVICE
+        kwargs = kwargs | {"device": "cpu"}
+    elif others and function != aten.copy_.default:
+        # Indices and single numbers may be on the CPU.
+        indices = args[1] if str(function).startswith("aten.index") and len(args) > 1 else ()
+        indices = list(map(id, indices)) if isinstance(indices, (list, tuple)) else []
+        mixed = [x.shape for x in tensors if not isinstance(x, Other) and x.dim()
+                 and id(x) not in indices]
+        assert not mixed, f"{function} takes tensors of two devices: {mixed} on the CPU"
+
+    args, kwargs = tree_map_only(Other, lambda x: x.values, (args, kwargs))
+    out = function(*args, **kwargs)
+    if function == aten.copy_.default:
+        return tensors[0]
+    if not on_other:
+        return out
+    # An operation in place returns its argument.
+    return tree_map_only(torch.Tensor, lambda x: others[id(x)] if id(x) in others else Other(x),
+                         out)
+
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return computed(function, args, kwargs or {})
+
+
+class Constants(TorchFunctionMode):
+    """What does not go through the dispatcher: torch.tensor, Tensor.tolist, a list as an index."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_constant = function in (torch.tensor, torch.as_tensor)
+        if is_constant and device is not None and torch.device(device) == DEVICE:
+            return Other(function(*args, **kwargs | {"device": "cpu"}))
+        if function is torch.Tensor.tolist and isinstance(args[0], Other):
+            return args[0].values.tolist()
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], list):
+            args = (args[0], torch.tensor(args[1]))
+        return function(*args, **kwargs)
+
+
+def on_other_device(model):
+    """The model with its weights on the other device."""
+    moved = {}  # weights that two modules share stay shared
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                own = moved.setdefault(id(p), torch.nn.Parameter(Other(p.detach().clone())))
+                module._parameters[name] = own
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = Other(buffer)
+    return model
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """-> a function: whether on the other device -> a context."""
+    monkeypatch.setitem(rl.MAX_LOGITS, "meta", 2**18)
+    own = torch.autocast
+
+    def autocast(device, *args, **kwargs):  # there is none for "meta"
+        return nullcontext() if device == "meta" else own(device, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "autocast", autocast)
+
+    def entered(other):
+        stack = ExitStack()
+        if other:
+            stack.enter_context(Operations())
+            stack.enter_context(Constants())
+        return stack
+
+    return entered
+
+
+def adam(model):
+    # The fused one needs a device's own kernel.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+@pytest.mark.parametrize("flags, ways", [
+    ("--algo grpo", ("ragged", "packed")),
+    ("--algo grpo --loss gspo --aggregation sequence --credit state", ("padded", "padded")),
+    ("--algo ppo --kl_in reward --kl_coef 0.1 --entropy_coef 0.01", ("ragged", "packed")),
+    ("--algo reinforce_pp --epochs 2 --shaping progress", ("alone", "padded")),
+    ("--algo rloo --gradient_checkpointing true", ("ragged", "packed")),
+])
+def test_a_step_of_training_keeps_to_its_device(flags, ways, devices, tiny):
+    cfg = parse_config(["--env", "babyai", *flags.split(), "--out", "runs/never-made",
+                        "--minibatches", "2", "--max_tokens", "12"])
+
+    def step(other):
+        place = on_other_device if other else lambda model: model
+        with devices(other), EnvPool() as pool:
+            policy, reference = (place(copy.deepcopy(tiny[0])) for _ in range(2))
+            for model in (policy, reference):
+                rl.set_compute_paths(model, rl.ComputePaths(*ways, {}))
+            if cfg.gradient_checkpointing:
+                rl.recompute_blocks(policy)
+            critic = critic_optimizer = None
+            if cfg.algo == "ppo":
+                critic = place(rl.Critic("tiny"))
+                rl.set_compute_paths(critic, rl.ComputePaths(*ways, {}))
+                critic_optimizer = adam(critic)
+            trajectories = rollout(policy, tiny[1], pool, items("babyai", "train")[:2], 3,
+                                   samples=4, seed=1, max_tokens=12,
+                                   record_states=cfg.credit == "state")
+            device = DEVICE if other else torch.device("cpu")
+            batch = advantages_of(trajectories, cfg, device, reference, critic)
+            information = item_information(trajectories, policy, cfg)
+            metrics = update(trajectories, batch, cfg, 0, policy, adam(policy), critic,
+                             critic_optimizer)
+        return [t.tokens for t in trajectories], metrics | information
+
+    (tokens, expected), (tokens_there, found) = step(False), step(True)
+    assert tokens_there == tokens
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert expected["grad_norm"] > 0
+
+
+def test_other_tensors_do_not_mix_with_ordinary_ones():
+    with Operations(), Constants():
+        there = torch.ones(2, device=DEVICE)
+        assert (there + 1).tolist() == [2, 2] and (there + torch.tensor(1)).device == DEVICE
+        with pytest.raises(AssertionError, match="two devices"):
+            there + torch.ones(2)
+        with pytest.raises(AssertionError, match="two devices"):
+            there[torch.tensor([0, 1])] = torch.ones(2)
+        assert there[torch.tensor([1])].to("cpu").numpy() == 1
