@@ -31,7 +31,7 @@ from experiments.studies import rows  # noqa: E402
 from experiments.studies.report import in_words  # noqa: E402
 
 STUDY = "pretrained"
-STAGES = {"raw": "as it comes", "warm": "warm start", "rl": "GRPO"}
+STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
 MIXTURE = "mixture, "
 
