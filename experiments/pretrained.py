@@ -34,6 +34,7 @@ STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
 MIXTURE = "mixture, "
+POLICY_EPISODES = 4  # of a policy on each held-out item
 
 
 def add(world, stage, result, run=None, commit=""):
@@ -60,7 +61,7 @@ def add_policies(world, horizon, folder=None):
     """Keep what the expert and a random policy reach on the held-out items."""
     from experiments.policies import measure
 
-    found = measure(world.split()[0], horizon=horizon, data=folder)
+    found = measure(world.split()[0], POLICY_EPISODES, horizon, folder)
     found["random"] = found["uniform"] if "uniform" in found else found["imitated"]
     for label in POLICIES:
         success = list(found[label]["success"].values())
@@ -68,7 +69,7 @@ def add_policies(world, horizon, folder=None):
             "success": sum(success) / len(success),
             "ci95": {"success": bootstrap(success, 0)},
             "turns": sum(found[label]["turns"].values()) / len(success),
-            "config": {"samples": 1, "items": len(success), "horizon": int(horizon)},
+            "config": {"samples": POLICY_EPISODES, "items": len(success), "horizon": int(horizon)},
         }}])
 
 
