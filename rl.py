@@ -52,8 +52,13 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 # does not know it would silently use GPT-2's.
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
+FILE_BYTES = 2**30  # about, of a rank in one file of a checkpoint
 LORA_SCALE = 2.0  # alpha / rank
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
+
+# On H100 and newer GPUs PyTorch tries cuDNN's attention first. It builds a plan for every new
+# shape, and in a rollout nearly every call has a new one.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 # "policy" and, with PPO, "critic" -> (module, its optimizer)
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
@@ -256,7 +261,7 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
     Adapters are float32 and change nothing at first. Needs the package peft."""
     from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
     for p in model.parameters():
@@ -725,6 +730,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         plain.generation_config = model.generation_config
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
+    del weights
 
     # What training needs besides the policy, written by all ranks together.
     if state is not None:
@@ -733,12 +739,17 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         for name, (_, optimizer) in trained.items():
             taken = [float(s["step"]) for s in optimizer.state.values()]
             optimizer_steps[name] = max(taken, default=0.0)
-        writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(partial / "training"), file_numbers(tensors),
+                                          save_distributed=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is a single process
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         names = of_rank_0(lambda: file_names(partial))
         hashes = dict(zip(names, file_hashes(partial, names)))
+        unread = next((name for name, found in hashes.items() if not found), None)
+        if unread:
+            raise OSError(f"a process cannot read {partial / unread}: the run folder must be on a "
+                          "file system that all machines see")
         if rank == 0:
             write_state(partial, state | {"optimizer_steps": optimizer_steps}, hashes)
 
@@ -750,6 +761,17 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         partial.rename(folder)
     if dist.is_initialized():
         dist.barrier()
+
+
+def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Name -> the number, from 1 on, of the checkpoint's file that gets the tensor. Each rank has
+    some FILE_BYTES of every file, because it holds a copy of a file while it writes it."""
+    numbers = {}
+    begun = 0  # bytes of the tensors so far
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + begun // (FILE_BYTES * ranks()[1])
+        begun += tensor.numel() * tensor.element_size()
+    return numbers
 
 
 def check_replaceable(folder: Path) -> None:

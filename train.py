@@ -295,7 +295,7 @@ def load_for_training(
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
     if cfg.algo == "ppo":
-        critic = rl.Critic(cfg.model, "cpu", trained_dtype)
+        critic = rl.Critic(cfg.model, "cpu", frozen_dtype if cfg.lora_rank else trained_dtype)
         rl.set_compute_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
 
@@ -379,6 +379,9 @@ def lock_folder(folder: Path) -> TextIO:
     except BlockingIOError as e:
         lock.close()
         raise ValueError(f"another process is at work in {folder}") from e
+    except OSError as e:  # the file system has no locks
+        print(f"warning: cannot lock {folder} ({e.strerror}): let no other process work in it",
+              file=sys.stderr)
     return lock
 
 
@@ -619,10 +622,10 @@ def exit_on_system_error(cfg: RunConfig, script: str) -> Iterator[None]:
 
 
 def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = False) -> NoReturn:
-    """Print one line on stderr and exit with code 2. Only rank 0 prints. of_one_rank: the error may
-    exist on one rank only, so every rank that has it prints."""
+    """Print one line on stderr and exit with code 2. Only the first process of each machine prints.
+    of_one_rank: the error may exist on one rank only, so every rank that has it prints."""
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or of_one_rank:
+    if os.environ.get("LOCAL_RANK", rank) == "0" or of_one_rank:
         at = f"rank {rank}: " if rank != "0" else ""
         print(f"{script}: {at}" + " ".join(str(e).split()), file=sys.stderr)
     sys.exit(2)

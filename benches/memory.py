@@ -172,11 +172,12 @@ def estimate(
     kl=True,
     lora=0,
     offload=False,
+    ppo=False,
 ):
     """Bytes on each GPU, with bfloat16 arithmetic and gradient checkpointing.
 
     slots: trajectories at a time on each GPU; length: tokens of a trajectory; positions: of a
-    micro-batch; kl: with a reference model; lora: its rank, 0 without.
+    micro-batch; kl: with a reference model; lora: its rank, 0 without; ppo: with a critic.
     -> {part: bytes}, with the sums "rollout" and "update" and, as numbers of parameters,
     "parameters" and "trained".
     """
@@ -189,6 +190,7 @@ def estimate(
     num_blocks = len(blocks(model))
     block = max(count_parameters(b.parameters()) for b in blocks(model))
     rest = count - block * num_blocks  # embeddings, the final norm, the head
+    config = config.get_text_config()
     hidden = config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     parts = {"parameters": count, "trained": trained}
@@ -214,6 +216,16 @@ def estimate(
         # block and the rest on their way to the GPUs that own them.
         parts["gathered_update"] = 2 * (2 * block + rest) + 6 * block + 6 * rest
 
+    # The critic's weights and moments. It has the policy's body, and is updated after the policy:
+    # gradients and activations count once.
+    parts["critic"] = 0
+    if ppo:
+        body = count_parameters(model.base_model.parameters())
+        if lora:
+            parts["critic"] = 2 * (body - trained) + 12 * trained
+        else:
+            parts["critic"] = int(12 * body * share)
+
     # Keys and values of all slots, in bfloat16.
     kv_heads = config.num_key_value_heads
     parts["cache"] = slots * length * num_blocks * 2 * kv_heads * head_dim * 2
@@ -224,7 +236,7 @@ def estimate(
     parts["activations"] = positions * (block_inputs + inside_a_block)
     parts["logits"] = 4 * 4 * rl.MAX_LOGITS["cuda"]
 
-    always = parts["weights"] + parts["optimizer"] + parts["reference"]
+    always = parts["weights"] + parts["optimizer"] + parts["reference"] + parts["critic"]
     parts["rollout"] = always + parts["gathered_rollout"] + parts["cache"]
     update_only = ("gradients", "gathered_update", "activations", "logits")
     parts["update"] = always + sum(parts[name] for name in update_only)
@@ -258,6 +270,7 @@ def add_flags(parser):
     )
     parser.add_argument("--lora_rank", type=int, default=0, help="of train.py")
     parser.add_argument("--offload", action="store_true", help="of train.py")
+    parser.add_argument("--ppo", action="store_true", help="--algo ppo, which has a critic")
 
 
 def measure(args):
@@ -273,6 +286,7 @@ def measure(args):
         args.kl_coef > 0,
         args.lora_rank,
         args.offload,
+        args.ppo,
     )
     print(
         f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "

@@ -286,7 +286,8 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(text, name, None):
             setattr(text, name, SMALL_WINDOW)
-    with torch.random.fork_rng(), device:
+    forked = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked), device:
         small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = model.state_dict()
     small.load_state_dict({name: weights[name] for name, own in small.state_dict().items()

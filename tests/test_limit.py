@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig
 
 import bench
-from benches import limit
+from benches import limit, memory
 
 
 def test_the_recorder_keeps_every_product_with_its_shapes_and_the_weights_it_reads():
@@ -64,3 +65,14 @@ def test_the_share_is_the_time_of_the_loop_over_ours(monkeypatch):
 def test_a_benchmark_without_a_stated_ratio_does_not_say_that_it_is_reached(argv, states):
     args = bench.parse_args(argv)
     assert bench.states_a_ratio(args) == states
+
+
+def test_the_estimate_of_memory_has_ppos_critic_and_takes_nested_configs():
+    config = memory.config_of("Qwen/Qwen2.5-0.5B-Instruct")
+    alone, with_critic = (memory.estimate(config, gpus=2, ppo=ppo) for ppo in (False, True))
+    critic = 12 * alone["parameters"] / 2  # weights and two moments in float32, on two GPUs
+    assert with_critic["critic"] == pytest.approx(critic)
+    for part in ("rollout", "update"):
+        assert with_critic[part] - alone[part] == pytest.approx(critic)
+    nested = memory.estimate(AutoConfig.for_model("gemma3"), gpus=1)
+    assert nested["cache"] > 0

@@ -316,6 +316,36 @@ def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat1
 # ---- loading and checkpoints ----
 
 
+def trained_once(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    return {"policy": (model, optimizer)}
+
+
+def test_a_checkpoint_of_several_files_is_resumed_exactly(tiny, tmp_path, monkeypatch):
+    model = copy.deepcopy(tiny[0])
+    trained = trained_once(model)
+    monkeypatch.setattr(rl, "FILE_BYTES", 2**21)
+    rl.save(tmp_path / "step_000001", model, tiny[1], {"step": 1}, trained)
+    assert len(list((tmp_path / "step_000001/training").iterdir())) > 3
+    again = trained_once(copy.deepcopy(tiny[0]))
+    for state in again["policy"][1].state.values():
+        state["exp_avg"].zero_()
+    rl.resume(tmp_path / "step_000001", again)
+    for found, expected in zip(again["policy"][1].state.values(),
+                               trained["policy"][1].state.values(), strict=True):
+        assert torch.equal(found["exp_avg"], expected["exp_avg"])
+
+
+def test_a_file_that_some_process_cannot_read_makes_no_checkpoint(tiny, tmp_path, monkeypatch):
+    model = copy.deepcopy(tiny[0])
+    monkeypatch.setattr(rl, "file_hash", lambda path: "" if path.suffix == ".json" else "1")
+    with pytest.raises(OSError, match="cannot read .*.json: the run folder must be on a file"):
+        rl.save(tmp_path / "step_000001", model, tiny[1], {"step": 1}, trained_once(model))
+    assert not (tmp_path / "step_000001").exists()
+
+
 def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
     model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)

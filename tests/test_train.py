@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import errno
 import importlib.util
 import json
 import math
@@ -163,9 +164,12 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
 
 
 def test_an_error_of_one_rank_is_shown_on_that_rank(monkeypatch, capsys):
-    for rank, of_one_rank, said in (("0", False, "train.py: no\n"), ("1", False, ""),
-                                    ("1", True, "train.py: rank 1: no\n")):
+    for rank, local, of_one_rank, said in (
+            ("0", "0", False, "train.py: no\n"), ("1", "1", False, ""),
+            ("1", "1", True, "train.py: rank 1: no\n"),
+            ("8", "0", False, "train.py: rank 8: no\n")):  # the first one of the second machine
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
         with pytest.raises(SystemExit):
             train.usage_error(ValueError("no"), of_one_rank=of_one_rank)
         assert capsys.readouterr().err == said
@@ -754,6 +758,24 @@ def test_a_model_without_a_chat_template_needs_the_file_of_one(tmp_path):
     done = run(*flags, "--chat_template", "data/tiny/chat_template.jinja")
     assert done.returncode == 0, done.stderr
     assert rl.load_tokenizer(str(tmp_path / "r/final")).chat_template
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def flock(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(train.fcntl, "flock", flock)
+    train.lock_folder(tmp_path).close()
+    assert "cannot lock" in capsys.readouterr().err
+
+
+def test_frozen_weights_of_lora_keep_the_compute_dtype_in_policy_and_critic():
+    cfg = parse_config(["--env", "babyai", "--algo", "ppo", "--lora_rank", "2", "--dtype",
+                        "bfloat16", "--out", "runs/never-made"])
+    trained = train.load_for_training(cfg, None, torch.device("cpu"))[2]
+    for name, (model, _) in trained.items():
+        dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+        assert dtypes == {True: torch.float32, False: torch.bfloat16}, name
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
