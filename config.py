@@ -31,6 +31,7 @@ import agent  # noqa: E402
 import envs  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
+from algos import COMPARE_SAMPLES  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- presets: defaults that depend on the model and on the world ----
@@ -822,12 +823,12 @@ def check_combinations(cfg: Config) -> None:
     if cfg.kl_in == "loss" and cfg.kl_type == "k1":
         raise ValueError("--kl_type k1 has no expected gradient as a loss; "
                          "use k3, or --kl_in reward")
-    if cfg.algo in ("grpo", "rloo") and cfg.rollouts_per_item < 2:
+    if cfg.algo in COMPARE_SAMPLES and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
-    if cfg.credit == "state" and cfg.algo not in ("grpo", "rloo"):
-        raise ValueError("--credit state is for --algo grpo and rloo: "
-                         f"{cfg.algo} has an advantage for each token")
+    if cfg.credit == "state" and cfg.algo not in COMPARE_SAMPLES:
+        raise ValueError(f"--credit state is for --algo {' and '.join(COMPARE_SAMPLES)}, which "
+                         "compare the samples of an item")
     if cfg.credit == "state":
         for world, urls in servers(cfg.env_url, cfg.worlds).items():
             if urls or not envs.has_states(world):

@@ -22,6 +22,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class Env:
     remote = False  # the episode is played on a server
 
     def reset(self, item: int) -> str:
-        """Begin the episode of `item` -> the first observation."""
+        """Begin the episode of `item` -> the first observation. It comes again without a `close`
+        in between, so it also releases what the last episode held."""
         raise NotImplementedError
 
     def step(self, action: str) -> Step:
@@ -106,7 +108,8 @@ class Env:
         return []
 
     def close(self) -> None:
-        """Release what the episode holds: processes, connections."""
+        """Release what the environment holds: processes, files, connections. It comes once, at the
+        end, also where there was no `reset`."""
 
     @staticmethod
     def category(item: int) -> str:
@@ -186,6 +189,8 @@ def world_class(name: str) -> type[Env]:
 
 def _missing_package(name, error):
     """The ValueError that says how to install what the world `name` needs."""
+    if error.name.startswith("worlds."):
+        return ValueError(f"environment '{name}': there is no module {error.name}")
     if name in ("babyai", "textcraft"):  # part of a plain install
         install = error.name
     else:  # every other world has an extra of its own name
@@ -540,11 +545,13 @@ def raise_if_item_unknown(future: Future) -> None:
     """Raise ItemError if the reset behind `future` failed because there is no such item.
 
     Only a plain ValueError means that. A subclass, as for a page that is not JSON, is a fault of
-    the environment.
+    the environment. The message ends with the line that raised, which may be a fault of the world.
     """
     exception = future.exception() if future.done() else None
     if type(exception) is ValueError:
-        raise ItemError(str(exception)) from exception
+        place = traceback.extract_tb(exception.__traceback__)[-1]
+        raise ItemError(f"{exception} ({Path(place.filename).name}, line {place.lineno})"
+                        ) from exception
 
 
 def _crash(error):

@@ -345,8 +345,11 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     zero outside the mask. logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]],
     as the rollout records it. Only positions before a sampled token go through the head, and at
     most MAX_LOGITS logits exist at a time. entropy_gradient: whether the entropies can be
-    differentiated.
+    differentiated. Raises ValueError for a mask of another dtype, or True in the first column.
     """
+    if mask.dtype != torch.bool or mask[:, 0].any():
+        raise ValueError("mask must be bool and False in the first column, whose tokens follow no "
+                         "other")
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
 
 

@@ -78,7 +78,7 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)  # [T]
     mask: list[bool] = field(default_factory=list)  # [T], True: sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # [T], of each sampled token
-    # [T], of the distribution that each sampled token was drawn from.
+    # [T], of softmax(logits / temperature) where each token was sampled, before truncation.
     entropies: list[float] = field(default_factory=list)
     # Log-probs after top_p, top_k or min_p, up to the last sampled token; [] without truncation.
     behaviour_logprobs: list[float] = field(default_factory=list)
@@ -174,6 +174,21 @@ class RolloutConfig:
     retries: int = 2  # how often an episode is played again after its environment failed
     arrival_order: bool = False  # take answers as they come; else at fixed decode steps
     graphs: bool = True  # on a GPU, record decode steps as CUDA graphs
+
+    def __post_init__(self):
+        """Raise ValueError for values that no rollout can use."""
+        rules = {"samples": self.samples >= 1, "slots": self.slots >= 1,
+                 "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
+                 "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p < 1,
+                 "parse": self.parse in agent.PARSES,
+                 "action_format": self.action_format in agent.FORMATS}
+        for name in ("max_tokens", "max_length"):
+            limit = getattr(self, name)
+            smallest = min(limit.values()) if isinstance(limit, dict) else limit
+            rules[name] = smallest >= 1
+        for name, holds in rules.items():
+            if not holds:
+                raise ValueError(f"a rollout cannot have {name} {getattr(self, name)!r}")
 
     @classmethod
     def from_flags(cls, flags: object, **changes: object) -> "RolloutConfig":
@@ -543,6 +558,9 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     policy's logits are not finite.
     """
     config = replace(config or RolloutConfig(), **changes)
+    shortest = min(horizon.values()) if isinstance(horizon, dict) else horizon
+    if shortest < 1:
+        raise ValueError(f"a horizon is at least 1, not {shortest}")
     stats = {} if stats is None else stats
     occurrences = count_earlier(items)
     chat = agent.Chat(tokenizer)

@@ -48,6 +48,8 @@ from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks,
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
 
+IDLE_STEPS = 5  # steps in a row without a gradient after which a warning is given
+
 
 @dataclass
 class Run:
@@ -72,6 +74,7 @@ class Run:
     engine: Ragged | str = "hf"
     rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
+    idle_steps: int = 0  # the newest steps without a gradient
 
     @property
     def folder(self) -> Path:
@@ -525,11 +528,13 @@ def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str
 
 
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
-    """Raise SystemExit if every environment failed, or if no trajectory of a world had room for a
-    first turn."""
+    """Raise SystemExit if every environment failed, with a checkpoint to go on from, or if no
+    trajectory of a world had room for a first turn."""
     if all(t.status == "env_error" for t in trajectories):
-        sys.exit(f"train.py: every environment failed at step {run.step}; "
-                 f"the first: {trajectories[0].error}")
+        if run.saved != run.step and run.step:
+            save_checkpoint(run, run.step)
+        sys.exit(f"train.py: every environment failed at step {run.step}, from which --resume goes "
+                 f"on; the first: {trajectories[0].error}")
     for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns):
@@ -562,6 +567,11 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write(json.dumps(row) + "\n")
     run.report(row)
+    run.idle_steps = run.idle_steps + 1 if row["grad_norm"] == 0 else 0
+    if run.idle_steps == IDLE_STEPS:
+        tqdm.write(f"warning: the last {IDLE_STEPS} steps had no gradient: all rewards of each "
+                   "group are equal. Where success is 0, a warm start (sft.py), easier items or "
+                   "more --rollouts_per_item may help", file=sys.stderr)
 
 
 def summary(row: dict) -> str:
@@ -596,8 +606,10 @@ def finish(run: Run) -> None:
     rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
         world = next(iter(run.cfg.worlds))
+        urls = servers(getattr(run.cfg, "env_url", ""), run.cfg.worlds)[world]
+        played = f" --env_url {','.join(urls)}" if urls else ""
         print(f"done: {run.folder}/final; "
-              f"next: python eval.py --env {world} --model {run.folder}/final")
+              f"next: python eval.py --env {world}{played} --model {run.folder}/final")
 
 
 @contextmanager

@@ -56,6 +56,8 @@ def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
                   turn_cost: float = 0.0, gamma: float = 1.0) -> None:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
     subtract --turn_cost from it. Changes `rewards` and `reward` of the trajectories in place."""
+    if shaping not in ("none", "potential", "progress"):
+        raise ValueError(f"no such shaping: {shaping}")
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
@@ -157,7 +159,7 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
             outcomes = outcomes - penalty.sum(1)
 
     # The algorithm's advantages [B, T]: one for a trajectory or a turn, or one for each token.
-    if cfg.algo in ("grpo", "rloo"):
+    if cfg.algo in algos.COMPARE_SAMPLES:
         compare = algos.rloo_advantage
         if cfg.algo == "grpo":
             compare = partial(algos.grpo_advantage, normalize_std=cfg.normalize_std)
@@ -170,13 +172,15 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         advantages = torch.zeros(mask.shape)
     elif cfg.algo == "reinforce_pp":
         advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
-    else:  # ppo
+    elif cfg.algo == "ppo":
         with rl.compute_in(cfg.dtype, device):
             values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
                               cfg.microbatch_tokens)
         advantages, returns = algos.gae(rewards * mask, values, mask, cfg.gamma, cfg.lam)
         advantages = algos.whiten(advantages, mask)
         batch |= {"old_values": values, "returns": returns}
+    else:
+        raise ValueError(f"no advantages for --algo {cfg.algo}")
 
     # Reverse KL to the teacher: each token's own log-ratio, without credit for what follows it.
     if teacher is not None:
@@ -185,7 +189,8 @@ def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: t
         advantages = advantages - cfg.kl_to_teacher * kl
 
     # Record the advantages. Then correct them where sampling was truncated.
-    per_trajectory = cfg.algo in ("grpo", "rloo") and cfg.credit == "trajectory" and teacher is None
+    compares = cfg.algo in algos.COMPARE_SAMPLES
+    per_trajectory = compares and cfg.credit == "trajectory" and teacher is None
     record_advantages(trajectories, advantages, per_token=not per_trajectory)
     if any(t.behaviour_logprobs for t in trajectories):
         behaviour = collate(trajectories, behaviour=[
@@ -340,7 +345,7 @@ def minibatches(usable: list[int], groups: list[int], count: int, seed: int, ste
 def loss_denominator(mask: Tensor, aggregation: str) -> int:
     """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens
     (aggregation "token"), or its rows that have one ("sequence"); at least 1."""
-    counted = mask if aggregation == "token" else mask.any(1)
+    counted = {"token": mask, "sequence": mask.any(1)}[aggregation]
     return max(1, int(counted.sum()))
 
 

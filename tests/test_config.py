@@ -295,8 +295,10 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_large_tensors_of_a_command_take_large_pages(module):
     code = f"import {module}, resource, torch\n" + (
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "torch.ones(50_000_000); before = faults()\n"
-        "torch.ones(50_000_000); print(faults() - before)")
+        "torch.ones(50_000_000); counts = []\n"
+        "for _ in range(5):\n"  # where memory is scattered, a large page is not always to be had
+        "    before = faults(); torch.ones(50_000_000); counts.append(faults() - before)\n"
+        "print(min(counts))")
     env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,
                           text=True, check=True)

@@ -1221,6 +1221,9 @@ def test_the_wrong_world_behind_an_address_is_found(servers):
             envs.check_env(name, [url])
     with pytest.raises(ValueError, match="plays TextCraft, not babyai"):
         train.parse_config(["--env_url", crafting, "--out", "runs/never-made"])
+    # Worlds that AgentGym does not have are named by their classes.
+    with pytest.raises(ValueError, match="plays BabyAI, not textworld"):
+        envs.check_env("textworld", [babyai])
     envs.check_env("babyai", [babyai])
     with stand_in_server(like_babyai()) as (url, _):  # it says "hello"
         envs.check_env("textcraft", [url])
@@ -1321,6 +1324,25 @@ def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
         store.reap()
         go_on.set()
         assert store.reset(number.result(), 1)["observation"]
+
+
+def test_an_environment_that_cannot_be_closed_ends_neither_a_request_nor_the_server(
+        monkeypatch, capsys):
+    store = serve.EpisodeStore("babyai", idle_seconds=0.01)
+    number = store.create()
+    store.reset(number, 1)
+    episode = store.episodes[number]
+    monkeypatch.setattr(episode, "reusable", False)
+
+    def fail():
+        raise OSError("busy")
+
+    monkeypatch.setattr(episode.env, "close", fail)
+    time.sleep(0.05)
+    store.create()
+    assert number not in store.episodes
+    assert "BabyAI.close failed: OSError: busy" in capsys.readouterr().err
+    store.close_envs()
 
 
 def has_ipv6():

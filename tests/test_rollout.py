@@ -729,3 +729,18 @@ def test_a_world_may_answer_with_numpys_numbers(field, value):
     t.record_turn("x", Step("o", **{field: value}), restarts=False)
     assert json.loads(json.dumps(t.to_json()))["turns"] == 1
     assert json.dumps(Step("o", **{field: value}).__dict__)  # as worlds/serve.py sends it
+
+
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}, {"parse": "loose"}, {"samples": 0},
+    {"max_length": {"babyai": 0}}, {"action_format": "xml"}, {"min_p": 1.0},
+])
+def test_settings_that_no_rollout_can_use_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"a rollout cannot have {next(iter(wrong))}"):
+        RolloutConfig(**wrong)
+
+
+def test_a_horizon_is_at_least_one_turn(tiny, pool):
+    for horizon in (0, {"babyai": 0}):
+        with pytest.raises(ValueError, match="a horizon is at least 1, not 0"):
+            rollout(*tiny, pool, ["babyai_8"], horizon)

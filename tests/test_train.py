@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -581,6 +582,39 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
         parse_config([*flags, "--resume", "--invalid_penalty", "0.05"])
 
 
+def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypatch):
+    flags = ["--env", "textcraft", "--items_per_step", "2", "--rollouts_per_item", "2",
+             "--steps", "2", "--max_tokens", "4", "--horizon", "1", "--horizon_schedule", "fixed",
+             "--out", str(tmp_path / "r")]
+    played = train.play_items
+
+    def play(run, *args):
+        if run.step == 1:
+            monkeypatch.setattr(TextCraft, "reset", fail)
+        return played(run, *args)
+
+    def fail(self, item):
+        raise EnvError("the server has stopped")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(train, "play_items", play)
+        with pytest.raises(SystemExit, match="failed at step 1, from which --resume goes on; .*"
+                                             "the server has stopped"):
+            train.train(parse_config(flags))
+    monkeypatch.undo()
+    assert rl.checkpoints(tmp_path / "r") == [tmp_path / "r/checkpoints/step_000001"]
+    train.train(parse_config([*flags, "--resume"]))
+    assert [row["step"] for row in metrics(tmp_path / "r")] == [0, 1]
+
+
+def test_steps_without_a_gradient_are_warned_of_once(tmp_path, capsys):
+    run = SimpleNamespace(rank=0, folder=tmp_path, report=lambda row: None, idle_steps=0)
+    (tmp_path / "trajectories").mkdir()
+    for step, grad_norm in enumerate([0.0] * 4 + [0.1] + [0.0] * 7):
+        train.log_step(run, {"step": step, "grad_norm": grad_norm}, [])
+        assert ("had no gradient" in capsys.readouterr().err) == (step == 9)
+
+
 def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     cfg = parse_config(["--env", "babyai:2,textcraft:1", *NO_RUN])
     assert items_per_world(cfg, cfg.items_per_step) == {"babyai": 22, "textcraft": 10}
@@ -831,7 +865,8 @@ def test_an_item_that_its_world_does_not_have_ends_a_run_with_one_line(
     with pytest.raises(SystemExit) as ended:
         train.train(parse_config(["--env", "textcraft", "--out", str(tmp_path / "r")]))
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("\ntrain.py: textcraft has no such item\n")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("train.py: textcraft has no such item (test_train.py, line ")
 
 
 def test_an_extra_that_is_missing_is_one_line(monkeypatch):

@@ -19,7 +19,7 @@ import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
 from urllib3.util import wait_for_read
 
-from envs import Env, EnvError, Step
+from envs import WORLDS, Env, EnvError, Step
 
 LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
 FIRST_RANDOM_NUMBER = 1 << 32  # our server's random numbers of episodes are above, and in no order
@@ -217,10 +217,15 @@ PROTOCOLS = {
 def check_name(name: str, url: str, greeting: str) -> None:
     """Raise ValueError if the server's reply to GET / names another world than `name`."""
     named = re.search(r"This is environment ([\w-]+)", greeting)
-    base_path = PROTOCOLS[name].base_path if name in PROTOCOLS else ""
-    if named and base_path and named[1] == PROTOCOLS[name].server_name:
-        raise ValueError(f"{name} has an address of its own: {url.rstrip('/')}/{base_path}/")
-    if named and name in PROTOCOLS and named[1] != PROTOCOLS[name].server_name:
+    if not named:
+        return
+    # A world that AgentGym does not have is served by worlds/serve.py, which names its class.
+    own = Protocol(server_name=WORLDS.get(name, "").partition(":")[2])
+    protocol = PROTOCOLS.get(name, own)
+    if protocol.base_path and named[1] == protocol.server_name:
+        raise ValueError(
+            f"{name} has an address of its own: {url.rstrip('/')}/{protocol.base_path}/")
+    if named[1] != protocol.server_name:
         raise ValueError(f"the server at {url} plays {named[1]}, not {name}")
 
 

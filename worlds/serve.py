@@ -231,7 +231,7 @@ class EpisodeStore:
             if episode.reusable:
                 self.free_envs.append(episode.env)
             else:
-                episode.env.close()
+                close_quietly(episode.env)
         return True
 
     def reap(self) -> None:
@@ -253,10 +253,19 @@ class EpisodeStore:
     def close_envs(self) -> None:
         """Close all environments, also those of episodes that were not closed."""
         for env in self.free_envs:
-            env.close()
+            close_quietly(env)
         for episode in self.episodes.values():
             if episode.env:
-                episode.env.close()
+                close_quietly(episode.env)
+
+
+def close_quietly(env: Env) -> None:
+    """Close an environment. A fault in its `close` is printed, and ends neither the request nor
+    the server."""
+    try:
+        env.close()
+    except Exception as e:
+        print(f"{type(env).__name__}.close failed: {type(e).__name__}: {e}", file=sys.stderr)
 
 
 def build_app(store: EpisodeStore) -> "FastAPI":
