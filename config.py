@@ -683,6 +683,9 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     # What each world has for itself. The run's own value is the largest of them: train.py checks
     # --max_length against the model's limit.
     rounds = {world: rounds_of(cfg, world, default[world]) for world in weights}
+    for name in re.findall(r"(\w+)=", cfg.horizon or ""):
+        if name not in weights:
+            raise ValueError(f"--horizon names {name}, which is not in --env {cfg.env}")
     given = {name: getattr(cfg, name) for name in LIMITS if getattr(cfg, name, None) is not None}
     limits = {world: {name: default[world][name] for name in LIMITS} | given for world in weights}
     cfg.worlds = {world: WorldSettings(weight, rounds[world], **limits[world])

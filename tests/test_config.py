@@ -357,3 +357,8 @@ def test_runs_that_began_with_each_others_models_are_one_line(tmp_path):
 def test_servers_that_are_lost_on_the_way_are_refused(env_url, message):
     with pytest.raises(ValueError, match=message):
         config.servers(env_url, ["babyai"] if env_url == "," else ["babyai", "textcraft"])
+
+
+def test_a_horizon_of_a_world_that_is_not_played_is_refused():
+    with pytest.raises(ValueError, match="--horizon names textcraf, which is not in --env babyai"):
+        parse_config(["--env", "babyai", "--horizon", "babyai=3,4 textcraf=3,5", "--out", "runs/n"])
