@@ -111,7 +111,7 @@ def draw(axes, kept, worlds):
     """
     names = []
     for place, world in enumerate(worlds):
-        own = re.sub(r" seed \d+$", "", world.removeprefix(MIXTURE))
+        own = re.sub(r" (seed \d+|float32)$", "", world.removeprefix(MIXTURE))
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
             source = world if stage in ("warm", "rl") else own
             x = place + 0.25 * (number - 1)
