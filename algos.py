@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-COMPARE_SAMPLES = ("grpo", "rloo")  # the algorithms that compare the samples of an item
+COMPARE_SAMPLES = ("grpo", "rloo")  # algorithms that compare the trajectories of an item
 
 
 def _as_float(x: Tensor) -> Tensor:

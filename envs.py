@@ -77,8 +77,8 @@ class Env:
     remote = False  # the episode is played on a server
 
     def reset(self, item: int) -> str:
-        """Begin the episode of `item` -> the first observation. It comes again without a `close`
-        in between, so it also releases what the last episode held."""
+        """Begin the episode of `item` -> the first observation. Several episodes may follow each
+        other without a `close` in between: release what the previous one held."""
         raise NotImplementedError
 
     def step(self, action: str) -> Step:
@@ -108,8 +108,8 @@ class Env:
         return []
 
     def close(self) -> None:
-        """Release what the environment holds: processes, files, connections. It comes once, at the
-        end, also where there was no `reset`."""
+        """Release what the environment holds: processes, files, connections. Called once, at the
+        end, even if `reset` never was."""
 
     @staticmethod
     def category(item: int) -> str:
@@ -545,7 +545,8 @@ def raise_if_item_unknown(future: Future) -> None:
     """Raise ItemError if the reset behind `future` failed because there is no such item.
 
     Only a plain ValueError means that. A subclass, as for a page that is not JSON, is a fault of
-    the environment. The message ends with the line that raised, which may be a fault of the world.
+    the environment. The message names the file and line that raised, as a bug in a world's `reset`
+    may be the cause.
     """
     exception = future.exception() if future.done() else None
     if type(exception) is ValueError:

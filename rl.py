@@ -52,7 +52,7 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 # does not know it would silently use GPT-2's.
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
-FILE_BYTES = 2**30  # about, of a rank in one file of a checkpoint
+FILE_BYTES = 2**30  # about so many bytes of each rank go to one file of a checkpoint
 LORA_SCALE = 2.0  # alpha / rank
 KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
@@ -348,8 +348,8 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     differentiated. Raises ValueError for a mask of another dtype, or True in the first column.
     """
     if mask.dtype != torch.bool or mask[:, 0].any():
-        raise ValueError("mask must be bool and False in the first column, whose tokens follow no "
-                         "other")
+        raise ValueError("mask must be bool, and False in the first column: no logits precede its "
+                         "tokens")
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
 
 
@@ -752,7 +752,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         unread = next((name for name, found in hashes.items() if not found), None)
         if unread:
             raise OSError(f"a process cannot read {partial / unread}: the run folder must be on a "
-                          "file system that all machines see")
+                          "file system that all machines share")
         if rank == 0:
             write_state(partial, state | {"optimizer_steps": optimizer_steps}, hashes)
 
@@ -767,8 +767,10 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Name -> the number, from 1 on, of the checkpoint's file that gets the tensor. Each rank has
-    some FILE_BYTES of every file, because it holds a copy of a file while it writes it."""
+    """Name of a tensor -> the number, from 1 on, of the checkpoint's file that it goes to.
+
+    A rank copies its part of a file before it writes it. With several files the copy is smaller.
+    """
     numbers = {}
     begun = 0  # bytes of the tensors so far
     for name, tensor in tensors.items():

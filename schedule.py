@@ -67,7 +67,7 @@ def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,
         stage = min(step // every, len(rounds) - 1)
         return rounds[stage]
     if kind == "adaptive":
-        raise ValueError("the adaptive horizon is no function of the step: use `adaptive_horizon`")
+        raise ValueError("the adaptive horizon depends on metrics: use `adaptive_horizon`")
     raise ValueError(
         f"unknown horizon schedule '{kind}'; choose from fixed, scaling_inter, adaptive")
 

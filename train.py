@@ -48,7 +48,7 @@ from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks,
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
 
-IDLE_STEPS = 5  # steps in a row without a gradient after which a warning is given
+IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Run:
     engine: Ragged | str = "hf"
     rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
-    idle_steps: int = 0  # the newest steps without a gradient
+    idle_steps: int = 0  # number of newest steps in a row without success and gradient
 
     @property
     def folder(self) -> Path:
@@ -162,6 +162,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             if information:
                 row["mutual_information"] = min(information.values())
             log_step(run, row, trajectories)
+            warn_without_signal(run, row)
             bar.set_postfix_str(summary(row))
 
             # Save, unless training cannot go on.
@@ -528,13 +529,13 @@ def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str
 
 
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
-    """Raise SystemExit if every environment failed, with a checkpoint to go on from, or if no
-    trajectory of a world had room for a first turn."""
+    """Raise SystemExit if every environment failed, after saving a checkpoint, or if no trajectory
+    of a world had room for a first turn."""
     if all(t.status == "env_error" for t in trajectories):
         if run.saved != run.step and run.step:
             save_checkpoint(run, run.step)
-        sys.exit(f"train.py: every environment failed at step {run.step}, from which --resume goes "
-                 f"on; the first: {trajectories[0].error}")
+        sys.exit(f"train.py: every environment failed at step {run.step}; --resume repeats this "
+                 f"step; the first error: {trajectories[0].error}")
     for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns):
@@ -567,11 +568,16 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write(json.dumps(row) + "\n")
     run.report(row)
-    run.idle_steps = run.idle_steps + 1 if row["grad_norm"] == 0 else 0
-    if run.idle_steps == IDLE_STEPS:
-        tqdm.write(f"warning: the last {IDLE_STEPS} steps had no gradient: all rewards of each "
-                   "group are equal. Where success is 0, a warm start (sft.py), easier items or "
-                   "more --rollouts_per_item may help", file=sys.stderr)
+
+
+def warn_without_signal(run: Run, row: dict) -> None:
+    """Warn once if IDLE_STEPS steps in a row have neither a success nor a gradient."""
+    is_idle = row["success"] == 0 and row["grad_norm"] == 0
+    run.idle_steps = run.idle_steps + 1 if is_idle else 0
+    if run.idle_steps == IDLE_STEPS and run.rank == 0:
+        tqdm.write(f"warning: the last {IDLE_STEPS} steps had no success and no gradient, because "
+                   "equal rewards give no advantage. Try a warm start (sft.py), easier items or "
+                   "more --rollouts_per_item", file=sys.stderr)
 
 
 def summary(row: dict) -> str:

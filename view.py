@@ -91,7 +91,7 @@ def contents(folder: str | Path, most: int) -> dict:
             num_drawn += is_drawn
             chunk.append(run.tokens_of(trajectory, is_drawn))
             run.add_pieces(trajectory["tokens"], vocabulary)
-            # A policy may have more ids than its tokenizer, and sample any of them.
+            # A policy may sample ids that its tokenizer does not have: some models have more.
             unknown = sum(token not in vocabulary and not sampled for token, sampled
                           in zip(trajectory["tokens"], trajectory["mask"]))
             run.left_out["texts of token ids that the tokenizer does not have"] += unknown

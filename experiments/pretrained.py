@@ -5,7 +5,8 @@
     python experiments/pretrained.py
 
 WORLD: a name that begins with the world's, such as "sciworld find"; "mixture, sciworld find" for
-the model of several worlds; "sciworld find seed 1" for another seed. STAGE: raw, warm or rl.
+the model of several worlds; "sciworld find seed 1" for another seed, "... float32" for another
+dtype. STAGE: raw, warm or rl.
 RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
 and its rows; COMMIT: the one it ran at. `policies` plays the world's expert and the uniformly
 random policy (where a world does not list its valid actions, the one that the built-in model was

@@ -1,7 +1,7 @@
-"""A step of training on a device of its own, where this machine has none.
+"""Training keeps its tensors on one device: a test for machines without a GPU.
 
-`Other` is a tensor that says it is on the device "meta" and computes on the CPU. As on a GPU, an
-operation that mixes it with ordinary tensors fails.
+An `Other` is a tensor that reports the device "meta" and computes on the CPU. As with a GPU's
+tensors, an operation that mixes it with ordinary tensors fails.
 """
 
 import copy
@@ -101,8 +101,9 @@ def on_other_device(model):
 
 
 @pytest.fixture
-def devices(monkeypatch):
-    """-> a function: whether on the other device -> a context."""
+def device_context(monkeypatch):
+    """-> a function `enter(other)`, whose result is the context in which code runs on the other
+    device, or with other=False on the CPU."""
     monkeypatch.setitem(rl.MAX_LOGITS, "meta", 2**18)
     own = torch.autocast
 
@@ -111,14 +112,14 @@ def devices(monkeypatch):
 
     monkeypatch.setattr(torch, "autocast", autocast)
 
-    def entered(other):
+    def enter(other):
         stack = ExitStack()
         if other:
             stack.enter_context(Operations())
             stack.enter_context(Constants())
         return stack
 
-    return entered
+    return enter
 
 
 def adam(model):
@@ -133,13 +134,13 @@ def adam(model):
     ("--algo reinforce_pp --epochs 2 --shaping progress", ("alone", "padded")),
     ("--algo rloo --gradient_checkpointing true", ("ragged", "packed")),
 ])
-def test_a_step_of_training_keeps_to_its_device(flags, ways, devices, tiny):
+def test_a_step_of_training_keeps_to_its_device(flags, ways, device_context, tiny):
     cfg = parse_config(["--env", "babyai", *flags.split(), "--out", "runs/never-made",
                         "--minibatches", "2", "--max_tokens", "12"])
 
     def step(other):
         place = on_other_device if other else lambda model: model
-        with devices(other), EnvPool() as pool:
+        with device_context(other), EnvPool() as pool:
             policy, reference = (place(copy.deepcopy(tiny[0])) for _ in range(2))
             for model in (policy, reference):
                 rl.set_compute_paths(model, rl.ComputePaths(*ways, {}))

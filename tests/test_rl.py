@@ -315,7 +315,7 @@ def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat1
 
 @pytest.mark.parametrize("mask", [[[0, 1, 1]], [[True, True, False]]])
 def test_a_mask_of_another_kind_is_refused(mask, tiny):
-    with pytest.raises(ValueError, match="mask must be bool and False in the first column"):
+    with pytest.raises(ValueError, match="mask must be bool, and False in the first column"):
         rl.token_logprobs(tiny[0], torch.tensor([[1, 2, 3]]), torch.tensor(mask))
 
 

@@ -598,7 +598,7 @@ def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypa
 
     with monkeypatch.context() as broken:
         broken.setattr(train, "play_items", play)
-        with pytest.raises(SystemExit, match="failed at step 1, from which --resume goes on; .*"
+        with pytest.raises(SystemExit, match="failed at step 1; --resume repeats this step; .*"
                                              "the server has stopped"):
             train.train(parse_config(flags))
     monkeypatch.undo()
@@ -607,12 +607,13 @@ def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypa
     assert [row["step"] for row in metrics(tmp_path / "r")] == [0, 1]
 
 
-def test_steps_without_a_gradient_are_warned_of_once(tmp_path, capsys):
-    run = SimpleNamespace(rank=0, folder=tmp_path, report=lambda row: None, idle_steps=0)
-    (tmp_path / "trajectories").mkdir()
-    for step, grad_norm in enumerate([0.0] * 4 + [0.1] + [0.0] * 7):
-        train.log_step(run, {"step": step, "grad_norm": grad_norm}, [])
-        assert ("had no gradient" in capsys.readouterr().err) == (step == 9)
+def test_steps_without_success_and_gradient_are_warned_of_once(capsys):
+    run = SimpleNamespace(rank=0, idle_steps=0)
+    idle, learning, able = (0.0, 0.0), (0.0, 0.1), (1.0, 0.0)  # success, gradient norm
+    steps = [*[idle] * 4, learning, *[able] * 9, *[idle] * 7]
+    for step, (success, grad_norm) in enumerate(steps):
+        train.warn_without_signal(run, {"success": success, "grad_norm": grad_norm})
+        assert ("no success and no gradient" in capsys.readouterr().err) == (step == 18)
 
 
 def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
