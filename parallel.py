@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,18 @@ def init_distributed() -> tuple[int, int, torch.device]:
 def backend_for(device: torch.device) -> str:
     """The process group's backend. With GPUs there are messages of CPU tensors, too."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def leave_process_group() -> None:
+    """End the process group, if there is one. No rank may send messages afterwards.
+
+    PyTorch's caches of sharded tensors keep Gloo's threads alive. Such a thread would abort the
+    process if it freed the tensors of its last message while the interpreter shuts down. The pause
+    is long enough for it to free them before.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.5)
 
 
 def ranks() -> tuple[int, int]:

@@ -25,7 +25,6 @@ from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, fl
 from config import items_per_world, mixture, not_negative, one_of, positive, preset_tables
 from config import read_flags
 import numpy as np
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,7 +35,7 @@ import train
 from agent import Chat
 from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
-from parallel import StopSignals, Terminated, of_rank_0, on_any_rank
+from parallel import StopSignals, Terminated, leave_process_group, of_rank_0, on_any_rank
 from rollout import RolloutConfig, Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
@@ -355,8 +354,7 @@ def sft(cfg: SFTConfig) -> None:
                     write_demos(run, demos, held_out)
                     train.prepare_rollouts(run, "ragged", cfg.slots)
                     training_loop(run, demos, held_out, steps, pool, signals)
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+            leave_process_group()
         finally:
             signals.end()
             train.release(run)

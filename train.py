@@ -44,7 +44,8 @@ from metrics import read_objects, reporter, rollout_bar, rollout_metrics, world_
 from metrics import write_atomically
 from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
-from parallel import init_distributed, is_mapped, of_rank_0, on_any_rank, ranks, shard, unsharded
+from parallel import init_distributed, is_mapped, leave_process_group, of_rank_0, on_any_rank
+from parallel import ranks, shard, unsharded
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
 
@@ -98,8 +99,7 @@ def train(cfg: Config) -> None:
                     if run.rank == 0:
                         print(banner(run))
                     training_loop(run, pool, signals)
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+            leave_process_group()
         except envs.ItemError as e:
             usage_error(e, of_one_rank=True)
         except FloatingPointError as e:

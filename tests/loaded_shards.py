@@ -9,13 +9,12 @@ are written into each model's folder, after gathering them from the ranks' shard
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 import rl
 import train
 from config import parse_config
-from parallel import init_distributed, ranks
+from parallel import init_distributed, leave_process_group, ranks
 
 _, _, device = init_distributed()
 train.find_paths = lambda *_: rl.ComputePaths("ragged", "packed", {})  # random models are not exact
@@ -31,4 +30,4 @@ for folder in map(Path, sys.argv[1:]):
         whole |= {name: buffer.clone() for name, buffer in model.named_buffers()}
         if ranks()[0] == 0:
             save_file(whole, folder / f"{kind}.loaded")
-torch.distributed.destroy_process_group()
+leave_process_group()

@@ -21,7 +21,7 @@ import torch
 import algos
 import rl
 import update
-from parallel import init_distributed, ranks, shard
+from parallel import init_distributed, leave_process_group, ranks, shard
 from rollout import Trajectory
 
 trajectory_file, out = sys.argv[1:3]
@@ -77,6 +77,4 @@ else:
 rl.save(out, model, tokenizer)
 if ranks()[0] == 0:
     print(json.dumps(stats | {"rows": max(rows_fed)}))
-# Threads of a process group that still run when the interpreter ends may abort the process.
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
+leave_process_group()
