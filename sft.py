@@ -35,7 +35,7 @@ import train
 from agent import Chat
 from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
-from parallel import StopSignals, Terminated, leave_process_group, of_rank_0, on_any_rank
+from parallel import StopSignals, Terminated, end_process, of_rank_0, on_any_rank
 from rollout import RolloutConfig, Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
@@ -354,7 +354,6 @@ def sft(cfg: SFTConfig) -> None:
                     write_demos(run, demos, held_out)
                     train.prepare_rollouts(run, "ragged", cfg.slots)
                     training_loop(run, demos, held_out, steps, pool, signals)
-            leave_process_group()
         finally:
             signals.end()
             train.release(run)
@@ -490,3 +489,4 @@ if __name__ == "__main__":
         sft(parse_sft_config())
     except ValueError as e:
         train.usage_error(e, "sft.py")
+    end_process()

@@ -44,7 +44,7 @@ from metrics import read_objects, reporter, rollout_bar, rollout_metrics, world_
 from metrics import write_atomically
 from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
-from parallel import init_distributed, is_mapped, leave_process_group, of_rank_0, on_any_rank
+from parallel import end_process, init_distributed, is_mapped, of_rank_0, on_any_rank
 from parallel import ranks, shard, unsharded
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
@@ -99,7 +99,6 @@ def train(cfg: Config) -> None:
                     if run.rank == 0:
                         print(banner(run))
                     training_loop(run, pool, signals)
-            leave_process_group()
         except envs.ItemError as e:
             usage_error(e, of_one_rank=True)
         except FloatingPointError as e:
@@ -655,3 +654,4 @@ if __name__ == "__main__":
     except ValueError as e:
         usage_error(e)
     train(config)
+    end_process()

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import rl  # noqa: E402
 import train  # noqa: E402
-from parallel import gather, init_distributed, leave_process_group, ranks  # noqa: E402
+from parallel import end_process, gather, init_distributed, ranks  # noqa: E402
 
 PARAMETERS_OF_A_LAYER = 15.7e6  # of `make_model`
 FIELDS = {"VmRSS": "resident", "RssAnon": "own"}
@@ -96,7 +96,7 @@ def load_in_this_rank(folder: Path, resume: bool) -> None:
         figures = gather([peak.grown[name]])
         if ranks()[0] == 0:
             print(f"  {name:15} {max(figures):6} MiB")
-    leave_process_group()
+    end_process()
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import rl
 import train
 from config import parse_config
-from parallel import init_distributed, leave_process_group, ranks
+from parallel import end_process, init_distributed, ranks
 
 _, _, device = init_distributed()
 train.find_paths = lambda *_: rl.ComputePaths("ragged", "packed", {})  # random models are not exact
@@ -30,4 +30,4 @@ for folder in map(Path, sys.argv[1:]):
         whole |= {name: buffer.clone() for name, buffer in model.named_buffers()}
         if ranks()[0] == 0:
             save_file(whole, folder / f"{kind}.loaded")
-leave_process_group()
+end_process()

@@ -21,7 +21,7 @@ import torch
 import algos
 import rl
 import update
-from parallel import init_distributed, leave_process_group, ranks, shard
+from parallel import end_process, init_distributed, ranks, shard
 from rollout import Trajectory
 
 trajectory_file, out = sys.argv[1:3]
@@ -77,4 +77,4 @@ else:
 rl.save(out, model, tokenizer)
 if ranks()[0] == 0:
     print(json.dumps(stats | {"rows": max(rows_fed)}))
-leave_process_group()
+end_process()

@@ -1,8 +1,7 @@
 """A sharded rank whose last act is a message, and whose Gloo threads are slow to clean up after it.
 
 test_parallel.py runs it under torchrun. All ranks use one core, and the threads have the lowest
-priority: a rank that does not wait for them is in the interpreter's shutdown when they free the
-message's tensors.
+priority, so that they free the message's tensors while the main thread ends.
 """
 
 import os
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from parallel import leave_process_group
+from parallel import end_process
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 dist.init_process_group("gloo")
@@ -22,4 +21,4 @@ for thread in Path("/proc/self/task").iterdir():
         os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
 for p in model.parameters():
     p.full_tensor()
-leave_process_group()
+end_process()
