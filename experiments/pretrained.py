@@ -10,8 +10,9 @@ dtype. STAGE: raw, warm or rl.
 RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
 and its rows; COMMIT: the one it ran at. `policies` plays the world's expert and the uniformly
 random policy (where a world does not list its valid actions, the one that the built-in model was
-trained to imitate) on the held-out items, of FOLDER if it is given. Without arguments: the table
-and docs/pretrained.png, from experiments/results/pretrained.jsonl.gz alone.
+trained to imitate) on the held-out items, of FOLDER if it is given. Without arguments: the table,
+and docs/pretrained.png of what has been through RL, from experiments/results/pretrained.jsonl.gz
+alone.
 """
 
 import json
@@ -89,8 +90,9 @@ def report():
             if f"{world}_{stage}" in kept:
                 print(line(world, label, kept[f"{world}_{stage}"]))
 
-    alone = [world for world in worlds if not world.startswith(MIXTURE)]
-    together = [world for world in worlds if world.startswith(MIXTURE)]
+    trained = [world for world in worlds if f"{world}_rl" in kept]
+    alone = [world for world in trained if not world.startswith(MIXTURE)]
+    together = [world for world in trained if world.startswith(MIXTURE)]
     figure, (above, below) = plt.subplots(2, figsize=(2 + 2 * len(alone), 7.5),
                                           layout="constrained", sharey=True)
     draw(above, kept, alone)
@@ -112,7 +114,7 @@ def draw(axes, kept, worlds):
     """
     names = []
     for place, world in enumerate(worlds):
-        own = re.sub(r" (seed \d+|float32)$", "", world.removeprefix(MIXTURE))
+        own = re.sub(r"( seed \d+| float32)+$", "", world.removeprefix(MIXTURE))
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
             source = world if stage in ("warm", "rl") else own
             x = place + 0.25 * (number - 1)
