@@ -143,11 +143,11 @@ def draw(results):
         title = f"{in_words(world)}, {name or 'the built-in model'}"
         left.set(title=f"{title}: more samples, {shown} turns", xscale="log")
         left.set(xlabel="samples of an item, k", ylabel="success of at least one (pass@k)")
-        left.set_xticks(KS, map(str, KS))
+        left.set_xticks(ks, map(str, ks))
         left.minorticks_off()
         right.set(title=f"{title}: more turns", xlabel="turns allowed", ylabel="success (avg@k)")
         for ax in (left, right):
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.05 * ax.dataLim.y1)
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle("held-out items", fontsize=11)
     figure.savefig(ROOT / "docs/test_time.png", dpi=110)
