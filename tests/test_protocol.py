@@ -98,6 +98,12 @@ def serving(env, *flags, folder=None, seconds=30):
         process.stdout.close()
 
 
+@pytest.fixture(autouse=True)
+def _no_servers_known_from_other_tests():
+    """A server of another test may have had the same port."""
+    agentgym.SERVERS.clear()
+
+
 @pytest.fixture(scope="module")
 def servers():
     with serving("babyai") as (babyai, _), serving("textcraft") as (crafting, _):
@@ -1273,7 +1279,9 @@ def test_slow_clients_are_cut_off_and_idle_connections_are_not():
             again.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             reply = b""
             while not reply.endswith(b'BabyAI."'):
-                reply += again.recv(65536)
+                part = again.recv(65536)
+                assert part  # not closed
+                reply += part
             assert reply.startswith(b"HTTP/1.1 200")
             time.sleep(pause)
         again.sendall(b"GET")
@@ -1315,12 +1323,13 @@ def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
         return make_env("babyai")
 
     monkeypatch.setattr(serve, "make_env", make)
-    store = serve.EpisodeStore("babyai", idle_seconds=0.05)
+    store = serve.EpisodeStore("babyai", idle_seconds=60)
     store.create()
     with ThreadPoolExecutor() as threads:
         number = threads.submit(store.create)
         time.sleep(0.2)
         assert not number.done()
+        store.idle_seconds = 0.05
         store.reap()
         go_on.set()
         assert store.reset(number.result(), 1)["observation"]

@@ -356,10 +356,11 @@ def test_without_java_one_line_says_what_to_do(monkeypatch, tmp_path):
 
 
 def is_running(pid):
-    if not os.path.exists(f"/proc/{pid}"):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            state = f.read().split()[2]
+    except OSError:
         return False
-    with open(f"/proc/{pid}/stat") as f:
-        state = f.read().split()[2]
     return state != "Z"  # a zombie has ended
 
 
