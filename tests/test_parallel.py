@@ -148,7 +148,7 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
     assert first_step(out) == first_step(dealt[0])
     assert metrics(out)[0]["eval/turns"] > 0
     assert " after" in done.stdout
-    assert all(0 <= metrics(out)[0][f"occupancy/rank{rank}"] <= 1 for rank in range(2))
+    assert min(metrics(out)[0][f"occupancy/rank{rank}"] for rank in range(2)) > 0.3
 
 
 @pytest.mark.parametrize("has_teacher", [False, True])
