@@ -645,6 +645,8 @@ def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = Fals
     if os.environ.get("LOCAL_RANK", rank) == "0" or of_one_rank:
         at = f"rank {rank}: " if rank != "0" else ""
         print(f"{script}: {at}" + " ".join(str(e).split()), file=sys.stderr)
+    else:
+        time.sleep(5)  # torchrun ends every rank once one has ended: the one that prints goes first
     sys.exit(2)
 
 

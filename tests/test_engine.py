@@ -422,7 +422,7 @@ def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
         max_tokens=4,
         slots=4,
         action_format="plain",
-        deadline=5,
+        deadline=8,
         retries=0,
         arrival_order=True,
         on_end=note,
@@ -431,7 +431,7 @@ def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
     expected[7] = "env_error"
     assert [t.status for t in played] == expected
     hanging = ended_after.pop("slow_7")
-    assert max(ended_after.values()) < 5 <= hanging < 10
+    assert max(ended_after.values()) < 8 <= hanging < 20
 
 
 def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import requests
 from conftest import run_script
-from test_protocol import free_port, serving
+from test_protocol import refusing, serving
 
 import envs
 from envs import EnvError, EnvPool, Step, make_env
@@ -38,7 +38,7 @@ def babyai():
 def slow(tmp_path_factory):
     """Our server of the world "slow" of tests/test_protocol.py."""
     folder = tmp_path_factory.mktemp("slow")
-    with serving("slow", "--protocol", "openenv", "--idle_seconds", "1", folder=folder) as (url, _):
+    with serving("slow", "--protocol", "openenv", "--idle_seconds", "4", folder=folder) as (url, _):
         yield url
 
 
@@ -228,10 +228,10 @@ def test_a_worlds_fault_crash_and_unknown_item_are_errors_of_one_episode(slow):
 def test_an_idle_episode_is_closed_and_its_connection_plays_the_next_one(slow):
     with raw(slow) as ws:
         ask(ws, {"type": "reset", "data": {"seed": 0}})
-        time.sleep(2.5)
+        time.sleep(6)
         reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
         assert reply["data"]["observation"]["text"].endswith("item 5")
-        time.sleep(2.5)
+        time.sleep(6)
         assert ask(ws, {"type": "step", "data": {"message": "0"}})["type"] == "error"
         reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
         assert reply["data"]["observation"]["text"].endswith("item 5")
@@ -320,8 +320,9 @@ def test_a_server_that_does_not_answer_is_a_fault_after_the_timeout():
         return healthy(message)
 
     with stand_in(answer) as url:
-        env = make_env("openenv", url=url, timeout="0.5")
+        env = make_env("openenv", url=url)
         env.reset(0)
+        env.timeout = 0.5
         began = time.monotonic()
         with pytest.raises(EnvError, match="no reply to step within 0.5 s"):
             env.step("on")
@@ -509,10 +510,14 @@ def evaluation(*flags):
 
 
 def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
-    with stand_in(healthy, fields(a=TEXT, b=TEXT)) as url, socket.create_server(("", 0)) as silent:
+    with (
+        stand_in(healthy, fields(a=TEXT, b=TEXT)) as url,
+        socket.create_server(("", 0)) as silent,
+        refusing() as dead,
+    ):
         wrong = [
             ((), "give --env_url"),
-            (("--env_url", f"http://127.0.0.1:{free_port()}"), "no OpenEnv server answers"),
+            (("--env_url", dead), "no OpenEnv server answers"),
             (("--env_url", f"ws://127.0.0.1:{silent.getsockname()[1]}"), "ReadTimeout"),
             (("--env_url", "nonsense"), "no OpenEnv server answers at nonsense"),
             (("--env_url", url), "has a, b: say what the agent's text is"),

@@ -29,6 +29,7 @@ import train
 from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
+from models import check
 from schedule import adaptive_horizon, adaptive_start
 from worlds.textcraft import TextCraft
 
@@ -169,11 +170,14 @@ def test_an_error_of_one_rank_is_shown_on_that_rank(monkeypatch, capsys):
             ("0", "0", False, "train.py: no\n"), ("1", "1", False, ""),
             ("1", "1", True, "train.py: rank 1: no\n"),
             ("8", "0", False, "train.py: rank 8: no\n")):  # the first one of the second machine
+        waited = []  # a rank that prints nothing ends after those that print
+        monkeypatch.setattr(time, "sleep", waited.append)
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         with pytest.raises(SystemExit):
             train.usage_error(ValueError("no"), of_one_rank=of_one_rank)
         assert capsys.readouterr().err == said
+        assert bool(waited) == (said == "")
 
 
 def contents(folder):
@@ -925,11 +929,14 @@ def test_an_alarm_stops_the_run_with_one_line_and_keeps_the_step(tmp_path):
 
 def test_a_model_whose_logits_are_nan_stops_the_run_with_one_line(tiny, tmp_path):
     model = copy.deepcopy(tiny[0])
+    model.save_pretrained(tmp_path / "m")
+    tiny[1].save_pretrained(tmp_path / "m")
+    # Before the first step only the first model of a configuration is checked.
+    check.find_paths(rl.load_policy(str(tmp_path / "m"))[0])
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     model.save_pretrained(tmp_path / "m")
-    tiny[1].save_pretrained(tmp_path / "m")
     done = run("--model", str(tmp_path / "m"), "--out", str(tmp_path / "r"), "--kl_coef", "0",
-               "--max_length", "4096", *SMALL)
+               "--max_length", "4096", "--dtype", "float32", *SMALL)
     assert done.returncode == 1
     assert "not finite at step 0" in done.stderr.splitlines()[-1]

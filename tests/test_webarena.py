@@ -777,12 +777,12 @@ def test_a_rollout_outlives_a_browser_that_is_killed(tiny):
 
 @browser
 def test_a_page_that_hangs_is_ended_by_the_watchdog(monkeypatch):
-    monkeypatch.setattr(browsers, "JOB_TIMEOUT", 2.0)
     env = make_env("webarena", width=1200)
     env.reset(0)
     hang = "() => { setTimeout(() => { while (true) {} }, 50) }"
     env.browser.call(lambda: env.window.page.evaluate(hang))
     time.sleep(0.3)
+    monkeypatch.setattr(browsers, "JOB_TIMEOUT", 2.0)
     start = time.monotonic()
     with pytest.raises(EnvError):
         env.step("```click [3]```")
