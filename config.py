@@ -845,6 +845,12 @@ def check_combinations(cfg: Config) -> None:
         raise ValueError("--algo distill needs a --teacher")
     if cfg.algo == "distill" and cfg.kl_in == "reward":
         raise ValueError("--algo distill uses no rewards: --kl_in reward has no effect")
+    if cfg.shaping != "none":
+        local = [world for world, urls in servers(cfg.env_url, cfg.worlds).items() if not urls]
+        # A world on a server may tell its progress.
+        if len(local) == len(cfg.worlds) and not any(map(envs.has_progress, local)):
+            raise ValueError(f"--shaping {cfg.shaping}: no world of this run gives its progress "
+                             f"({', '.join(local)})")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping needs --gamma 1")

@@ -75,6 +75,7 @@ class Env:
     # to the environment's thread, unless the episode is `remote`.
     instant = False
     remote = False  # the episode is played on a server
+    has_progress = False  # `step` gives `Step.progress`; --shaping needs it
 
     def reset(self, item: int) -> str:
         """Begin the episode of `item` -> the first observation. Several episodes may follow each
@@ -327,8 +328,18 @@ def category_of(item: str) -> str:
 def has_states(name: str) -> bool:
     """Whether the world `name`, played in this process, tells its states. Raises ValueError if its
     package is missing."""
+    return name in WORLDS and _installed_class(name).state is not Env.state
+
+
+def has_progress(name: str) -> bool:
+    """Whether the world `name`, played in this process, tells how far a task has come. Raises
+    ValueError if its package is missing."""
+    return name in WORLDS and _installed_class(name).has_progress
+
+
+def _installed_class(name):
     try:
-        return name in WORLDS and world_class(name).state is not Env.state
+        return world_class(name)
     except ModuleNotFoundError as e:
         raise _missing_package(name, e) from e
 

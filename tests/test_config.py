@@ -248,6 +248,8 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
     (["--credit", "state", "--env", "babyai,textcraft", "--env_url",
       "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not"),
     (["--credit", "state", "--shaping", "potential"], "--shaping potential would not cancel out"),
+    (["--env", "babyai,searchqa", "--shaping", "progress"],
+     "no world of this run gives its progress (babyai, searchqa)"),
     (["--algo", "distill"], "--algo distill needs a --teacher"),
     (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),

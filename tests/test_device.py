@@ -131,7 +131,7 @@ def adam(model):
     ("--algo grpo", ("ragged", "packed")),
     ("--algo grpo --loss gspo --aggregation sequence --credit state", ("padded", "padded")),
     ("--algo ppo --kl_in reward --kl_coef 0.1 --entropy_coef 0.01", ("ragged", "packed")),
-    ("--algo reinforce_pp --epochs 2 --shaping progress", ("alone", "padded")),
+    ("--algo reinforce_pp --epochs 2 --turn_cost 0.1", ("alone", "padded")),
     ("--algo rloo --gradient_checkpointing true", ("ragged", "packed")),
 ])
 def test_a_step_of_training_keeps_to_its_device(flags, ways, device_context, tiny):

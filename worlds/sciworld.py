@@ -334,6 +334,7 @@ class SciWorld(Env):
         the package's 100.
     """
 
+    has_progress = True
     prompt = PROTOCOLS["sciworld"].prompt  # the same here and on a server
 
     def __init__(self, simplifications: str = "", max_moves: int = 100):

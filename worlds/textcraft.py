@@ -332,6 +332,7 @@ class TextCraft(Env):
     """One game at a time. Any number of environments, in any threads, share one read-only tree."""
 
     instant = True
+    has_progress = True
     prompt = (
         "You play a crafting game. You see a list of crafting commands and a goal. "
         "Make the goal item.\n"

@@ -160,6 +160,7 @@ class TextWorld(Env):
     size: "small" or "full", the package's default parameters.
     """
 
+    has_progress = True
     prompt = (
         "You play a text game by short commands. It says first what your task is. After each of "
         "your actions it says what has happened, and lists the actions that you can take next.\n"
