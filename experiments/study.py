@@ -17,8 +17,8 @@ experiments/results/NAME.jsonl.gz.
 table from the rows alone, as every other call does in the end. Two runs at a time by default, one
 thread each.
 
-algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI and TextCraft, three
-    seeds.
+algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI, TextCraft and the worlds
+    of study worlds, three seeds.
 horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon. TextCraft with
     eight seeds. BabyAI with three, as a control: its items can all be done within the first stage.
     All runs get the same number of environment turns (TURNS), so a short horizon gets more
@@ -112,7 +112,7 @@ def main():
     if not args.draw and (missing or rows.plain_files(args.study)):
         commit = play.revision()
         lock = play.begin(args.study, results)
-        if missing and args.study in ("worlds", "transfer"):
+        if missing and args.study in ("algorithms", "worlds", "transfer"):
             make_item_sets()
         failed = run_all(args.study, missing, commit, args.jobs)
         rows.pack(args.study)
@@ -140,7 +140,7 @@ def minutes_needed(missing, runs, results):
 
 
 def make_item_sets():
-    """The item sets of the studies "worlds" and "transfer", where they are not there yet."""
+    """The item sets of several studies, where they are not there yet."""
     if not (ROOT / SCIWORLD_ITEMS).is_dir():
         play.call("experiments/sciworld_tasks.py", SCIWORLD_ITEMS, "find-non-living-thing")
     if not (ROOT / WEBARENA_ITEMS).is_dir():

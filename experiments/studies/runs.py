@@ -44,10 +44,18 @@ SAMPLES = {"horizon": 4, "pretrained_horizon": 1}
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
              "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
-# Studies "worlds" and "transfer": folders of item sets.
+# Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
 WEBARENA_ITEMS = "runs/items/NAV"
 ALL_ITEMS = "runs/items/ALL"  # five worlds: those two, and the sets in data/ of the others
+# Studies "algorithms" and "worlds": world -> flags of its runs, horizon in evaluation (0: default).
+WORLD_FLAGS = {
+    "babyai": ("", 0),
+    "textcraft": ("", 0),
+    "searchqa": ("--steps 300", 0),
+    "sciworld": (f"--steps 40 --data {SCIWORLD_ITEMS}", 0),
+    "webarena": (f"--steps 50 --data {WEBARENA_ITEMS} --horizon 3,4", 4),
+}
 
 # Studies "horizon" and "rooms_horizon": only NaN and --max_kl stop a run. Checkpoints are frequent:
 # one near every number of turns.
@@ -107,11 +115,12 @@ def fixed(horizon):
 
 def algorithms():
     found = []
-    for world in ("babyai", "textcraft"):
-        found.append(Run(world, "base", 0))
+    for world, (flags, horizon) in WORLD_FLAGS.items():
+        flags = tuple(flags.split())
+        found.append(Run(world, "base", 0, flags, horizon=horizon))
         for seed in range(3):
             for algo in ("grpo", "ppo", "rloo", "reinforce_pp"):
-                found.append(Run(world, algo, seed, ("--algo", algo)))
+                found.append(Run(world, algo, seed, ("--algo", algo, *flags), horizon=horizon))
     return found
 
 
@@ -180,20 +189,14 @@ def recipe():
 
 
 def worlds():
-    settings = (  # world, steps, item sets, other flags, horizon in evaluation
-        ("searchqa", "300", (), (), 0),
-        ("sciworld", "40", ("--data", SCIWORLD_ITEMS), (), 0),
-        ("babyai,textcraft", "100", (), (), 0),
-        ("webarena", "50", ("--data", WEBARENA_ITEMS), ("--horizon", "3,4"), 4),
-    )
     found = []
     for seed in range(3):
-        for world, steps, data, flags, eval_horizon in settings:
-            is_mixture = "," in world
-            if seed == 0 and not is_mixture:
-                found.append(Run(world, "base", 0, data, horizon=eval_horizon))
-            train_flags = ("--steps", steps, *data, *flags)
-            found.append(Run(world, "grpo", seed, train_flags, horizon=eval_horizon))
+        for world in ("searchqa", "sciworld", "babyai,textcraft", "webarena"):
+            flags, horizon = WORLD_FLAGS.get(world, ("--steps 100", 0))
+            flags = tuple(flags.split())
+            if seed == 0 and world in WORLD_FLAGS:
+                found.append(Run(world, "base", 0, flags, horizon=horizon))
+            found.append(Run(world, "grpo", seed, flags, horizon=horizon))
     return found
 
 
