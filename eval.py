@@ -48,6 +48,7 @@ import rl
 import schedule
 from envs import EnvPool, split_item
 from metrics import write_atomically
+from models.check import find_paths
 from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
 
 # ---- flags ----
@@ -158,7 +159,10 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     # own are taken below, but only if it was trained on this world and changed the preset's.
     preset_env_args = "" if cfg.env_url else default["env_args"]
     run_has_its_own = cfg.env in trained_on and own.get("env_args") != default["env_args"]
-    if cfg.env_args is None and not run_has_its_own:
+    if cfg.env_args is None and run_has_its_own:  # a mixture's may name other worlds, too
+        parts = own.get("env_args", preset_env_args).split()
+        cfg.env_args = " ".join(part for part in parts if part.startswith(f"{cfg.env}."))
+    elif cfg.env_args is None:
         cfg.env_args = preset_env_args
     elif cfg.env_args:  # an empty --env_args drops the preset's, too
         cfg.env_args = merge_env_args(cfg.env_args, preset_env_args)
@@ -204,9 +208,8 @@ def is_served(cfg: EvalConfig) -> bool:
 
 
 def options_of_world(cfg: EvalConfig) -> dict[str, str]:
-    """The keyword arguments of the evaluated world. A mixture's --env_args may name others, too."""
-    named = {part.split(".")[0] for part in cfg.env_args.split()}
-    return envs.env_options(cfg.env_args, [cfg.env, *named]).get(cfg.env, {})
+    """The keyword arguments of the evaluated world."""
+    return envs.env_options(cfg.env_args, [cfg.env]).get(cfg.env, {})
 
 
 # ---- what is refused before anything is played; each raises ValueError with one line ----
@@ -411,6 +414,7 @@ def load_model(
     tokenizer.rendered_marks = agent.render_marks(tokenizer, cfg.system, cfg.chat_args)
     agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
     model = rl.load_model(cfg.model, device, getattr(torch, cfg.dtype))
+    find_paths(model, cfg.dtype)
     rl.check_length(model.config, cfg.max_length, cfg.model)
     return model, tokenizer
 
@@ -436,10 +440,12 @@ def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedToken
     with tqdm(total=total, initial=len(kept), desc=f"horizon {horizon}", delay=1, leave=False,
               dynamic_ncols=True) as bar:
         def on_end(t):
+            t.group = places[t.item]
             if save:
                 save(t)
-            wins.append(t.success)
-            bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
+            if t.status != Status.ENV_ERROR:
+                wins.append(t.success)
+                bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
             bar.update()
 
         if isinstance(policy, ServedModel):
@@ -447,8 +453,6 @@ def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedToken
         elif items:
             played = rollout(policy, tokenizer, pool, items, horizon, config,
                              engine=engine, on_end=on_end)
-    for t in played:
-        t.group = places[t.item]
     return sorted([*kept, *played], key=lambda t: (places[t.item], t.sample))
 
 
@@ -585,8 +589,10 @@ class ServedModel:
         has replied to a request, a refusal cannot be about the form of the requests."""
         if not self.has_replied or answer.status not in (400, 413, 422):
             return
-        about_length = "context.(length|window|size)|too long|tokens"
-        if answer.status == 413 or re.search(about_length, answer.body, re.I):
+        # A refusal may quote the request, in which the word tokens occurs.
+        body = re.sub("max_(completion_)?tokens", "", answer.body)
+        about_length = "context.(length|window|size)|too long|too many .*tokens|maximum.*tokens"
+        if answer.status == 413 or re.search(about_length, body, re.I):
             raise TooLong(answer.reason)
         raise ConversationRefused(answer.reason)
 

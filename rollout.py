@@ -737,9 +737,8 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
     """The reference: as many trajectories as there are slots take their turns together, on the
     model's own attention, and wait for the slowest. -> number of token positions computed."""
     # Padding would change the results of some models. They play one trajectory at a time.
-    paths = compute_paths_of(policy)
-    plays_alone = paths is not None and paths.rollout == "alone"
-    slots = 1 if plays_alone or length_dependence(policy.config) else queue.slots
+    paths = compute_paths_of(policy) or find_paths(policy)
+    slots = 1 if paths.rollout == "alone" or length_dependence(policy.config) else queue.slots
     forwarded = 0
     while True:
         queue.deal(max(0, slots - len(queue.todo)))

@@ -179,7 +179,7 @@ def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again
         asked.append(body["seed"])
         if len(body["messages"]) < 5:
             return 200, LOOK
-        return 400, {"error": "content management policy"}
+        return 400, {"error": "content management policy", "request": {"max_tokens": 64}}
 
     with server(answer) as url:
         (t,) = play(url, ["textcraft_0"], 5)

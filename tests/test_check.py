@@ -44,17 +44,31 @@ def test_each_family_is_computed_in_the_fastest_exact_way(name, pool):
     model, tokenizer = tiny_model(name)
     paths = check.find_paths(model)
     assert (paths.rollout, paths.update) == EXPECTED[name]
-    # The oracle is the model's plain forward pass over the trajectories of a rollout.
     for t in rollout(model, tokenizer, pool, ["babyai_8", "babyai_50"], 3, max_tokens=7):
         ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
-        assert mask.any()
+        expected = plain_logprobs(model, ids, mask)
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits
             again, _ = rl.token_logprobs(model, ids, mask)
-        expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        expected = torch.cat([torch.zeros(1, 1), expected], 1) * mask
         torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+def plain_logprobs(model, ids, mask):
+    """The oracle: the log-probs of a trajectory's sampled tokens in the model's own forward pass."""
+    assert mask.any()
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros(1, 1), logprobs], 1) * mask
+
+
+def test_the_engine_hf_plays_a_model_that_was_not_checked_in_its_exact_way(pool):
+    model, tokenizer = tiny_model("mpt")  # padding would change its log-probs
+    items = ["babyai_8", "textcraft_3", "babyai_50", "textcraft_0"]
+    lengths = {"babyai": 5, "textcraft": 17}
+    for t in rollout(model, tokenizer, pool, items, 3, max_tokens=lengths, engine="hf"):
+        expected = plain_logprobs(model, torch.tensor([t.tokens]), torch.tensor([t.mask]))
+        torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
 
 
 def test_a_way_that_is_not_exact_is_not_used(monkeypatch):

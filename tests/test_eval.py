@@ -217,6 +217,12 @@ def test_a_run_says_nothing_about_the_horizon_of_a_world_that_it_did_not_train_o
         settings("--model", final)
 
 
+def test_a_world_gets_its_own_arguments_of_a_mixtures_run(tmp_path):
+    final = make_run(tmp_path / "run", env="babyai,searchqa", env_args="searchqa.topk=5")
+    assert settings("--model", final, "--env", "searchqa")["env_args"] == "searchqa.topk=5"
+    assert settings("--model", final, "--env", "babyai")["env_args"] == ""
+
+
 def test_a_runs_limits_hold_for_the_worlds_that_it_was_trained_on(tmp_path):
     """SciWorld's environments are processes: tiny's preset has 32 slots there, 128 in BabyAI."""
     for name in ("AgentEval", "AgentItemId"):
@@ -403,6 +409,17 @@ def test_the_number_of_slots_does_not_change_what_is_played(tiny):
     assert [t.group for t in few] == [0, 0, 1, 1, 2, 2]
 
 
+def test_an_evaluation_that_goes_on_keeps_the_places_of_its_items(tiny):
+    items = envs.items("babyai", "test")[:3]
+    config = RolloutConfig(max_tokens=8)
+    saved = []  # as a second process would read it after another stop
+    with EnvPool() as pool:
+        first = evaluate(*tiny, pool, items[:1], 2, config)
+        evaluate(*tiny, pool, items, 2, config, finished=first,
+                 save=lambda t: saved.append((t.item, t.group)))
+    assert sorted(saved) == sorted(zip(items[1:], [1, 2]))
+
+
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
     flags = ["--items", "40", "--horizon", "2,3", "--slots", "2", "--max_tokens", "16"]
 
@@ -580,6 +597,8 @@ BAD = {  # flags -> what the line on stderr says
     "--model openai:x --base_url http://127.0.0.1:9/v1 --chat_template t": "--chat_template are",
     "--action_format xml": "unknown --action_format",
     "--data {tmp}": "no items for 'babyai'",
+    "--env searchqa --env_args serchqa.topk=9": "cannot read --env_args 'serchqa.topk=9'",
+    "--env babyai --env_args searchqa.topk=9": "cannot read --env_args 'searchqa.topk=9'",
     "--env sciworld --env_args sciworld.max_moves=1e3": "max_moves is a whole number, not '1e3'",
     "--env_url http://127.0.0.1:9": "no environment server answers",
     "--max_length 9 --items 4": "max_length is 9",
