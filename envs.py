@@ -190,7 +190,7 @@ def world_class(name: str) -> type[Env]:
 
 def _missing_package(name, error):
     """The ValueError that says how to install what the world `name` needs."""
-    if error.name.startswith("worlds."):
+    if (error.name or "").startswith("worlds."):
         return ValueError(f"environment '{name}': there is no module {error.name}")
     if name in ("babyai", "textcraft"):  # part of a plain install
         install = error.name
@@ -428,8 +428,10 @@ class Worker:
                 # In slices, because the limit moves when the environment has been made.
                 return future.result(timeout=min(1.0, max(0.0, seconds_left))), ""
             except TimeoutError as e:
-                if future.done():  # the world itself raised it
+                if future.done() and future.exception() is e:  # the world itself raised it
                     return None, _crash(e)
+                if future.done():  # the answer has come at this moment
+                    continue
                 if seconds_left <= 0 and self.env is None:
                     return None, f"timeout: not made within {create_deadline:g} s"
                 if seconds_left <= 0:
@@ -443,7 +445,7 @@ class Worker:
         while (job := self.inbox.get()) is not None:
             self._do(*job)
         if self.env is not None:
-            self.env.close()
+            close_quietly(self.env)
 
     def _do(self, future, function, args):
         try:
@@ -552,14 +554,21 @@ class EnvPool:
         self.close()
 
 
-def raise_if_item_unknown(future: Future) -> None:
-    """Raise ItemError if the reset behind `future` failed because there is no such item.
+def close_quietly(env: Env) -> None:
+    """Close an environment. A fault in its `close` is printed and ends nothing else."""
+    try:
+        env.close()
+    except Exception as e:
+        print(f"{type(env).__name__}.close failed: {type(e).__name__}: {e}", file=sys.stderr)
+
+
+def raise_if_item_unknown(exception: BaseException | None) -> None:
+    """Raise ItemError if `exception`, of a reset, means that there is no such item.
 
     Only a plain ValueError means that. A subclass, as for a page that is not JSON, is a fault of
     the environment. The message names the file and line that raised, as a bug in a world's `reset`
     may be the cause.
     """
-    exception = future.exception() if future.done() else None
     if type(exception) is ValueError:
         place = traceback.extract_tb(exception.__traceback__)[-1]
         raise ItemError(f"{exception} ({Path(place.filename).name}, line {place.lineno})"

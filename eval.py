@@ -708,7 +708,7 @@ class TextEpisode:
         if not error:
             return result
         if not self.trajectory.messages:  # it was the reset that failed
-            envs.raise_if_item_unknown(future)
+            envs.raise_if_item_unknown(future.exception() if future.done() else None)
         self.fail(error)
         return None
 

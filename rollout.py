@@ -366,7 +366,7 @@ class Episode:
         resetting = not t.messages
         if error:
             if resetting:
-                raise_if_item_unknown(self.future)
+                raise_if_item_unknown(self.future.exception() if self.future.done() else None)
             return self._end(Status.ENV_ERROR, error)
         if resetting:
             instructions, observation, ids, state = result

@@ -130,12 +130,12 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
         try:
             env = env or envs.make_env(world, **options)
             t = demonstrate(env, item, chat, cfg, noise, rng)
-        except ValueError:  # there is no such item
+        except envs.ItemError:
             raise
         except Exception as e:  # a world's crash costs one episode, as in a rollout
             fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
             if env is not None:
-                env.close()
+                envs.close_quietly(env)
             env = None
             continue
         if t.success and len(t.tokens) <= max_length and any(t.mask):
@@ -143,7 +143,7 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
             found.append(t)
             bar.update()
     if env is not None:
-        env.close()
+        envs.close_quietly(env)
     if len(found) < wanted:
         raise ValueError(f"only {len(found)} of {3 * wanted} episodes of {world}'s expert could be "
                          "used (success, at most --max_length tokens, a reply to learn); "
@@ -159,7 +159,11 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     world, _ = split_item(item)
     horizon = cfg.worlds[world].rounds[-1]
     dialogue = RolloutConfig.from_flags(cfg).dialogue(item, horizon)
-    instructions, observation = dialogue.begin(env)
+    try:
+        instructions, observation = dialogue.begin(env)
+    except ValueError as e:
+        envs.raise_if_item_unknown(e)
+        raise
     t = Trajectory(item, world)
     t.record_start(instructions, observation, dialogue.first_reply)
     t.append(chat.start(instructions, observation, reply=dialogue.first_reply))

@@ -54,7 +54,7 @@ def test_each_family_is_computed_in_the_fastest_exact_way(name, pool):
 
 
 def plain_logprobs(model, ids, mask):
-    """The oracle: the log-probs of a trajectory's sampled tokens in the model's own forward pass."""
+    """The oracle: the log-probs of the sampled tokens in the model's own forward pass."""
     assert mask.any()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits

@@ -359,17 +359,23 @@ def test_an_empty_item_set_is_one_line(empty_sets, script, emptied):
     assert f"{emptied} holds no items" in done.stderr
 
 
-def test_a_world_that_crashes_while_the_expert_plays_costs_one_episode(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bug", [KeyError, ValueError])
+def test_a_world_that_crashes_while_the_expert_plays_costs_one_episode(
+        bug, tiny, tmp_path, monkeypatch):
     step, calls = envs.make_env("babyai").__class__.step, []
 
     def crashing(self, action):
         calls.append(action)
         if len(calls) == 4:
-            raise KeyError("a bug in the world")
+            raise bug("a bug in the world")
         return step(self, action)
 
-    monkeypatch.setattr("worlds.babyai.BabyAI.step", crashing)
+    def close(self):
+        raise RuntimeError("another one")
+
     cfg = sft.parse_sft_config(["--demos", "5", "--out", str(tmp_path / "r")])
+    monkeypatch.setattr("worlds.babyai.BabyAI.step", crashing)
+    monkeypatch.setattr("worlds.babyai.BabyAI.close", close)
     assert len(sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 5, 0.0)) == 5
 
 

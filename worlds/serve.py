@@ -29,7 +29,7 @@ from typing import Any
 
 from matplotlib.image import imsave
 
-from envs import WORLDS, CommandParser, Env, EnvError, env_options, make_env
+from envs import WORLDS, CommandParser, Env, EnvError, close_quietly, env_options, make_env
 from worlds import openenv
 from worlds.agentgym import PROTOCOLS, Protocol
 
@@ -257,15 +257,6 @@ class EpisodeStore:
         for episode in self.episodes.values():
             if episode.env:
                 close_quietly(episode.env)
-
-
-def close_quietly(env: Env) -> None:
-    """Close an environment. A fault in its `close` is printed, and ends neither the request nor
-    the server."""
-    try:
-        env.close()
-    except Exception as e:
-        print(f"{type(env).__name__}.close failed: {type(e).__name__}: {e}", file=sys.stderr)
 
 
 def build_app(store: EpisodeStore) -> "FastAPI":
