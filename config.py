@@ -460,7 +460,7 @@ class Config(RunConfig):
     clip_high: Annotated[float | None, not_negative] = arg(
         None, "the ratio is clipped above 1 + clip_high; default: " + ", ".join(
             f"{loss} {high:g}" for loss, (_, high) in CLIPS.items()))
-    value_clip: Annotated[float, not_negative] = arg(
+    value_clip: Annotated[float, positive] = arg(
         0.5, "clip range of the critic's values around those before the update (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
         None, "weight of the KL to the starting model; 0: no reference model at all")
@@ -826,6 +826,10 @@ def check_combinations(cfg: Config) -> None:
     if cfg.kl_in == "loss" and cfg.kl_type == "k1":
         raise ValueError("--kl_type k1 has no expected gradient as a loss; "
                          "use k3, or --kl_in reward")
+    # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
+    if cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.normalize_std:
+        raise ValueError("--algo grpo divides by the deviation of a group's rewards, so the KL "
+                         "must not be part of them: give --kl_in loss or --normalize_std false")
     if cfg.algo in COMPARE_SAMPLES and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")

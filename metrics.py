@@ -192,8 +192,8 @@ MAX_LOGPROB_GAP = 0.1
 
 def alarm(row: dict, cfg: "Config") -> str:
     """Why training cannot go on after a step with this row of metrics; "" if it can."""
-    for name in ("loss", "grad_norm", "kl"):
-        if not math.isfinite(row[name]):
+    for name in ("loss", "grad_norm", "kl", "value_loss"):
+        if not math.isfinite(row.get(name, 0.0)):
             return f"{name} is {row[name]}"
     if row["logprob_gap"] > MAX_LOGPROB_GAP:
         return (f"logprob_gap is {row['logprob_gap']:.2g} nats a token, above {MAX_LOGPROB_GAP:g}: "

@@ -185,8 +185,10 @@ class FirstComeDealer(Dealer):
         self.key = f"trajectories dealt by dealer {next(self.numbers)}"
 
     def deal(self, room: int) -> range:
-        """-> the numbers of the trajectories that this rank gets next. room: how many it can
-        take."""
+        """-> the numbers of the trajectories that this rank gets next. room: how many it can take;
+        its first share is no larger than that of any other rank."""
+        if not self.dealt:
+            room = min(room, -(-self.count // ranks()[1]))
         with self.signals.postponed():
             asked_for = _get_default_store().add(self.key, room)  # by all ranks so far
         self.dealt = min(self.count, asked_for)

@@ -897,7 +897,7 @@ def read_state(folder: str | Path) -> tuple[dict, dict[str, str]]:
 def clean(run: str | Path, step: int) -> None:
     """Tidy a run folder before the run goes on from `step`.
 
-    Incomplete folders are deleted. Checkpoints after `step` are damaged (see `newest_intact`), and
+    Incomplete folders are deleted. Checkpoints after `step`, which `newest_intact` found damaged,
     are renamed to damaged_step_...
     """
     for folder in Path(run).glob("checkpoints/step_*.partial"):
@@ -913,10 +913,14 @@ def clean(run: str | Path, step: int) -> None:
 
 
 def drop_old(run: str | Path, keep: int) -> None:
-    """Delete all checkpoints of the run but the last `keep`."""
+    """Delete all checkpoints of the run but the last `keep`. One that cannot be deleted is named on
+    stderr, and no longer counts."""
     for folder in checkpoints(run)[:-keep]:
         (folder / "state.json").unlink()  # a folder that is half deleted does not count as complete
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as e:  # a file of it is open on a network file system, for example
+            print(f"warning: cannot delete {folder}: {e.strerror}", file=sys.stderr)
 
 
 def resume(folder: str | Path, trained: Trained) -> dict:

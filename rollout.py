@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 import numpy as np
@@ -142,7 +142,8 @@ class Trajectory:
     def to_json(self) -> dict:
         """All fields; log-probs are rounded to five decimals, entropies to three."""
         behaviour = [round(x, 5) for x in self.behaviour_logprobs]
-        return asdict(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {"logprobs": [round(x, 5) for x in self.logprobs],
                                "behaviour_logprobs": behaviour,
                                "entropies": [round(x, 3) for x in self.entropies]}
 

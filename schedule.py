@@ -95,8 +95,7 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
     """The horizon of the next step, chosen from the metrics of this step.
 
     metrics: the step's metrics over all its trajectories: "success", "truncated" and, where it is
-    there, "truncated/length", the share that the largest length has cut. A longer horizon does not
-    help those.
+    there, "truncated/length", the share cut by --max_length, which a longer horizon would not help.
     state: from `adaptive_start` or the last call; numbers and lists that survive JSON.
     -> (horizon, new state). `state` is not modified.
 
@@ -105,7 +104,7 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
       - levelled off (it rose by less than 0.02 while the horizon cuts more than 0.05 of the
         trajectories): the next round.
       - collapsed (it is below half of the best mean so far, at any horizon): one round back, and
-        the collapsed mean becomes the new best.
+        the collapsed mean becomes the new best; the first round stays.
 
     >>> state, horizons = adaptive_start((2, 4), window=1), []
     >>> for success in (0.1, 0.3, 0.31, 0.4, 0.1):
@@ -132,7 +131,7 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
             best = max(best, mean_success)
             if len(success) == 2 * window:
                 mean_before = math.fsum(success[:window]) / window
-                levelled_off = mean_success - mean_before < MIN_RISE
+                levelled_off = not collapsed and mean_success - mean_before < MIN_RISE
                 often_cut = math.fsum(truncated) / window > MIN_TRUNCATED
                 if levelled_off and often_cut:
                     stage = min(stage + 1, len(rounds) - 1)

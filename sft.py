@@ -491,6 +491,6 @@ def mean_loss(run: Run, trajectories: list[Trajectory]) -> float:
 if __name__ == "__main__":
     try:
         sft(parse_sft_config())
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         train.usage_error(e, "sft.py")
     end_process()

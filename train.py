@@ -49,6 +49,7 @@ from parallel import ranks, shard, unsharded
 from rollout import RolloutConfig, Trajectory, make_engine, rollout
 from update import advantages_of, item_information, shape_rewards, update
 
+EARLIER_FINAL = "earlier_final"  # a run's final/ while the run takes more steps
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
 
 
@@ -70,6 +71,7 @@ class Run:
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
     notes: list[str]  # what is wrong with the newest checkpoints
+    found: list[Path]  # the checkpoints that were there before the models were loaded
     lock: TextIO | None = None  # rank 0's, on the run folder
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
@@ -209,6 +211,7 @@ def load(cfg: RunConfig) -> Run:
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    found = of_rank_0(lambda: rl.named_checkpoints(cfg.out))
     newest, notes = rl.newest_intact(cfg.out)
     policy, tokenizer, trained, reference, teacher = load_for_training(cfg, newest, device)
     state = {"step": 0, "horizon": {}}
@@ -216,7 +219,7 @@ def load(cfg: RunConfig) -> Run:
         state |= rl.resume(newest, trained)
     return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, teacher,
                state["step"], saved=state["step"] if newest else None,
-               adaptive=state["horizon"], notes=notes)
+               adaptive=state["horizon"], notes=notes, found=found)
 
 
 def is_finished(run: Run, steps: int) -> bool:
@@ -241,9 +244,15 @@ def is_finished(run: Run, steps: int) -> bool:
 
 def prepare(run: Run) -> None:
     """Lock and prepare the run folder, and open the --report_to logger. Raises ValueError if
-    another process works in the folder."""
-    def take_folder():  # returns nothing: `of_rank_0` could not send an open file to other ranks
+    another process works in the folder, or has worked in it since the models were loaded."""
+    # Returns None, because `of_rank_0` sends the result to all ranks, and an open file cannot be
+    # sent.
+    def take_folder():
         run.lock = lock_folder(run.folder)
+        if rl.named_checkpoints(run.folder) != run.found:
+            release(run)
+            raise ValueError(f"another process has saved a checkpoint in {run.folder} just now: "
+                             "start again with --resume")
 
     of_rank_0(take_folder)
     if run.rank > 0:
@@ -324,8 +333,17 @@ def load_for_training(
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
         teacher = load_frozen(name)
+        check_rows(teacher, policy, name)
         rl.check_length(teacher.config, cfg.max_length, f"--teacher {name}")
     return policy, tokenizer, trained, reference, teacher
+
+
+def check_rows(teacher: nn.Module, policy: nn.Module, name: str) -> None:
+    """Raise ValueError if the policy may sample an id for which the teacher has no embedding."""
+    rows, wanted = (len(model.get_input_embeddings().weight) for model in (teacher, policy))
+    if rows < wanted:
+        raise ValueError(f"--teacher {name} has {rows} embeddings, the policy has {wanted}: the "
+                         "policy may sample tokens that the teacher does not know")
 
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None,
@@ -400,7 +418,9 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder, step)
-    shutil.rmtree(folder / "final", ignore_errors=True)  # written when --steps was smaller
+    if (folder / "final").exists():  # of an earlier end of this run, with fewer --steps
+        shutil.rmtree(folder / EARLIER_FINAL, ignore_errors=True)
+        (folder / "final").rename(folder / EARLIER_FINAL)
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
         step_of_file = rl.step_in(path)
@@ -528,8 +548,8 @@ def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str
 
 
 def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
-    """Raise SystemExit if every environment failed, after saving a checkpoint, or if no trajectory
-    of a world had room for a first turn."""
+    """Raise SystemExit if every environment failed, after saving a checkpoint, or if in the first
+    step no trajectory of a world had room for a first turn."""
     if all(t.status == "env_error" for t in trajectories):
         if run.saved != run.step and run.step:
             save_checkpoint(run, run.step)
@@ -537,7 +557,7 @@ def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
                  f"step; the first error: {trajectories[0].error}")
     for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
-        if turns and not any(turns):
+        if turns and not any(turns) and not run.step:
             sys.exit(f"train.py: --max_length is {settings.max_length}: "
                      f"no first prompt of {world} fits")
 
@@ -610,6 +630,7 @@ def finish(run: Run) -> None:
     """Write final/, a plain Hugging Face folder in the compute dtype."""
     rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
+        shutil.rmtree(run.folder / EARLIER_FINAL, ignore_errors=True)
         world = next(iter(run.cfg.worlds))
         urls = servers(getattr(run.cfg, "env_url", ""), run.cfg.worlds)[world]
         played = f" --env_url {','.join(urls)}" if urls else ""
@@ -653,7 +674,7 @@ def usage_error(e: Exception, script: str = "train.py", of_one_rank: bool = Fals
 if __name__ == "__main__":
     try:
         config = parse_config()
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         usage_error(e)
     train(config)
     end_process()

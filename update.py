@@ -474,7 +474,7 @@ def cut_packed(rows: list[list[int]], max_tokens: int, num_ranks: int) -> list[l
         cuts, held = [], limit
         for i, common in zip(order, [0, *shared]):
             held += len(rows[i]) - common
-            if held > limit:  # the first of a micro-batch shares with none
+            if held > limit or not cuts:  # the first of a micro-batch shares with none
                 cuts.append([])
                 held = len(rows[i])
             cuts[-1].append(i)

@@ -250,6 +250,7 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
     (["--credit", "state", "--shaping", "potential"], "--shaping potential would not cancel out"),
     (["--env", "babyai,searchqa", "--shaping", "progress"],
      "no world of this run gives its progress (babyai, searchqa)"),
+    (["--algo", "grpo", "--kl_in", "reward"], "give --kl_in loss or --normalize_std false"),
     (["--algo", "distill"], "--algo distill needs a --teacher"),
     (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),

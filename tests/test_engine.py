@@ -548,7 +548,7 @@ def kept_by(p, top_k=0, top_p=1.0, min_p=0.0):
     if top_p < 1:
         whole = sum(p[token] for token in kept)
         kept = [token for n, token in enumerate(kept)
-                if sum(p[before] for before in kept[:n]) <= top_p * whole]
+                if sum(p[before] for before in kept[:n]) < top_p * whole]
     return kept
 
 

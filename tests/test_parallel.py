@@ -5,6 +5,7 @@ A run that is stopped goes on as if it had not been, also with another number of
 """
 
 import doctest
+import itertools
 import json
 import random
 import shutil
@@ -223,6 +224,22 @@ def test_a_rank_that_leaves_tells_those_who_would_wait_for_it(monkeypatch):
     dealer.stopped, dealer.dealt = False, 4
     dealer.leave()
     assert told == [-1]
+
+
+@pytest.mark.parametrize("num_ranks, count, room", [(8, 128, 24), (4, 128, 48), (3, 128, 500)])
+def test_the_first_ranks_to_ask_leave_a_share_to_the_others(num_ranks, count, room, monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(parallel, "_get_default_store", lambda: store)
+    monkeypatch.setattr(parallel, "ranks", lambda: (0, num_ranks))
+    monkeypatch.setattr(parallel.FirstComeDealer, "numbers", itertools.repeat(0))
+    signals = parallel.StopSignals()
+    dealers = [parallel.FirstComeDealer(count, signals) for _ in range(num_ranks)]
+    shares = [dealer.deal(room) for dealer in dealers]
+    assert max(map(len, shares)) - min(map(len, shares)) <= num_ranks - 1
+    assert min(map(len, shares)) > 0
+    shares += [dealer.deal(room) for dealer in dealers]  # later ones are as large as asked for
+    assert sorted(number for share in shares for number in share) == list(range(count))
+    signals.end()
 
 
 def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import doctest
 import json
+import os
 import shutil
 
 import pytest
@@ -353,7 +354,7 @@ def test_a_file_that_some_process_cannot_read_makes_no_checkpoint(tiny, tmp_path
     assert not (tmp_path / "step_000001").exists()
 
 
-def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
+def test_checkpoints_are_whole_or_absent(tiny, tmp_path, monkeypatch, capsys):
     model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     for _ in range(2):
@@ -371,6 +372,14 @@ def test_checkpoints_are_whole_or_absent(tiny, tmp_path):
     assert rl.checkpoints(tmp_path) == [folder]
     rl.drop_old(tmp_path, 1)
     assert folder.exists() and copied.exists()
+
+    # A file of an old checkpoint is open elsewhere.
+    old = shutil.copytree(folder, tmp_path / "checkpoints/step_000005")
+    with monkeypatch.context() as busy:
+        busy.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
+        rl.drop_old(tmp_path, 1)
+    assert f"cannot delete {old}: Directory not empty" in capsys.readouterr().err
+    assert rl.checkpoints(tmp_path) == [folder]
 
     loaded, _ = rl.load_policy(str(folder))
     loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.0, weight_decay=0.0)

@@ -90,7 +90,7 @@ def test_the_logprobs_of_a_truncated_distribution_are_recorded_beside_the_full_o
             if "top_k" in truncation:
                 p = p[:4]
             elif "top_p" in truncation:
-                p = p[p.cumsum(0) - p <= 0.6]
+                p = p[p.cumsum(0) - p < 0.6]
             else:
                 p = p[p >= 0.1 * p[0]]
             behaviour = expected[i] - math.log(p.sum())

@@ -95,6 +95,7 @@ def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
     assert horizons_of(collapse) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
     # The first horizon is the shortest.
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5
+    assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1]) == [2] * 5
     # The collapsed mean is the new best, so the horizon can grow again.
     assert min(horizons_of([0.4] * 4 + [0.05] * 30, rounds=(2, 4, 8, 16))[20:]) >= 4
 

@@ -320,7 +320,7 @@ def test_a_system_message_and_switches_reach_every_command_and_last(tmp_path):
 
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
-            "--save_every", "5"]
+            "--save_every", "5", "--seed", "1"]
     done = run("--out", str(tmp_path / "a"), *args)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "a")
@@ -427,8 +427,10 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused(tiny, tmp_path, 
 
 def test_a_teacher_of_another_family_teaches_and_one_of_another_vocabulary_is_refused(
         tiny, tmp_path):
-    for name in ("teacher", "stranger"):
-        random_model("llama").save_pretrained(tmp_path / name)
+    for name in ("teacher", "stranger", "small"):
+        # The tiny model has more rows than its tokenizer has tokens.
+        rows = len(tiny[1]) if name == "small" else tiny[0].config.vocab_size
+        random_model("llama", vocab_size=rows).save_pretrained(tmp_path / name)
         tokenizer = copy.deepcopy(tiny[1])
         if name == "stranger":
             tokenizer.add_tokens(["<other>"])
@@ -439,6 +441,8 @@ def test_a_teacher_of_another_family_teaches_and_one_of_another_vocabulary_is_re
     assert refused.returncode == 2
     assert refused.stderr == (f"train.py: --teacher {tmp_path}/stranger has another vocabulary "
                               "than tiny\n")
+    refused = run(*args, "--teacher", str(tmp_path / "small"))
+    assert refused.returncode == 2 and "tokens that the teacher does not know" in refused.stderr
     assert not (tmp_path / "r").exists()
 
     done = run(*args, "--teacher", str(tmp_path / "teacher"))
@@ -576,7 +580,7 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
 
     flags = ["--env", "babyai,textcraft", "--items_per_step", "2", "--rollouts_per_item", "2",
              "--steps", "1", "--max_tokens", "4", "--horizon", "1", "--horizon_schedule", "fixed",
-             "--out", str(tmp_path / "r")]
+             "--kl_coef", "0.01", "--out", str(tmp_path / "r")]
     monkeypatch.setattr(TextCraft, "reset", fail)
     train.train(parse_config(flags))
     (row,) = metrics(tmp_path / "r")
@@ -828,6 +832,46 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path):
     assert run("--out", str(out), *SMALL, "--steps", "1").returncode == 0
 
 
+def test_a_process_that_loaded_an_older_checkpoint_than_the_last_one_loses_none(
+        reference, tmp_path):
+    """Another process, which is being stopped, saves a step while this one loads."""
+    out = tmp_path / "r"
+    shutil.copytree(reference, out)
+    aside = tmp_path / "step_000003"
+    shutil.move(out / "checkpoints/step_000003", aside)
+    cfg = parse_config(["--out", str(out), "--save_every", "1", *SMALL, "--resume"])
+    loaded = train.load(cfg)
+    assert loaded.step == 2
+    shutil.move(aside, out / "checkpoints")
+    before = contents(out)
+    with pytest.raises(ValueError, match=f"has saved a checkpoint in {out} just now"):
+        train.prepare(loaded)
+    assert contents(out).items() >= before.items()
+    train.lock_folder(out).close()  # is free again
+
+
+def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
+    out = tmp_path / "r"
+    shutil.copytree(reference, out)
+    weights = (out / "final/model.safetensors").read_bytes()
+    flags = ["--out", str(out), "--save_every", "1", *SMALL, "--steps", "4", "--resume"]
+    loaded = train.load(parse_config(flags))
+    train.prepare(loaded)
+    train.release(loaded)
+    assert (out / train.EARLIER_FINAL / "model.safetensors").read_bytes() == weights
+    assert not (out / "final").exists()
+    assert run(*flags).returncode == 0
+    assert (out / "final/model.safetensors").read_bytes() != weights
+    assert not (out / train.EARLIER_FINAL).exists()
+
+
+def test_an_item_file_that_is_a_folder_is_one_line(tmp_path):
+    (tmp_path / "AgentItemId/babyai_train.json").mkdir(parents=True)
+    done = run("--out", str(tmp_path / "r"), "--data", str(tmp_path))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "babyai_train.json" in done.stderr
+
+
 def test_under_torchrun_rank_0_alone_prints_what_is_wrong():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
     done = run("--horizon", "0", launcher=torchrun)
@@ -905,6 +949,7 @@ def test_the_documented_examples_hold():
     ({"entropy": 1e-6}, "collapsed"),
     ({"kl_behaviour": 11.0}, "kl_behaviour is 11"),
     ({"kl": 12.0}, "--max_kl"),
+    ({"value_loss": math.inf}, "value_loss is inf"),
     ({"logprob_gap": 0.3}, "logprob_gap is 0.3"),
     ({"mutual_information": 0.09}, "0.09 nats, below --min_information 0.1: the policy writes"),
 ])

@@ -86,6 +86,7 @@ def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed
         for _ in range(rng.randint(0, 40)):
             shared = rng.choice(prefixes)[: rng.randint(0, 60)]
             rows.append(shared + [rng.randint(0, 9) for _ in range(rng.randint(1, 60))])
+        rows += [[]] * rng.randint(0, 2)  # trajectories whose environment never began
         num_ranks, max_tokens = rng.randint(1, 5), rng.randint(50, 400)
         cuts = update.micro_batches(rows, max_tokens, num_ranks, packed)
         assert sorted(i for cut in cuts for i in cut) == list(range(len(rows)))
