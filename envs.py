@@ -376,7 +376,10 @@ def _read_items(path, env):
         if not isinstance(name, str) or not re.fullmatch(allowed, name):
             raise ValueError(f"{path} holds the item {name!r:.80}; those of {env} are written "
                              f"{env}_17")
-    return names
+    if len(set(names)) < len(names):
+        print(f"warning: {path} holds {len(names) - len(set(names))} items more than once; each "
+              "counts once", file=sys.stderr)
+    return list(dict.fromkeys(names))
 
 
 # ---- environments in threads ----

@@ -20,6 +20,7 @@ import random
 import re
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ from envs import EnvPool, split_item
 from metrics import write_atomically
 from models.check import find_paths
 from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
+from worlds.agentgym import read_body
 
 # ---- flags ----
 
@@ -558,10 +560,12 @@ class ServedModel:
     def _request(self, body: dict[str, Any]) -> Reply | Failure:
         """Send one request and wait for the answer."""
         try:
-            response = requests.post(self.url, json=body, headers=self.headers,
-                                     timeout=(10, self.timeout))
-            text = self._without_key(response.text)
-        except (requests.RequestException, ValueError) as e:
+            deadline = time.monotonic() + self.timeout
+            with requests.post(self.url, json=body, headers=self.headers,
+                               timeout=(10, self.timeout), stream=True) as response:
+                data = read_body(response, self.url, deadline)
+            text = self._without_key(data.decode(errors="replace"))
+        except (requests.RequestException, envs.EnvError, OSError, ValueError) as e:
             return Failure(self._describe(e))
         status = response.status_code
         if status != 200:
@@ -569,13 +573,13 @@ class ServedModel:
             seconds = float(after) if after.isdecimal() else 0.0
             return Failure(f"status {status} {text[:200]}", status, text, seconds)
         try:
-            return self._read_reply(response)
+            return self._read_reply(data)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             return Failure(self._describe(e), status, text)
 
-    def _read_reply(self, response: requests.Response) -> Reply:
+    def _read_reply(self, data: bytes) -> Reply:
         """The reply in an answer. Raises one of many exceptions for JSON of another form."""
-        answer = response.json()
+        answer = json.loads(data)
         choice = answer["choices"][0]
         text = choice["message"].get("content") or ""
         if not isinstance(text, str):

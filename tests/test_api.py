@@ -2,11 +2,12 @@
 keys are never written; a failing server ends the evaluation with one line."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -232,6 +233,26 @@ def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(no_pau
 
 
 # ---- one request ----
+
+
+def test_a_reply_that_trickles_in_has_a_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def drip():
+            peer, _ = listener.accept()
+            with peer, suppress(OSError):
+                peer.recv(65536)
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(300):
+                    peer.sendall(b" ")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        model = ServedModel("m", url, timeout=1, tries=1)
+        start = time.monotonic()
+        with pytest.raises(ModelError, match="no end of the reply"):
+            model([])
+        assert time.monotonic() - start < 20
 
 
 def test_a_request_that_the_server_calls_wrong_is_not_repeated_and_the_key_is_not_shown(

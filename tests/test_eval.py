@@ -217,6 +217,14 @@ def test_a_run_says_nothing_about_the_horizon_of_a_world_that_it_did_not_train_o
         settings("--model", final)
 
 
+def test_an_item_that_is_listed_twice_counts_once(tmp_path, capsys):
+    (tmp_path / "AgentEval/babyai").mkdir(parents=True)
+    names = [{"item_id": f"babyai_{number}"} for number in (3, 4, 3)]
+    (tmp_path / "AgentEval/babyai/babyai_test.json").write_text(json.dumps(names))
+    assert envs.items("babyai", "test", tmp_path) == ["babyai_3", "babyai_4"]
+    assert "holds 1 items more than once" in capsys.readouterr().err
+
+
 def test_a_world_gets_its_own_arguments_of_a_mixtures_run(tmp_path):
     final = make_run(tmp_path / "run", env="babyai,searchqa", env_args="searchqa.topk=5")
     assert settings("--model", final, "--env", "searchqa")["env_args"] == "searchqa.topk=5"

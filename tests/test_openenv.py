@@ -524,7 +524,9 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
             (("--env_url", url, "--env_args", "openenv.action=c"), "have the fields a, b"),
             (("--env_url", url, "--env_args", "openenv.action={"), "is not JSON"),
             (("--env_url", url, "--env_args", "openenv.colour=c"), "no argument 'colour'"),
+            (("--env_url", url, "--env_args", 'openenv.action={"a":"b"}'), "no value in it is '$'"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.success=x"), "could not"),
+            (("--env_url", url, "--env_args", "openenv.action=a openenv.success=nan"), "finite"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.reset=x"), "openenv.reset"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.prompt=x.txt"), "no such"),
             (("--env_url", url, "--env_args", "openenv.action=a openenv.whole_reply=x"), "0, 1"),
@@ -535,6 +537,15 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
             done = evaluation(*flags)
             assert done.returncode == 2 and done.stderr.count("\n") == 1, (flags, done.stderr)
             assert reason in done.stderr, (flags, done.stderr)
+
+
+@pytest.mark.parametrize("schema", [
+    {"action": None}, {"action": {"properties": None}}, {"observation": [1]}])
+def test_a_malformed_schema_is_one_line(schema):
+    with stand_in(healthy, schema) as url:
+        done = evaluation("--env_url", url)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "is no schema" in done.stderr
 
 
 def test_without_websockets_one_line_says_what_to_install(monkeypatch, capsys):

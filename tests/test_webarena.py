@@ -640,6 +640,17 @@ def bystander():
 
 
 @browser
+def test_a_refused_combination_of_keys_leaves_no_key_down(env):
+    page = env.reset(0)
+    link = re.search(r"\[(\d+)\] link", page)[1]
+    step = env.step("```press [shift+foo]```")
+    assert not step.valid and "There is no key 'shift+foo'" in step.observation
+    assert env.step(f"```click [{link}]```").valid
+    # With the shift key down the link would have opened in another tab.
+    assert env.browser.call(lambda: len(env.window.context.pages)) == 1
+
+
+@browser
 def test_no_other_address_can_be_opened(env):
     env.reset(0)
     sites_port = webarena.embedded_websites().port

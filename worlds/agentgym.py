@@ -588,8 +588,8 @@ class RemoteEnv(Env):
                 method, url, json=body, timeout=timeouts, stream=True
             ) as response:
                 self.socket = getattr(response.raw.connection, "sock", None)
-                data = _read_body(response, url, deadline)
-        except (requests.RequestException, HTTPError, OSError) as e:
+                data = read_body(response, url, deadline)
+        except (requests.RequestException, OSError) as e:
             is_bad_url = isinstance(e, ValueError)
             reason = f"{type(e).__name__}: {e}"
             raise FailedAttempt(reason, _was_unsent(e), transient=not is_bad_url) from e
@@ -645,16 +645,21 @@ def _texts(reply):
     return [value for value in values if isinstance(value, str) and value]
 
 
-def _read_body(response, url, deadline):
-    """Read a reply as it arrives, so that a slow trickle of bytes cannot outlast the deadline."""
+def read_body(response: requests.Response, url: str, deadline: float) -> bytes:
+    """Read a streamed reply as it arrives, so that a slow trickle of bytes cannot outlast the
+    deadline, a time of `time.monotonic`. Raises requests.RequestException, and EnvError for a reply
+    that is too large."""
     data = bytearray()
-    while part := response.raw.read1(65536, decode_content=True):
-        data += part
-        if len(data) > LARGEST_REPLY:
-            raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
-        if time.monotonic() > deadline:
-            raise requests.Timeout("no end of the reply")
-    return data
+    try:
+        while part := response.raw.read1(65536, decode_content=True):
+            data += part
+            if len(data) > LARGEST_REPLY:
+                raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
+            if time.monotonic() > deadline:
+                raise requests.Timeout("no end of the reply")
+    except HTTPError as e:
+        raise requests.ConnectionError(str(e)) from e
+    return bytes(data)
 
 
 def _was_unsent(error):

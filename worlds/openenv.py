@@ -16,6 +16,7 @@ env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22)
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -110,6 +111,8 @@ class OpenEnv(Env):
         try:
             self.success = float(success)
             self.timeout = float(timeout)
+            if not (math.isfinite(self.success) and math.isfinite(self.timeout)):
+                raise ValueError(f"they are finite numbers, not {success} and {timeout}")
         except ValueError as e:
             raise ValueError(f"openenv.success and openenv.timeout: {e}") from e
         self.reset_extras = _read_object(reset, "reset") if reset else {}
@@ -176,7 +179,11 @@ class OpenEnv(Env):
         """-> (the field of the action that the agent's text fills, "") or ("", template)."""
         fields = self.schema.get("action", {}).get("properties", {})
         if action.startswith("{"):
-            return "", _read_object(action, "action")
+            template = _read_object(action, "action")
+            if _fill(template, "") == template:
+                raise ValueError(f"openenv.action={action}: no value in it is '{SLOT}', the place "
+                                 "of the agent's text")
+            return "", template
         if action == "json":
             return "", SLOT
         if not action:
@@ -272,9 +279,10 @@ class OpenEnv(Env):
 
 @functools.lru_cache
 def describe(url: str) -> tuple[dict, str]:
-    """Ask a server for its schemas and its description, ("", {}) where it has none. url: http://...
+    """Ask a server for its schemas and its description -> (schemas, text), empty for what it does
+    not have. url: http://...
 
-    Raises EnvError if there is no server, within about 10 s.
+    Raises EnvError if there is no server, within about 10 s, or if a schema is malformed.
     """
     replies = []
     for path in ("schema", "metadata"):
@@ -286,6 +294,10 @@ def describe(url: str) -> tuple[dict, str]:
                            f"({type(e).__name__})") from e
         replies.append(found if isinstance(found, dict) else {})
     schema, metadata = replies
+    for kind in ("action", "observation"):
+        part = schema.get(kind, {})
+        if not isinstance(part, dict) or not isinstance(part.get("properties", {}), dict):
+            raise EnvError(f"{url}/schema: '{kind}' is no schema: {part!r:.80}")
     return schema, str(metadata.get("description") or "")
 
 
@@ -336,9 +348,15 @@ def _known(metadata, key, kind, default):
 
 
 def _fill(template, text):
-    """The template with the agent's text in its place."""
+    """The template with the agent's text in its place.
+
+    >>> _fill({"tool": "say", "words": ["$", {"loud": "$"}]}, "hi")
+    {'tool': 'say', 'words': ['hi', {'loud': 'hi'}]}
+    """
     if isinstance(template, dict):
         return {key: _fill(value, text) for key, value in template.items()}
+    if isinstance(template, list):
+        return [_fill(value, text) for value in template]
     return text if template == SLOT else template
 
 

@@ -31,11 +31,13 @@ import json
 import re
 import string
 import threading
+import time
 
 import requests
 
 from envs import Env, EnvError, Step
 from worlds import almanac
+from worlds.agentgym import read_body
 
 MAX_QUERY = 500  # characters
 TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
@@ -111,9 +113,12 @@ class Retriever:
         body = {"queries": [query], "topk": k, "return_scores": True}
         malformed = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
         try:
-            response = self.session.post(self.url, json=body, timeout=self.timeout)
-            response.raise_for_status()
-            results = response.json()["result"][0]
+            deadline = time.monotonic() + self.timeout
+            with self.session.post(self.url, json=body, timeout=self.timeout,
+                                   stream=True) as response:
+                response.raise_for_status()
+                data = read_body(response, self.url, deadline)
+            results = json.loads(data)["result"][0]
             return [split_contents(entry["document"]["contents"]) for entry in results]
         except (requests.RequestException, *malformed) as e:
             raise EnvError(f"{self.url}: {type(e).__name__}: {str(e)[:200]}") from e

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -615,6 +616,9 @@ class Window:
             self.page.keyboard.press("+".join(parts))
         except Error as error:
             self._raise_if_lost(error)
+            for part in parts:  # the keys before the unknown one are still down
+                with suppress(Error):
+                    self.page.keyboard.up(part)
             return f"There is no key '{keys[:40]}'."
         self._after_action()
         return ""
