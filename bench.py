@@ -26,13 +26,15 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
+from envs import CommandParser  # noqa: E402
+
 BENCHES = ("rollout", "update", "limit", "growth", "memory", "check", "peers")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags; `measure` is the function of benches/ that the command names."""
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser = CommandParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(
         dest="what", required=True, metavar=" | ".join(BENCHES)
     )
@@ -52,7 +54,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         )
         command.set_defaults(measure=bench.measure)
         bench.add_flags(command)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.threads < 1:
+        parser.error("--threads must be positive")
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    return args
 
 
 def states_a_ratio(args: argparse.Namespace) -> bool:
@@ -66,14 +73,14 @@ def states_a_ratio(args: argparse.Namespace) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark -> exit code: 1 if a stated ratio was missed, 2 for bad usage."""
-    args = parse_args(argv)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(args.threads)
     try:
+        args = parse_args(argv)
+        torch.set_num_threads(args.threads)
         figures, missed = args.measure(args)
     except ValueError as e:
-        print(f"bench.py: {e}", file=sys.stderr)
+        print("bench.py:", " ".join(str(e).split()), file=sys.stderr)
         return 2
     if args.out:
         Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")

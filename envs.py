@@ -597,6 +597,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         print(__doc__.split("\n\n")[-1] + "\nBoth have a --help of their own.")
         sys.exit(0 if sys.argv[1:] else 2)
-    # An unknown command goes to worlds/serve.py, too: its parser says which commands there are.
-    command = "play" if sys.argv[1:2] == ["play"] else "serve"
+    command = sys.argv[1]
+    if command not in ("serve", "play"):
+        print(f"envs.py: there is no command '{command}'; choose from serve, play", file=sys.stderr)
+        sys.exit(2)
     sys.exit(importlib.import_module(f"worlds.{command}").main())

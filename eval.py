@@ -897,7 +897,9 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
         files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
         weights = hashlib.sha256()  # of all files, one after the other
         for path in files:
-            weights.update(path.read_bytes())
+            with path.open("rb") as f:
+                while block := f.read(2**20):
+                    weights.update(block)
         model_sha256 = weights.hexdigest() if files else None
     return flags | {
         "model_sha256": model_sha256,

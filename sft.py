@@ -73,7 +73,10 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     cfg = read_flags(SFTConfig, argv, "sft.py", __doc__.split("\n\n")[0], preset_tables())
     weights = mixture(cfg.env)
     for world in weights:
-        envs.check_name(world)
+        envs.check_name(world, url="any")
+        if world not in envs.WORLDS and not (cfg.trajectories and not cfg.demos):
+            raise ValueError(f"'{world}' has no expert here: choose from {', '.join(envs.WORLDS)}, "
+                             "or give --trajectories without --demos")
     fill_in(cfg, weights, list(weights), "sft")
     check_run(cfg)
     if not cfg.demos and not cfg.trajectories:
@@ -86,6 +89,8 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
                          "those that succeed are kept")
     options = envs.env_options(cfg.env_args, weights)
     for world in weights:
+        if not cfg.demos and not cfg.eval_every:  # nothing is played
+            continue
         envs.items(world, "train", cfg.data or None)
         if cfg.eval_every:
             envs.items(world, "test", cfg.data or None)
@@ -296,17 +301,25 @@ def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: 
 
 
 def check_format(trajectories: Iterable[Trajectory], action_format: str) -> None:
-    """Raise ValueError unless the trajectories were played in this action format: a model that
-    learns from them is played in it later."""
+    """Raise ValueError if the trajectories were played in another action format: a model that
+    learns from them is played in this one later. Of instructions that are not the world's own
+    (--prompts) the format is not known."""
     for t in trajectories:
         if not t.messages:
             continue
+        try:
+            world = envs.world_class(t.env)
+        except (LookupError, ImportError):  # it is on a server only, or its package is missing
+            world = Env
         text = t.messages[0]["content"]
         described = [name for name, words in agent.FORMATS.items()
                      if words and words.strip() in text]
-        recorded = described[0] if described else "plain"
-        takes_whole_replies = t.env in envs.WORLDS and envs.world_class(t.env).whole_reply
-        if recorded != action_format and not takes_whole_replies:
+        if not described and world.prompt and world.prompt.strip() in text:
+            described = ["plain"]
+        if world.whole_reply or not described:
+            continue
+        recorded = described[0]
+        if recorded != action_format:
             raise ValueError(f"{t.item} was played with --action_format {recorded}, not "
                              f"{action_format}")
 

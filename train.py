@@ -104,7 +104,7 @@ def train(cfg: Config) -> None:
         except envs.ItemError as e:
             usage_error(e, of_one_rank=True)
         except FloatingPointError as e:
-            sys.exit(f"train.py: {e} at step {run.step}; "
+            sys.exit(f"train.py: stopped at step {run.step}: {e}; "
                      f"the last step's trajectories and checkpoints are in {run.folder}")
         finally:
             signals.end()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from envs import CommandParser
 from metrics import draw_curves, is_number, write_atomically
 from page.live import HOST, Server
 from page.run import Run
@@ -155,8 +156,8 @@ def serve(folders: list[str], port: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command. argv: its arguments, by default those of the process. Raises ValueError or
     OSError for what cannot be shown or written."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="the folder of a run: runs/NAME; or several")
     parser.add_argument("--most", type=int, default=20_000,
                         help="trajectories of a run whose tokens are in the file (default: 20,000)")

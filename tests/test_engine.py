@@ -18,7 +18,7 @@ import rl
 import rollout as ro
 import train
 from config import parse_config
-from engine import Padded, Ragged, sample
+from engine import Padded, Ragged, _truncate, sample
 from eval import parse_eval_config
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
@@ -550,6 +550,11 @@ def kept_by(p, top_k=0, top_p=1.0, min_p=0.0):
         kept = [token for n, token in enumerate(kept)
                 if sum(p[before] for before in kept[:n]) < top_p * whole]
     return kept
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    weights = torch.tensor([[0.25, 0.5, 0.25]])
+    assert _truncate(weights, 0.5, 0, 0.0).tolist() == [[0.0, 0.5, 0.0]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import run_script
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
@@ -76,3 +77,14 @@ def test_the_estimate_of_memory_has_ppos_critic_and_takes_nested_configs():
         assert with_critic[part] - alone[part] == pytest.approx(critic)
     nested = memory.estimate(AutoConfig.for_model("gemma3"), gpus=1)
     assert nested["cache"] > 0
+
+
+def test_bad_usage_is_one_line_before_anything_is_measured(tmp_path):
+    for flags, says in ((("rollout", "--threads", "0"), "--threads must be positive"),
+                        (("rollout", "--out", tmp_path / "none/x.json"), "there is no such folder"),
+                        (("rollout", "--colour", "red"), "--colour")):
+        done = run_script("bench.py", *flags)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert says in done.stderr
+    done = run_script("view.py")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

@@ -218,6 +218,31 @@ def test_trajectories_of_another_action_format_are_refused(reference, tiny, tmp_
     assert sft.read_trajectories(tmp_path / "t", chat, None, "plain")
 
 
+def test_instructions_of_the_users_own_say_nothing_of_the_action_format(monkeypatch):
+    own, plain = (sft.Trajectory("babyai_0", "babyai") for _ in range(2))
+    own.record_start("Instructions from a file of --prompts.", "a wall")
+    plain.record_start(envs.make_env("babyai").prompt, "a wall")
+    for action_format in ("plain", "react"):
+        sft.check_format([own], action_format)
+    sft.check_format([plain], "plain")
+    with pytest.raises(ValueError, match="played with --action_format plain, not react"):
+        sft.check_format([plain], "react")
+
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
+
+    monkeypatch.setattr(envs, "world_class", missing)
+    sft.check_format([own], "react")
+
+
+def test_worlds_without_an_expert_here_are_learnt_from_trajectories(tmp_path):
+    (tmp_path / "t.json").write_text("[]")
+    flags = ["--env", "webshop", "--out", str(tmp_path / "r"), "--trajectories"]
+    assert list(sft.parse_sft_config([*flags, str(tmp_path / "t.json")]).worlds) == ["webshop"]
+    with pytest.raises(ValueError, match="'webshop' has no expert here"):
+        sft.parse_sft_config(["--env", "webshop", "--demos", "4", "--out", str(tmp_path / "r")])
+
+
 def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     chat = Chat(tiny[1])
     said = ["Play.", "OK. I'll play.", "A wall.", "Action: turn left", "A ball.",

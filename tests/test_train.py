@@ -984,4 +984,4 @@ def test_a_model_whose_logits_are_nan_stops_the_run_with_one_line(tiny, tmp_path
     done = run("--model", str(tmp_path / "m"), "--out", str(tmp_path / "r"), "--kl_coef", "0",
                "--max_length", "4096", "--dtype", "float32", *SMALL)
     assert done.returncode == 1
-    assert "not finite at step 0" in done.stderr.splitlines()[-1]
+    assert "stopped at step 0: the policy's logits are not finite" in done.stderr.splitlines()[-1]

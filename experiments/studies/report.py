@@ -470,8 +470,8 @@ def draw_training(ax, world, labels, cost, what):
         spread = np.nanstd(curves, 0, ddof=min(1, len(curves) - 1))
         ax.plot(grid, mean, label=name_of(label, seeds), color=f"C{number}")
         # The band of one standard deviation is cut where the lowest and the highest seed are.
-        low = np.maximum(mean - spread, curves.min(0))
-        high = np.minimum(mean + spread, curves.max(0))
+        low = np.maximum(mean - spread, np.nanmin(curves, 0))
+        high = np.minimum(mean + spread, np.nanmax(curves, 0))
         ax.fill_between(grid, low, high, alpha=0.15, color=f"C{number}", lw=0)
     title = f"{in_words(world)}: training"
     ax.set(xlabel=UNITS[cost], ylabel=MEASURES[what], title=title)
