@@ -291,7 +291,8 @@ class WorldSettings:
     invalid_penalty: float
 
 
-# A given flag applies to every world of a mixture. Otherwise each world has its own default.
+# If one of these flags is given, it applies to every world of a mixture. Otherwise each world has
+# its own default.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 # --loss -> --clip_low and --clip_high. GSPO's are its paper's.
 CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4)}

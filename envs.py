@@ -416,9 +416,9 @@ class Worker:
         return future
 
     def limit(self, deadline: float, create_deadline: float) -> float:
-        """The time, on the clock of `time.monotonic`, at which the last call times out: `deadline`
-        seconds after the call began or, if the environment was made in it, after that. Making the
-        environment may itself take `create_deadline` seconds."""
+        """The time, on the clock of `time.monotonic`, at which the last call times out. While the
+        environment is being made: `create_deadline` seconds after the call began. Then: `deadline`
+        seconds after the call began, or after the environment was made if that is later."""
         if self.env is None:
             return self.began + create_deadline
         return max(self.began, self.made) + deadline

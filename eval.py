@@ -316,8 +316,8 @@ class PartFile:
     def __init__(self, cfg: EvalConfig, config: dict):
         """Read what an evaluation that was stopped has left. Without --out nothing is kept.
 
-        config: what it takes to repeat the evaluation. Raises ValueError if the file there is of
-        an evaluation with another one; flags of `MAY_CHANGE` may differ.
+        config: what it takes to repeat the evaluation. Raises ValueError if the file belongs to an
+        evaluation with another one; the flags in MAY_CHANGE may differ.
         """
         self.path = Path(cfg.out + ".part") if cfg.out else None
         self.horizons = schedule.parse_rounds(cfg.horizon, cfg.env)
@@ -589,8 +589,8 @@ class ServedModel:
         return Reply(text, cut, int(usage.get("total_tokens") or 0))
 
     def _raise_if_refused(self, answer: Failure) -> None:
-        """Raise TooLong or ConversationRefused if the server turned down this conversation. Once it
-        has replied to a request, a refusal cannot be about the form of the requests."""
+        """Raise TooLong or ConversationRefused if the server turned down this conversation. A
+        server that has replied before accepts the form of the requests."""
         if not self.has_replied or answer.status not in (400, 413, 422):
             return
         # A refusal may quote the request, in which the word tokens occurs.

@@ -331,7 +331,8 @@ class StopSignals:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside, a signal is noted; it raises Terminated when the block ends."""
+        """Inside, a signal is only noted. At the end of the block Terminated is raised if one has
+        come and a rollout is running."""
         before, self.in_rollout = self.in_rollout, False
         try:
             yield

@@ -521,8 +521,8 @@ class Part(NamedTuple):
 
 
 def pack(rows: list[list[int]], width: int) -> tuple[Tensor, list[Part], Tensor]:
-    """Lay out sequences one after the other, each without the beginning that it shares with the
-    one before it in lexicographic order, so that every common beginning stands there once.
+    """Sort sequences, and lay them out one after the other. Each leaves out the prefix that it
+    shares with the one before it, so a shared prefix stands there once.
 
     -> the packed row [N, 2] long, (token id, position in its sequence); its parts; and the place of
     each token of each sequence in the packed row, [B, width] long.
@@ -756,8 +756,8 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         if rank == 0:
             write_state(partial, state | {"optimizer_steps": optimizer_steps}, hashes)
 
-    # The new folder takes the place of the old one. Half deleted, the old one must not count as
-    # complete.
+    # The new folder takes the place of the old one, whose state.json goes first: if the deletion
+    # is interrupted, the rest does not count as a checkpoint.
     if rank == 0:
         (folder / "state.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

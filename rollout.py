@@ -238,8 +238,8 @@ class Episode:
     """A trajectory while it is played: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet. `future`: the environment's answer; it must
-    come within `seconds_left()`. occurrence: how many times the item occurs earlier in the step's
-    list of items. The constructor starts the reset in the environment's thread.
+    come within `seconds_left()`. occurrence: 0 for the item's first entry in the step's list,
+    1 for its second. The constructor starts the reset in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
@@ -486,7 +486,7 @@ class TrajectoryQueue:
 
     def _report_step(self, busy: int) -> None:
         """Count a decode step that fed `busy` slots in `stats`, and call `on_step`."""
-        usable = self.slots  # trajectories that no rank has yet could fill them all
+        usable = self.slots  # trajectories that are not dealt yet could fill every slot
         if self.is_dealt():
             usable = min(self.slots, len(self.todo) + len(self.alive))
         for name, count in (("steps", 1), ("busy", busy), ("usable", usable)):
@@ -710,8 +710,8 @@ class Decoder:
                 continue
             ids = episode.pending
             source, n = self.engine.best_prefix(ids)
-            # A longer prefix of this episode is computed in this step: from the next step on it can
-            # be copied.
+            # Another episode that starts in this step computes a longer prefix of these ids: wait
+            # for the next step, and copy it then.
             if any(common_prefix_length(ids, other, n + MIN_PREFIX_GAIN) for other in started):
                 continue
             started.append(ids)

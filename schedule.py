@@ -3,10 +3,10 @@
 The horizon is the largest number of turns of a trajectory.
 
 ScalingInter-RL (arXiv 2509.08755) starts with few turns, so that the policy first learns to use
-what it knows. It then raises the limit in stages, so that the policy learns to explore before long
-episodes can collapse. `horizon_at` remembers nothing between calls: a resumed run has the same
-horizon at step t as a run that was never interrupted. `adaptive_horizon` is pure, too: it takes its
-state as an argument and returns the new one, and checkpoints contain it.
+what it knows. It then raises the limit in stages, so that the policy explores; training on long
+episodes from the start may collapse. `horizon_at` remembers nothing between calls: a resumed run
+has the same horizon at step t as a run that was never interrupted. `adaptive_horizon` is pure, too:
+it takes its state as an argument and returns the new one, and checkpoints contain it.
 
     >>> [horizon_at(step, rounds=(6, 13, 20), every=100) for step in (0, 99, 100, 200, 10_000)]
     [6, 6, 13, 20, 20]

@@ -221,7 +221,7 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
     """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
     list of AgentGym's conversations. Those whose environment failed, that have a reward below
     `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
-    of another tokenizer and, where it is given, of another action format (JSON lines alone)."""
+    tokenizer. With `action_format`, JSON lines played in another format are refused, too."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":

@@ -436,7 +436,7 @@ def rows_before(metrics: Path, step: int) -> list[str]:
     if metrics.exists():
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = []
-    damaged = 0  # the number of a line that cannot be read; the last one may be half written
+    damaged = 0  # number of the last line that cannot be read: a killed process leaves such a line
     for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)["step"] < step:

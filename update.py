@@ -89,7 +89,7 @@ def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma
     final state counts as 0, also where the horizon cuts the trajectory. With keep=True the final
     potential keeps its value, which rewards progress itself and may change the optimal policy.
     lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
-    reward; the potentials of its other tokens are defined such that their rewards are zero.
+    reward. Within a reply the potential grows by 1 / gamma a token, so its other tokens get 0.
     -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
     compare sums within a group (GRPO, RLOO) do not change. PPO and REINFORCE++ use them per turn.
 

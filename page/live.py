@@ -30,7 +30,7 @@ class LiveRun(Run):
         super().__init__(folder)
         self.places: list[tuple[Path, int]] = []
         self.stamps: dict[Path, tuple[int, int]] = {}  # file -> its size and time when it was read
-        # Rows of different generations do not belong together; those of another server neither.
+        # Rows of different generations, or of different servers, must not be mixed.
         self.generation = secrets.randbelow(2**40)
 
     def refresh(self) -> None:

@@ -500,9 +500,9 @@ class RemoteEnv(Env):
     def _check_episode(self, deadline):
         """Raise LostEpisode unless the number still means the episode that this object began.
 
-        It does as long as replies come over one connection (a restarted server closes all of them)
-        and nothing looked like a restart of this server. Otherwise the server is asked for the
-        episode's observation, which must be the one that it sent last.
+        The number is valid while replies come over one connection (a restarted server closes all
+        of them) and there was no sign of a restart. Otherwise the server is asked for the episode's
+        observation, which must be the one that it sent last.
         """
         if self.episode_id is None:
             raise LostEpisode(f"{self.url}: the episode is lost")

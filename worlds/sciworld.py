@@ -157,7 +157,8 @@ class JVM:
             self.random = _singleton(jvm.scala.util, "Random")
             self.object_ids = _singleton(jvm.util, "UniqueIdentifier")
             self.simplifier = _singleton(jvm.main.scala.scienceworld.runtime, "SimplifierProcessor")
-            self.simplifications = None  # those in force; None: those of the last world loaded
+            # Those in force; None: a world was just loaded and has set its own.
+            self.simplifications = None
         except (OSError, Py4JError, ValueError) as e:
             if self.process is not None:
                 self.process.kill()
@@ -387,7 +388,7 @@ class SciWorld(Env):
         if self.world is None:
             self.world = self.jvm.new_world()
         self.last_object_id = 0
-        self.active_simplifications = None  # loading puts them in force, and the next call asks
+        self.active_simplifications = None  # `load` sets them; the call after it reads which they are
         load = ("load", task, variation, self.simplifications, False)
         _, self.active_simplifications = self._call(load, ("getSimplificationsUsed",))
         self.task_name = task

@@ -91,8 +91,9 @@ def do(study, run, commit):
 def train(run, out):
     """Train, or go on with what an interrupted training left in `out` -> rows of metrics.jsonl.
 
-    A run with a given number of environment turns is trained in pieces. Each piece is so short
-    that it cannot exceed the number. The run ends within half a step of it.
+    A run with a given number of environment turns is trained in pieces. A piece has as many
+    steps as certainly fit into the turns that are left, and at least one. The run ends within half
+    a step of the number.
     """
     command = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out]
     if not run.turns:

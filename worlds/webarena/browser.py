@@ -519,8 +519,8 @@ class Window:
     def _after_action(self, navigates=False):
         """Wait until a navigation that the last action began is over.
 
-        navigates: the action did begin one. Playwright's `wait_for_load_state` would not do: it
-        would still see the old page.
+        navigates: the action has certainly begun one. Playwright's `wait_for_load_state` would not
+        do: it would still see the old page.
         """
         start = time.monotonic()
         before = self.loaded
