@@ -388,7 +388,8 @@ class SciWorld(Env):
         if self.world is None:
             self.world = self.jvm.new_world()
         self.last_object_id = 0
-        self.active_simplifications = None  # `load` sets them; the call after it reads which they are
+        # `load` sets them, and the call after it reads which they are.
+        self.active_simplifications = None
         load = ("load", task, variation, self.simplifications, False)
         _, self.active_simplifications = self._call(load, ("getSimplificationsUsed",))
         self.task_name = task
