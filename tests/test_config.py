@@ -254,6 +254,7 @@ def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high
     (["--algo", "distill"], "--algo distill needs a --teacher"),
     (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
     (["--kl_to_teacher", "0"], "--kl_to_teacher"),
+    (["--value_clip", "0"], "--value_clip must be positive"),
     (["--credit", "turn"], "unknown --credit 'turn'; choose from trajectory, state"),
     (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn"),
 ])

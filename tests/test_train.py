@@ -30,6 +30,7 @@ from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
 from models import check
+from rollout import Trajectory
 from schedule import adaptive_horizon, adaptive_start
 from worlds.textcraft import TextCraft
 
@@ -588,6 +589,16 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
     assert row["env_error/babyai"] == 0
     with pytest.raises(ValueError, match="with --invalid_penalty 0.0 for textcraft, not 0.05"):
         parse_config([*flags, "--resume", "--invalid_penalty", "0.05"])
+
+
+def test_first_prompts_that_do_not_fit_end_a_run_in_its_first_step_only():
+    run = SimpleNamespace(step=0, cfg=SimpleNamespace(worlds={
+        "babyai": SimpleNamespace(max_length=9)}))
+    too_long = [Trajectory("babyai_1", "babyai", status="length")]
+    with pytest.raises(SystemExit, match="--max_length is 9: no first prompt of babyai fits"):
+        train.check_trajectories(run, too_long)
+    run.step = 28  # few items a step: there were others whose first prompts fit
+    train.check_trajectories(run, too_long)
 
 
 def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypatch):
