@@ -212,11 +212,12 @@ def alarm(row: dict, cfg: "Config") -> str:
     return ""
 
 
-def reporter(cfg: "Config") -> Callable[[dict], object]:
-    """-> a function that sends a step's row of metrics to where --report_to says."""
+def reporter(cfg: "Config", step: int = 0) -> Callable[[dict], object]:
+    """-> a function that sends a step's row of metrics to where --report_to says. step: the next
+    one; TensorBoard then hides what an earlier process wrote from there on."""
     if cfg.report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        board = SummaryWriter(f"{cfg.out}/tensorboard")
+        board = SummaryWriter(f"{cfg.out}/tensorboard", purge_step=step)
 
         def report(row):
             for name, value in row.items():

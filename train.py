@@ -262,7 +262,7 @@ def prepare(run: Run) -> None:
     if run.notes:
         print(f"{'; '.join(run.notes)}: going on from step {run.step}", file=sys.stderr)
     prepare_folder(run.cfg, run.folder, run.step)
-    run.report = reporter(run.cfg)
+    run.report = reporter(run.cfg, run.step)
 
 
 def prepare_rollouts(run: Run, engine: str, slots: int) -> None:

@@ -126,9 +126,14 @@ def test_a_run_says_what_it_does_and_how_success_changed(tmp_path):
 def test_metrics_go_to_tensorboard_too(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    done = run("--out", str(tmp_path / "r"), "--report_to", "tensorboard", *SMALL,
-               launcher=(sys.executable, "train.py"))
-    assert done.returncode == 0, done.stderr
+    flags = ["--out", str(tmp_path / "r"), "--report_to", "tensorboard", "--save_every", "1",
+             *SMALL]
+    for more in ((), ("--resume",)):
+        done = run(*flags, *more, launcher=(sys.executable, "train.py"))
+        assert done.returncode == 0, done.stderr
+        # As if the process had been killed after its last step: that step is repeated.
+        shutil.rmtree(tmp_path / "r/final")
+        shutil.rmtree(tmp_path / "r/checkpoints/step_000003")
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
     rewards = [row["reward"] for row in metrics(tmp_path / "r")]
