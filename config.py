@@ -828,7 +828,7 @@ def check_combinations(cfg: Config) -> None:
         raise ValueError("--kl_type k1 has no expected gradient as a loss; "
                          "use k3, or --kl_in reward")
     # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
-    if cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.normalize_std:
+    if cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef and cfg.normalize_std:
         raise ValueError("--algo grpo divides by the deviation of a group's rewards, so the KL "
                          "must not be part of them: give --kl_in loss or --normalize_std false")
     if cfg.algo in COMPARE_SAMPLES and cfg.rollouts_per_item < 2:
@@ -851,11 +851,11 @@ def check_combinations(cfg: Config) -> None:
     if cfg.algo == "distill" and cfg.kl_in == "reward":
         raise ValueError("--algo distill uses no rewards: --kl_in reward has no effect")
     if cfg.shaping != "none":
-        local = [world for world, urls in servers(cfg.env_url, cfg.worlds).items() if not urls]
-        # A world on a server may tell its progress.
-        if len(local) == len(cfg.worlds) and not any(map(envs.has_progress, local)):
-            raise ValueError(f"--shaping {cfg.shaping}: no world of this run gives its progress "
-                             f"({', '.join(local)})")
+        by_world = servers(cfg.env_url, cfg.worlds)
+        # A world on a server may give its progress.
+        if not any(urls or envs.has_progress(world) for world, urls in by_world.items()):
+            raise ValueError(f"--shaping {cfg.shaping}: {', '.join(by_world)} in this process: no "
+                             "world gives its progress (Env.has_progress)")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
     if cfg.shaping != "none" and cfg.gamma < 1:
         raise ValueError("--shaping needs --gamma 1")

@@ -92,7 +92,9 @@ def _truncate(weights: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor
     if top_p < 1.0:
         ordered, order = weights.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered
-        ordered[mass_before >= top_p * ordered.sum(-1, keepdim=True)] = 0.0
+        left_out = mass_before >= top_p * ordered.sum(-1, keepdim=True)
+        left_out[:, 0] = False
+        ordered[left_out] = 0.0
         weights = torch.zeros_like(weights).scatter(-1, order, ordered)
     return weights
 

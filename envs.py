@@ -235,7 +235,7 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
             try:
                 make_env(name, url, **kw).close()
             except EnvError as e:
-                raise ValueError(f"{e}; start one or drop --env_url") from e
+                raise ValueError(str(e)) from e
         return
     for url in urls:
         try:
@@ -369,6 +369,8 @@ def _item_file(env, split, data):
 def _read_items(path, env):
     try:
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f'{path} is not a list of {{"item_id": ...}}') from e
     for name in names:
@@ -376,10 +378,14 @@ def _read_items(path, env):
         if not isinstance(name, str) or not re.fullmatch(allowed, name):
             raise ValueError(f"{path} holds the item {name!r:.80}; those of {env} are written "
                              f"{env}_17")
-    if len(set(names)) < len(names):
-        print(f"warning: {path} holds {len(names) - len(set(names))} items more than once; each "
-              "counts once", file=sys.stderr)
+    repeated = len(names) - len(set(names))
+    if repeated and path not in _warned:
+        _warned.add(path)
+        print(f"warning: {path}: {repeated} repeated entries are left out", file=sys.stderr)
     return list(dict.fromkeys(names))
+
+
+_warned = set()  # files of items of which a warning has been printed
 
 
 # ---- environments in threads ----

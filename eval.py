@@ -129,7 +129,7 @@ class EvalConfig:
 
 # Flags whose default is the run's value, or else the preset's.
 TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "parse", "plan",
-                  "reflect", "env_args", "dtype", "system", "chat_args")
+                  "reflect", "dtype", "system", "chat_args")
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
@@ -158,7 +158,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
                if name not in (*LIMITS, "slots", "data")}
 
     # Keyword arguments of the world. Those of the preset are for a world in this process. The run's
-    # own are taken below, but only if it was trained on this world and changed the preset's.
+    # own are taken only if it was trained on this world and changed the preset's.
     preset_env_args = "" if cfg.env_url else default["env_args"]
     run_has_its_own = cfg.env in trained_on and own.get("env_args") != default["env_args"]
     if cfg.env_args is None and run_has_its_own:  # a mixture's may name other worlds, too
@@ -593,10 +593,9 @@ class ServedModel:
         server that has replied before accepts the form of the requests."""
         if not self.has_replied or answer.status not in (400, 413, 422):
             return
-        # A refusal may quote the request, in which the word tokens occurs.
-        body = re.sub("max_(completion_)?tokens", "", answer.body)
-        about_length = "context.(length|window|size)|too long|too many .*tokens|maximum.*tokens"
-        if answer.status == 413 or re.search(about_length, body, re.I):
+        # A refusal may quote the request, which holds "max_tokens".
+        about_length = r"context.(length|window|size)|too long|\btokens\b"
+        if answer.status == 413 or re.search(about_length, answer.body, re.I):
             raise TooLong(answer.reason)
         raise ConversationRefused(answer.reason)
 

@@ -198,7 +198,7 @@ def alarm(row: dict, cfg: "Config") -> str:
     if row["logprob_gap"] > MAX_LOGPROB_GAP:
         return (f"logprob_gap is {row['logprob_gap']:.2g} nats a token, above {MAX_LOGPROB_GAP:g}: "
                 "this model's rollout and update compute different log-probs")
-    if row["entropy"] < cfg.min_entropy:
+    if row["turns"] and row["entropy"] < cfg.min_entropy:  # without a turn there is no entropy
         return (f"the entropy is {row['entropy']:.2g} nats a token, "
                 f"below --min_entropy {cfg.min_entropy:g}: the policy has collapsed")
     information = row.get("mutual_information", math.inf)

@@ -144,8 +144,8 @@ class Trajectory:
         behaviour = [round(x, 5) for x in self.behaviour_logprobs]
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"logprobs": [round(x, 5) for x in self.logprobs],
-                               "behaviour_logprobs": behaviour,
-                               "entropies": [round(x, 3) for x in self.entropies]}
+                         "behaviour_logprobs": behaviour,
+                         "entropies": [round(x, 3) for x in self.entropies]}
 
 
 @dataclass(frozen=True)

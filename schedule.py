@@ -103,8 +103,8 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
     `window` steps before them:
       - levelled off (it rose by less than 0.02 while the horizon cuts more than 0.05 of the
         trajectories): the next round.
-      - collapsed (it is below half of the best mean so far, at any horizon): one round back, and
-        the collapsed mean becomes the new best; the first round stays.
+      - collapsed (it is below half of the best mean so far, at any horizon): one round back, or
+        the first round again, and the collapsed mean becomes the new best.
 
     >>> state, horizons = adaptive_start((2, 4), window=1), []
     >>> for success in (0.1, 0.3, 0.31, 0.4, 0.1):
@@ -124,14 +124,16 @@ def adaptive_horizon(state: dict, metrics: dict) -> tuple[int, dict]:
     if len(success) >= window:
         mean_success = math.fsum(success[-window:]) / window
         collapsed = mean_success < best / 2
-        if collapsed and stage > 0:
-            stage -= 1
+        if collapsed:
+            stage = max(0, stage - 1)
             best = mean_success
+            success = []
+            truncated = []
         else:
             best = max(best, mean_success)
             if len(success) == 2 * window:
                 mean_before = math.fsum(success[:window]) / window
-                levelled_off = not collapsed and mean_success - mean_before < MIN_RISE
+                levelled_off = mean_success - mean_before < MIN_RISE
                 often_cut = math.fsum(truncated) / window > MIN_TRUNCATED
                 if levelled_off and often_cut:
                     stage = min(stage + 1, len(rounds) - 1)

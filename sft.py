@@ -74,9 +74,10 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     weights = mixture(cfg.env)
     for world in weights:
         envs.check_name(world, url="any")
-        if world not in envs.WORLDS and not (cfg.trajectories and not cfg.demos):
-            raise ValueError(f"'{world}' has no expert here: choose from {', '.join(envs.WORLDS)}, "
-                             "or give --trajectories without --demos")
+        if world not in envs.WORLDS and (cfg.demos or cfg.eval_every or not cfg.trajectories):
+            raise ValueError(f"'{world}' cannot be played here: choose from "
+                             f"{', '.join(envs.WORLDS)}, or give --trajectories, without --demos "
+                             "and --eval_every")
     fill_in(cfg, weights, list(weights), "sft")
     check_run(cfg)
     if not cfg.demos and not cfg.trajectories:
@@ -88,9 +89,7 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
         raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
                          "those that succeed are kept")
     options = envs.env_options(cfg.env_args, weights)
-    for world in weights:
-        if not cfg.demos and not cfg.eval_every:  # nothing is played
-            continue
+    for world in weights if cfg.demos or cfg.eval_every else ():  # else nothing is played
         envs.items(world, "train", cfg.data or None)
         if cfg.eval_every:
             envs.items(world, "test", cfg.data or None)
@@ -302,8 +301,8 @@ def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: 
 
 def check_format(trajectories: Iterable[Trajectory], action_format: str) -> None:
     """Raise ValueError if the trajectories were played in another action format: a model that
-    learns from them is played in this one later. Of instructions that are not the world's own
-    (--prompts) the format is not known."""
+    learns from them is played in this one later. Of instructions that are not those of a
+    world here (--prompts, worlds of servers) the format is not known."""
     for t in trajectories:
         if not t.messages:
             continue
@@ -461,8 +460,9 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
                     "memory_gb": memory_gb(run.device)}
             train.log_step(run, row, part)
             bar.set_postfix_str(f"loss {row['loss']:.3f} {row['tokens_per_second']:.0f} tok/s")
-            if not np.isfinite(row["loss"]):
-                sys.exit(f"sft.py: stopped at step {step}: the loss is {row['loss']}")
+            for name in ("loss", "grad_norm"):
+                if not np.isfinite(row[name]):
+                    sys.exit(f"sft.py: stopped at step {step}: {name} is {row[name]}")
             if (step + 1) % cfg.save_every == 0 or step + 1 == steps:
                 train.save_checkpoint(run, step + 1)
         else:  # all steps are done: no stop signal ended the loop

@@ -227,8 +227,9 @@ def is_finished(run: Run, steps: int) -> bool:
     with a final/ is to take more steps but has no checkpoint: it would start at step 0 and lose
     final/."""
     # A finished run stays finished when its checkpoints are damaged or deleted.
-    final = run.folder / "final"
-    if not final.exists():
+    folders = [run.folder / "final", run.folder / EARLIER_FINAL]
+    finals = [folder for folder in folders if folder.exists()]
+    if not finals:
         return False
     metrics = run.folder / "metrics.jsonl"
     rows = read_objects(metrics)[0] if metrics.exists() else []
@@ -236,7 +237,9 @@ def is_finished(run: Run, steps: int) -> bool:
     taken = max([len(rows), *saved])
     if taken < steps and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
-                         f"on from: start another run with --model {final}")
+                         f"on from: start another run with --model {finals[0]}")
+    if not folders[0].exists():  # it was ended while it took more steps
+        return False
     if taken >= steps and run.rank == 0:
         print(f"{run.folder} is finished ({taken} steps)")
     return taken >= steps

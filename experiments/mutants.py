@@ -206,7 +206,7 @@ FAULTS = [
           "logprobs = (weights / weights.sum(-1, keepdim=True)).gather(",
           "The recorded log-prob is the one after truncation.",
           "rollout::test_sample_draws_from_the_softmax_and_records_the_untruncated_logprob"),
-    Fault("engine.py", "mass_before > top_p *", "mass_before + ordered > top_p *",
+    Fault("engine.py", "mass_before >= top_p *", "mass_before + ordered >= top_p *",
           "top_p leaves out the token at which the mass reaches it.",
           "rollout::test_sample_draws_from_the_softmax_and_records_the_untruncated_logprob"),
     Fault("engine.py", "searchsorted(cdf, target, right=True)", "searchsorted(cdf, target)",

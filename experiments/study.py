@@ -18,7 +18,8 @@ table from the rows alone, as every other call does in the end. Two runs at a ti
 thread each.
 
 algorithms: PPO, GRPO, RLOO and REINFORCE++ with their defaults in BabyAI, TextCraft and the worlds
-    of study worlds, three seeds.
+    of study worlds, three seeds. Needs what that study needs. The worlds besides BabyAI and
+    TextCraft take over a day.
 horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive horizon. TextCraft with
     eight seeds. BabyAI with three, as a control: its items can all be done within the first stage.
     All runs get the same number of environment turns (TURNS), so a short horizon gets more

@@ -540,7 +540,8 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path):
 
 
 @pytest.mark.parametrize("schema", [
-    {"action": None}, {"action": {"properties": None}}, {"observation": [1]}])
+    {"action": None}, {"action": {"properties": None}}, {"observation": [1]},
+    {"action": {"required": 5}}])
 def test_a_malformed_schema_is_one_line(schema):
     with stand_in(healthy, schema) as url:
         done = evaluation("--env_url", url)

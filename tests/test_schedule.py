@@ -96,6 +96,8 @@ def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
     # The first horizon is the shortest.
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1]) == [2] * 5
+    # Two lucky steps at the first horizon do not keep it for ever.
+    assert horizons_of([0.03] * 2 + [0.0] * 20)[-1] > 2
     # The collapsed mean is the new best, so the horizon can grow again.
     assert min(horizons_of([0.4] * 4 + [0.05] * 30, rounds=(2, 4, 8, 16))[20:]) >= 4
 

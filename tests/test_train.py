@@ -876,6 +876,11 @@ def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
     train.release(loaded)
     assert (out / train.EARLIER_FINAL / "model.safetensors").read_bytes() == weights
     assert not (out / "final").exists()
+
+    shutil.move(out / "checkpoints", tmp_path)
+    refused = run(*flags)
+    assert refused.returncode == 2 and f"--model {out / train.EARLIER_FINAL}" in refused.stderr
+    shutil.move(tmp_path / "checkpoints", out)
     assert run(*flags).returncode == 0
     assert (out / "final/model.safetensors").read_bytes() != weights
     assert not (out / train.EARLIER_FINAL).exists()
@@ -971,9 +976,10 @@ def test_the_documented_examples_hold():
 ])
 def test_metrics_with_which_training_cannot_go_on_raise_an_alarm(change, message):
     cfg = parse_config([*NO_RUN, "--min_information", "0.1"])
-    fine = {"loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02, "entropy": 0.3,
-            "logprob_gap": 0.02}
+    fine = {"turns": 2.0, "loss": 0.1, "grad_norm": 1.0, "kl": 0.01, "kl_behaviour": 0.02,
+            "entropy": 0.3, "logprob_gap": 0.02}
     assert alarm(fine, cfg) == ""
+    assert alarm(fine | {"turns": 0.0, "entropy": 0.0}, cfg) == ""
     assert alarm(fine | {"mutual_information": 0.11}, cfg) == ""
     assert message in alarm(fine | change, cfg)
     if "mutual_information" in change:

@@ -291,12 +291,13 @@ def describe(url: str) -> tuple[dict, str]:
             found = reply.json() if reply.ok else {}
         except (requests.RequestException, ValueError, RecursionError) as e:
             raise EnvError(f"no OpenEnv server answers at {url}/{path} "
-                           f"({type(e).__name__})") from e
+                           f"({type(e).__name__}); start one or drop --env_url") from e
         replies.append(found if isinstance(found, dict) else {})
     schema, metadata = replies
     for kind in ("action", "observation"):
         part = schema.get(kind, {})
-        if not isinstance(part, dict) or not isinstance(part.get("properties", {}), dict):
+        if not (isinstance(part, dict) and isinstance(part.get("properties", {}), dict)
+                and isinstance(part.get("required", []), list)):
             raise EnvError(f"{url}/schema: '{kind}' is no schema: {part!r:.80}")
     return schema, str(metadata.get("description") or "")
 
