@@ -42,7 +42,7 @@ MIDWAY_PARTS = dict.fromkeys(
     ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms"), (0.5,)
 )
 # Samples of a held-out item after the training, where they are not two.
-SAMPLES = {"horizon": 4, "pretrained_horizon": 1}
+SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
              "pretrained_rooms": "scaling", "collapse": "scaling", "credit": "grpo",
