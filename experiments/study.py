@@ -2,15 +2,15 @@
 
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
-NAME is one of: algorithms, horizon, rooms_horizon, pretrained_horizon, collapse, recipe, worlds,
-transfer, credit, distill.
+NAME is one of: algorithms, horizon, rooms_horizon, pretrained_horizon, pretrained_rooms, collapse,
+recipe, worlds, transfer, credit, distill.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
 the model. A finished run is not run again. An interrupted run goes on where it was, so a study may
 take days. It needs a checkout that nobody edits meanwhile (git worktree add). A run that train.py
 stops (--max_kl, nan) is evaluated at its last checkpoint. Two samples of each held-out item
-(horizon: four, pretrained_horizon: one). At the end the files are packed into
+(horizon: four, of a pretrained model: one). At the end the files are packed into
 experiments/results/NAME.jsonl.gz.
 
 --dry lists the missing runs and how long they will take. --draw makes docs/study_NAME*.png and the
@@ -32,10 +32,11 @@ horizon: GRPO with a short, a long, a growing (ScalingInter) and an adaptive hor
 rooms_horizon: the same four horizons in BabyAI's rooms, where half of the items need more turns
     than the first stage allows; five seeds, evaluated at half of the turns and at the end.
     The comparison named beforehand: scaling against long at the end.
-pretrained_horizon: a short, a long and a growing horizon for SmolLM2-135M in SearchQA, two seeds,
-    evaluated at half of the turns and at the end. Starts from runs/mix_warm/final, which is made
-    by the command in docs/warm_start.md. The comparison named beforehand: scaling against long at
-    the end.
+pretrained_horizon: a long and a growing horizon for SmolLM2-135M in SearchQA, two seeds, evaluated
+    at half of the turns and at the end. Starts from runs/mix_warm/final, which is made by the
+    command in docs/warm_start.md. The comparison named beforehand: scaling against long at the end.
+pretrained_rooms: the same in BabyAI's rooms. Starts from runs/rooms_warm/final, which is made by
+    the command in docs/results.md.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three

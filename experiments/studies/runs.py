@@ -34,15 +34,19 @@ CREDIT_WORLDS = {
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
 EVALUATED_MIDWAY = (
-    "horizon", "rooms_horizon", "pretrained_horizon", "collapse", "credit", "distill"
+    "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "collapse", "credit",
+    "distill",
 )
 # Those evaluated at other parts of the training.
-MIDWAY_PARTS = {"credit": (0.5,), "rooms_horizon": (0.5,), "pretrained_horizon": (0.5,)}
+MIDWAY_PARTS = dict.fromkeys(
+    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms"), (0.5,)
+)
 # Samples of a held-out item after the training, where they are not two.
-SAMPLES = {"horizon": 4, "pretrained_horizon": 1}
+SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
-             "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
+             "pretrained_rooms": "scaling", "collapse": "scaling", "credit": "grpo",
+             "distill": "grpo"}
 
 # Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -71,6 +75,15 @@ PRETRAINED = (
 )
 PRETRAINED_ROUNDS = (3, 4, 5)
 PRETRAINED_TURNS = 6_000
+
+# Study "pretrained_rooms": SmolLM2-135M after the warm start in BabyAI's rooms.
+PRETRAINED_ROOMS = (
+    "--model runs/rooms_warm/final --data data/rooms --slots 32 --items_per_step 8 "
+    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 5e-5 "
+    "--warmup_steps 2 --kl_coef 0 --microbatch_tokens 2048 --min_entropy 0 --save_every 4 "
+    "--keep 1000"
+)
+PRETRAINED_ROOMS_TURNS = 8_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -164,9 +177,22 @@ def pretrained_horizon():
     last = PRETRAINED_ROUNDS[-1]
     found = [Run("searchqa", "base", 0, start, horizon=last)]
     for seed in range(2):
-        for label in ("scaling", "long", "short"):
+        for label in ("scaling", "long"):
             flags = labels[label] + start
             found.append(Run("searchqa", label, seed, flags, PRETRAINED_TURNS, last))
+    return found
+
+
+def pretrained_rooms():
+    start = tuple(PRETRAINED_ROOMS.split())
+    growing = ("--horizon", ",".join(map(str, ROOMS_ROUNDS)), "--horizon_steps", "10")
+    labels = schedules(ROOMS_ROUNDS, growing)
+    last = ROOMS_ROUNDS[-1]
+    found = [Run("babyai", "base", 0, start, horizon=last)]
+    for seed in range(2):
+        for label in ("scaling", "long"):
+            flags = labels[label] + start
+            found.append(Run("babyai", label, seed, flags, PRETRAINED_ROOMS_TURNS, last))
     return found
 
 
@@ -249,6 +275,7 @@ STUDIES = {
     "horizon": horizon,
     "rooms_horizon": rooms_horizon,
     "pretrained_horizon": pretrained_horizon,
+    "pretrained_rooms": pretrained_rooms,
     "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
