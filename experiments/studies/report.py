@@ -478,7 +478,7 @@ def draw_training(ax, world, labels, cost, what):
 
 
 def name_of(label, seeds):
-    return f"{in_words(label)} ({len(seeds)} seeds)"
+    return f"{in_words(label)} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"
 
 
 def resampled(trainings, cost, what):
