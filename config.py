@@ -104,10 +104,14 @@ def machine(cpuinfo: str | Path = "/proc/cpuinfo") -> set[str]:
     return found
 
 
+# Worlds that say themselves what a reply looks like: --action_format has no effect there.
+OWN_FORMATS = ("searchqa", "webarena")
+
+
 def presets(model: str, world: str) -> dict:
     """-> flag name -> its default for this model (made of 'tiny', or any other), this world and
-    this machine. A model that a run has trained keeps the action format, the system message and the
-    arguments of the chat template of that run.
+    this machine. A model that a run has trained keeps the action format (if a world of the run used
+    it), the system message and the arguments of the chat template of that run.
 
     Besides flags it holds "rounds" (tuple of int), "horizon_steps" and "eval_horizon".
     """
@@ -123,7 +127,8 @@ def presets(model: str, world: str) -> dict:
             values["dtype"] = "float32"
     horizon = horizons.get(world, PUBLISHED_HORIZONS["babyai"])
     run = run_of(model)
-    if run and values["action_format"] == "react":
+    uses_format = bool(run) and not set(mixture(run["env"])) <= set(OWN_FORMATS)
+    if uses_format and values["action_format"] == "react":
         values["action_format"] = run["action_format"]
     return values | {
         "rounds": horizon.rounds, "horizon_steps": horizon.every,
@@ -697,10 +702,10 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     cfg.env_args = merge_env_args(cfg.env_args,
                                   *(default[world]["env_args"] for world in in_this_process))
 
-    # What the whole run shares: the first world's defaults. SearchQA and WebArena say themselves
-    # what a reply looks like, so in a mixture the action format is that of another world.
+    # What the whole run shares: the first world's defaults, and in a mixture the action format of
+    # the first world that uses one.
     if cfg.action_format is None and len(weights) > 1:
-        others = [default[w]["action_format"] for w in weights if w not in ("searchqa", "webarena")]
+        others = [default[w]["action_format"] for w in weights if w not in OWN_FORMATS]
         cfg.action_format = others[0] if others else None
     if cfg.slots is None:  # as few as the world whose environments cost the most
         cfg.slots = min(own["slots"] for own in default.values())

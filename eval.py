@@ -155,7 +155,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     own = run | run.get("worlds", {}).get(cfg.env, {})
     if cfg.env not in trained_on:
         own = {name: value for name, value in run.items()
-               if name not in (*LIMITS, "slots", "data")}
+               if name not in (*LIMITS, "slots", "data", "action_format")}
 
     # Keyword arguments of the world. Those of the preset are for a world in this process. The run's
     # own are taken only if it was trained on this world and changed the preset's.

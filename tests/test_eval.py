@@ -226,6 +226,16 @@ def test_an_item_that_is_listed_twice_counts_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("1 repeated entries are left out") == 1
 
 
+def test_a_world_that_needs_no_action_format_says_nothing_of_it_elsewhere(tmp_path):
+    final = make_run(tmp_path / "own", env="searchqa")  # its replies have tags of their own
+    assert settings("--model", final, "--env", "babyai")["action_format"] == "react"
+    again = train.parse_config(["--model", final, "--env", "babyai", "--out", str(tmp_path / "r")])
+    assert again.action_format == "react"
+    for env in ("babyai", "searchqa,babyai"):
+        final = make_run(tmp_path / env, env=env, action_format="plain")
+        assert settings("--model", final, "--env", "textcraft")["action_format"] == "plain"
+
+
 def test_a_world_gets_its_own_arguments_of_a_mixtures_run(tmp_path):
     final = make_run(tmp_path / "run", env="babyai,searchqa", env_args="searchqa.topk=5")
     assert settings("--model", final, "--env", "searchqa")["env_args"] == "searchqa.topk=5"
