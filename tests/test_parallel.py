@@ -159,7 +159,8 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
 ])
 def test_credit_by_state_and_a_teacher_are_those_of_one_process(
         tiny, more, has_teacher, tmp_path):
-    random_model("qwen2").save_pretrained(tmp_path / "teacher")
+    teacher = random_model("qwen2", vocab_size=tiny[0].config.vocab_size)
+    teacher.save_pretrained(tmp_path / "teacher")
     tiny[1].save_pretrained(tmp_path / "teacher")
     flags = [*DEALT, "--items_per_step", "4", "--top_p", "0.95", "--minibatches", "2"]
     if has_teacher:
