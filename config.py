@@ -104,8 +104,8 @@ def machine(cpuinfo: str | Path = "/proc/cpuinfo") -> set[str]:
     return found
 
 
-# Worlds that say themselves what a reply looks like: --action_format has no effect there.
-OWN_FORMATS = ("searchqa", "webarena")
+# Worlds whose own prompts say what a reply looks like: --action_format has no effect there.
+OWN_FORMATS = {world for world, own in WORLD_REAL.items() if "action_format" in own}
 
 
 def presets(model: str, world: str) -> dict:
@@ -127,7 +127,7 @@ def presets(model: str, world: str) -> dict:
             values["dtype"] = "float32"
     horizon = horizons.get(world, PUBLISHED_HORIZONS["babyai"])
     run = run_of(model)
-    uses_format = bool(run) and not set(mixture(run["env"])) <= set(OWN_FORMATS)
+    uses_format = run and not mixture(run["env"]).keys() <= OWN_FORMATS
     if uses_format and values["action_format"] == "react":
         values["action_format"] = run["action_format"]
     return values | {

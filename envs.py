@@ -332,8 +332,8 @@ def has_states(name: str) -> bool:
 
 
 def has_progress(name: str) -> bool:
-    """Whether the world `name`, played in this process, tells how far a task has come. Raises
-    ValueError if its package is missing."""
+    """Whether the world `name`, played in this process, gives `Step.progress`. Raises ValueError if
+    its package is missing."""
     return name in WORLDS and _installed_class(name).has_progress
 
 
@@ -366,6 +366,9 @@ def _item_file(env, split, data):
     raise ValueError(f"no items for '{env}': {path} does not exist")
 
 
+_warned = set()  # files of items of which a warning has been printed
+
+
 def _read_items(path, env):
     try:
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
@@ -383,9 +386,6 @@ def _read_items(path, env):
         _warned.add(path)
         print(f"warning: {path}: {repeated} repeated entries are left out", file=sys.stderr)
     return list(dict.fromkeys(names))
-
-
-_warned = set()  # files of items of which a warning has been printed
 
 
 # ---- environments in threads ----
@@ -437,10 +437,10 @@ class Worker:
                 # In slices, because the limit moves when the environment has been made.
                 return future.result(timeout=min(1.0, max(0.0, seconds_left))), ""
             except TimeoutError as e:
-                if future.done() and future.exception() is e:  # the world itself raised it
-                    return None, _crash(e)
-                if future.done():  # the answer has come at this moment
-                    continue
+                if future.done():
+                    if future.exception() is e:  # the world itself raised it
+                        return None, _crash(e)
+                    continue  # the answer has come at this moment
                 if seconds_left <= 0 and self.env is None:
                     return None, f"timeout: not made within {create_deadline:g} s"
                 if seconds_left <= 0:

@@ -185,8 +185,8 @@ class FirstComeDealer(Dealer):
         self.key = f"trajectories dealt by dealer {next(self.numbers)}"
 
     def deal(self, room: int) -> range:
-        """-> the numbers of the trajectories that this rank gets next. room: how many it can take;
-        its first share is no larger than that of any other rank."""
+        """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
+        The first time it gets at most an equal share of all."""
         if not self.dealt:
             room = min(room, -(-self.count // ranks()[1]))
         with self.signals.postponed():

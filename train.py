@@ -238,7 +238,7 @@ def is_finished(run: Run, steps: int) -> bool:
     if taken < steps and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
                          f"on from: start another run with --model {finals[0]}")
-    if not folders[0].exists():  # it was ended while it took more steps
+    if not folders[0].exists():  # it was stopped while it took more steps
         return False
     if taken >= steps and run.rank == 0:
         print(f"{run.folder} is finished ({taken} steps)")

@@ -171,28 +171,22 @@ def rooms_horizon():
 
 
 def pretrained_horizon():
-    start = tuple(PRETRAINED.split())
-    growing = ("--horizon", ",".join(map(str, PRETRAINED_ROUNDS)), "--horizon_steps", "5")
-    labels = schedules(PRETRAINED_ROUNDS, growing)
-    last = PRETRAINED_ROUNDS[-1]
-    found = [Run("searchqa", "base", 0, start, horizon=last)]
-    for seed in range(2):
-        for label in ("scaling", "long"):
-            flags = labels[label] + start
-            found.append(Run("searchqa", label, seed, flags, PRETRAINED_TURNS, last))
-    return found
+    return growing_and_long("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
 
 
 def pretrained_rooms():
-    start = tuple(PRETRAINED_ROOMS.split())
-    growing = ("--horizon", ",".join(map(str, ROOMS_ROUNDS)), "--horizon_steps", "10")
-    labels = schedules(ROOMS_ROUNDS, growing)
-    last = ROOMS_ROUNDS[-1]
-    found = [Run("babyai", "base", 0, start, horizon=last)]
+    return growing_and_long("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
+
+
+def growing_and_long(world, flags, rounds, horizon_steps, turns):
+    """A growing and a fixed long horizon for a pretrained model, two seeds. flags: of all runs."""
+    flags = tuple(flags.split())
+    growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
+    labels = schedules(rounds, growing)
+    found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
     for seed in range(2):
         for label in ("scaling", "long"):
-            flags = labels[label] + start
-            found.append(Run("babyai", label, seed, flags, PRETRAINED_ROOMS_TURNS, last))
+            found.append(Run(world, label, seed, labels[label] + flags, turns, rounds[-1]))
     return found
 
 
