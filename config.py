@@ -402,6 +402,8 @@ class Config(RunConfig):
 
     flag_group("how much is played and trained")
     steps: Annotated[int | None, positive] = arg(None, "training steps")
+    turns: Annotated[int, not_negative] = arg(
+        0, "end before --steps, within half a step of this many environment turns; 0: no limit")
     items_per_step: Annotated[int | None, positive] = arg(
         None, "distinct items per step; default for several worlds: that of the first world, times "
               "their number")
@@ -496,10 +498,10 @@ class Config(RunConfig):
 # What may differ between a run and its continuation by --resume. `worlds` is compared entry by
 # entry.
 MAY_CHANGE = {
-    "resume", "out", "steps", "eval_every", "save_every", "keep", "env_url", "env_args", "deadline",
-    "create_deadline", "worlds", "arrival_order", "shard", "offload", "gradient_checkpointing",
-    "report_to", "min_entropy", "max_kl", "min_information", "graphs", "slots",
-    "microbatch_tokens", "first_model",
+    "resume", "out", "steps", "turns", "eval_every", "save_every", "keep", "env_url",
+    "env_args", "deadline", "create_deadline", "worlds", "arrival_order", "shard", "offload",
+    "gradient_checkpointing", "report_to", "min_entropy", "max_kl", "min_information", "graphs",
+    "slots", "microbatch_tokens", "first_model",
 }
 
 

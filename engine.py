@@ -32,7 +32,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from parallel import device_of
-from rl import common_prefix_length, masked_attention, seen_keys, use_attention
+from rl import common_prefix_length, fits_flash_attention, flash_attention, masked_attention
+from rl import seen_keys, spans_of, use_attention
 
 # ---- sampling ----
 
@@ -263,6 +264,7 @@ class Ragged:
         ids, slots, positions = [], [], []  # of each token of the flat row
         last_place = {}  # slot -> place of its last new id in the flat row
         self.prefill_chunks = []
+        self.prefill_layout = None
         for slot in decoding + prefilling:
             new_ids = feed[slot]
             past = len(self.ids[slot])
@@ -425,12 +427,23 @@ class Ragged:
             q, k, v = queries[view.row], keys[view.region], values[view.region]
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            o = masked_attention(q, k, v, decode_mask(view, window, v), scale, softcap, sinks)
+            mask = decode_mask(view, window, v)
+            if q.is_cuda and softcap is None and sinks is None:
+                o = few_query_attention(q, k, v, mask, scale)
+            else:
+                o = masked_attention(q, k, v, mask, scale, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
 
         # A prefilling slot has several queries.
+        is_plain = softcap is None and sinks is None and D == D_v
+        if self.prefill_chunks and is_plain and fits_flash_attention(value):
+            (slots, positions), spans = self._prefill_layout()
+            k, v = (held[slots, :, positions] for held in (keys, values))
+            out[self.decode_count :] = flash_attention(query[:, self.decode_count :], k, v, spans,
+                                                       scale, window)
+            return out
         for chunk in self.prefill_chunks:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
@@ -446,6 +459,19 @@ class Ragged:
                 o = masked_attention(q, k, v, mask, scale, softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out
+
+    def _prefill_layout(self):
+        """-> the cache entries that the prefilling slots read, as slots and positions, [keys] each;
+        and the Spans of their queries and keys. They are the same in all layers of a step."""
+        if self.prefill_layout is None:
+            lengths = [chunk.length for chunk in self.prefill_chunks]
+            slots = torch.tensor([chunk.slot for chunk in self.prefill_chunks])
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            entries = torch.stack([slots.repeat_interleave(torch.tensor(lengths)), positions])
+            counts = [chunk.length - chunk.past for chunk in self.prefill_chunks]
+            self.prefill_layout = (entries.to(self.device).unbind(),
+                                   spans_of(counts, lengths, self.device))
+        return self.prefill_layout
 
     def _layer_cache(self, layer, key, value):
         """The layer's keys and values, [slots, H_kv, capacity, D] each, grown if this step needs
@@ -510,6 +536,27 @@ def decode_mask(view: DecodeView, window: int | None, like: Tensor) -> Tensor | 
         mask = like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
         view.masks[window] = mask[:, None, None]
     return view.masks[window]
+
+
+def few_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                        scale: float | None) -> Tensor:
+    """`masked_attention` for few queries and many keys on a GPU, as matrix products.
+
+    PyTorch's kernels read all keys of a KV head in one thread block, which leaves most of a GPU
+    idle. query [B, H_kv, N, D], key and value [B, H_kv, M, D], mask [B, 1, 1, M] ->
+    [B, H_kv, N, D_v]. Scores and their softmax are float32, as in those kernels.
+    """
+    heads = query.shape[:2]
+    q, k, v = query.flatten(0, 1), key.flatten(0, 1).mT, value.flatten(0, 1)
+    if q.is_cuda and q.dtype != torch.float32:
+        scores = torch.bmm(q, k, out_dtype=torch.float32)
+    else:
+        scores = torch.bmm(q, k)
+    scores = scores.unflatten(0, heads) * (scale or query.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, -1).to(v.dtype)
+    return torch.bmm(weights.flatten(0, 1), v).unflatten(0, heads)
 
 
 def prefill_mask(chunk: PrefillChunk, window: int | None, repeats: int,

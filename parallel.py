@@ -30,11 +30,17 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 
 def init_distributed() -> tuple[int, int, torch.device]:
-    """Join torchrun's process group if there is one -> (rank, number of ranks, device)."""
+    """Join torchrun's process group if there is one -> (rank, number of ranks, device). Raises
+    ValueError if this machine has GPUs, but fewer than torchrun started processes."""
     rank = int(os.environ.get("RANK", 0))
     num_ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if processes > gpus:
+            raise ValueError(f"torchrun started {processes} processes here, and PyTorch finds "
+                             f"{gpus} GPUs: --nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= "
+                             "to train on the CPU")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if num_ranks > 1 and not dist.is_initialized():

@@ -608,21 +608,13 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]  # several query heads share a key
-    half_precision = value.dtype in (torch.bfloat16, torch.float16)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    fits = value.shape[-1] % 8 == 0 and value.shape[-1] <= 256
     places = torch.cat([part.keys for part in parts])
-    if half_precision and is_plain and fits and has_flash_attention(value.device):
-        # The last query of a sequence sees its last key, and each one before it a key less.
-        query_ends = running_sum([part.count for part in parts], value.device)
-        key_ends = running_sum([len(part.keys) for part in parts], value.device)
-        q = query[0].transpose(0, 1).contiguous()  # [N, H, D]
+    if is_plain and fits_flash_attention(value):
         k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
-        left = -1 if sliding_window is None else sliding_window - 1
-        out = varlen_attn(q, k, v, query_ends, key_ends, max(part.count for part in parts),
-                          max(len(part.keys) for part in parts), scale=scaling,
-                          window_size=(left, 0), enable_gqa=grouped)
-        return out[None], None
+        spans = spans_of([part.count for part in parts], [len(part.keys) for part in parts],
+                         value.device)
+        return flash_attention(query[0], k, v, spans, scaling, sliding_window)[None], None
     sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
     # One `index_select` and one `split` for all sequences: the gradient of a slice has the size of
     # the whole row, so slices would cost the number of sequences times the row.
@@ -647,9 +639,40 @@ def has_flash_attention(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def running_sum(counts: list[int], device: torch.device) -> Tensor:
-    """0, the first count, the sum of the first two ... -> [len(counts) + 1] int32."""
-    return torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32)
+def fits_flash_attention(value: Tensor) -> bool:
+    """Whether `flash_attention` can be called with values [..., D_v] like these."""
+    half_precision = value.dtype in (torch.bfloat16, torch.float16)
+    size = value.shape[-1]
+    return half_precision and size % 8 == 0 and size <= 256 and has_flash_attention(value.device)
+
+
+class Spans(NamedTuple):
+    """Where sequences that stand one after the other begin and end: what `flash_attention` asks."""
+
+    query_ends: Tensor  # [sequences + 1] int32: 0, the first's number of queries, of the first two
+    key_ends: Tensor  # the same for their keys
+    most_queries: int
+    most_keys: int
+
+
+def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
+    """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
+    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
+            for numbers in (counts, lengths)]
+    return Spans(*ends, max(counts), max(lengths))
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
+                    scale: float | None, window: int | None) -> Tensor:
+    """Causal attention of several sequences that stand one after the other, in one call.
+
+    query [H, N, D]: the last tokens of each sequence; key and value [M, H_kv, D]: all its tokens ->
+    [N, H, D]. The last query of a sequence sees its last key, and each one before it a key less.
+    scale and window: see `masked_attention` and `seen_keys`.
+    """
+    left = -1 if window is None else window - 1
+    return varlen_attn(query.transpose(0, 1).contiguous(), key, value, *spans, scale=scale,
+                       window_size=(left, 0), enable_gqa=query.shape[0] != key.shape[1])
 
 
 AttentionInterface.register("within", attend_within)

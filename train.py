@@ -17,9 +17,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -78,6 +78,7 @@ class Run:
     rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
     idle_steps: int = 0  # number of newest steps in a row without success and gradient
+    turns: list[float] = field(default_factory=list)  # environment turns of each step taken
 
     @property
     def folder(self) -> Path:
@@ -117,9 +118,10 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
     critic, critic_optimizer = run.trained.get("critic", (None, None))
+    taken = run.step  # number of steps
     with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
               disable=run.rank > 0, dynamic_ncols=True) as bar:
-        for step in bar:
+        for step in steps_to_take(run, bar):
             run.step = step
 
             # Evaluation, now and then.
@@ -171,9 +173,13 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 sys.exit(f"train.py: stopped at step {step}: {problem}; "
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
-            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-                save_checkpoint(run, step + 1)
+            run.turns.append(turns_played(row))
+            taken = step + 1
+            if taken % cfg.save_every == 0:
+                save_checkpoint(run, taken)
         else:  # all steps are done: no stop signal ended the loop
+            if run.saved != taken:
+                save_checkpoint(run, taken)
             finish(run)
             if cfg.eval_every:
                 held_out = evaluate_held_out(run, pool, signals)
@@ -195,6 +201,7 @@ def start(cfg: Config) -> Run | None:
         run.adaptive = adaptive_states(cfg, run.adaptive)
         run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
         prepare(run)
+        run.turns = of_rank_0(lambda: turns_before(run))
     except ValueError as e:
         usage_error(e)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
@@ -451,7 +458,31 @@ def rows_before(metrics: Path, step: int) -> list[str]:
     return rows
 
 
+def turns_before(run: Run) -> list[float]:
+    """The environment turns of each step before `run.step`, from metrics.jsonl. Raises ValueError
+    if --turns must count steps that it does not have."""
+    metrics = run.folder / "metrics.jsonl"
+    turns = [turns_played(row) for row in read_objects(metrics)[0]]
+    if run.cfg.turns and len(turns) != run.step:
+        raise ValueError(f"--turns counts the turns of {run.step} steps, but {metrics} has "
+                         f"{len(turns)}: resume without --turns")
+    return turns
+
+
 # ---- the parts of a training step ----
+
+
+def steps_to_take(run: Run, steps: Iterable[int]) -> Iterator[int]:
+    """The steps, up to the one that ends within half a step of --turns environment turns."""
+    for step in steps:
+        if run.cfg.turns and run.turns and run.cfg.turns - sum(run.turns) < run.turns[-1] / 2:
+            return
+        yield step
+
+
+def turns_played(row: dict) -> float:
+    """Environment turns of a step, by its row of metrics."""
+    return row["turns"] * row["trajectories"]
 
 
 def horizons_at(run: Run, step: int) -> dict[str, int]:

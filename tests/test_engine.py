@@ -18,7 +18,7 @@ import rl
 import rollout as ro
 import train
 from config import parse_config
-from engine import Padded, Ragged, _truncate, sample
+from engine import Padded, Ragged, _truncate, few_query_attention, sample
 from eval import parse_eval_config
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
@@ -194,6 +194,73 @@ def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
         with torch.no_grad(), Synchronizing() as mode:
             step()
     assert not mode.found
+
+
+def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, window_size,
+                      enable_gqa):
+    """An oracle for `varlen_attn`: one query after the other, in float32."""
+    repeats = q.shape[1] // k.shape[1]
+    assert enable_gqa == (repeats > 1)
+    assert most_queries == query_ends.diff().max()
+    assert most_keys == key_ends.diff().max()
+    out = torch.empty_like(q)
+    for i in range(len(query_ends) - 1):
+        first = key_ends[i]
+        past = key_ends[i + 1] - first - (query_ends[i + 1] - query_ends[i])
+        for n in range(query_ends[i + 1] - query_ends[i]):
+            end = first + past + n + 1
+            if window_size[0] >= 0:
+                first = max(key_ends[i], end - 1 - window_size[0])
+            for head in range(q.shape[1]):
+                place = query_ends[i] + n
+                scores = k[first:end, head // repeats] @ q[place, head]
+                weights = torch.softmax(scores * (scale or q.shape[-1] ** -0.5), 0)
+                out[place, head] = weights @ v[first:end, head // repeats]
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
+def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
+    model, _ = tiny_model(name)
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count):
+        return torch.randint(50, (count,), generator=generator).tolist()
+
+    feeds = [{0: ids(9), 2: ids(30)}, {1: ids(4), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)},
+             {0: ids(1), 2: ids(1)}, {1: ids(20)}]
+
+    def logits():
+        engine = Ragged(model, 3)
+        engine.clear(600)
+        with engine.attention():
+            return [engine.forward(feed) for feed in feeds]
+
+    one_by_one = logits()
+    calls = []
+
+    def count(*args, **kw):
+        calls.append(len(args[3]) - 1)
+        return attend_one_by_one(*args, **kw)
+
+    monkeypatch.setattr(engine_module, "fits_flash_attention", lambda value: True)
+    monkeypatch.setattr(rl, "varlen_attn", count)
+    for expected, found in zip(one_by_one, logits()):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    layers = model.config.num_hidden_layers
+    assert calls == [2] * layers + [1] * layers + [2] * layers + [1] * layers
+
+
+def test_few_queries_as_matrix_products_are_masked_attention():
+    cache = torch.randn(2, 5, 2, 40, 8)  # keys and values [slots, H_kv, capacity, D]
+    key, value = cache[:, 1:4, :, :33]
+    query = torch.randn(3, 2, 4, 8)
+    hidden = torch.rand(3, 1, 1, 33) < 0.5
+    mask = torch.zeros(3, 1, 1, 33).masked_fill(hidden, -math.inf)
+    for scale in (None, 0.3):
+        for seen in (None, mask):
+            torch.testing.assert_close(few_query_attention(query, key, value, seen, scale),
+                                       rl.masked_attention(query, key, value, seen, scale))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,6 +12,7 @@ from conftest import ROOT
 
 from experiments import by_level, faults, policies, pretrained, study, test_time
 from experiments.studies import play, report, rows, runs
+from schedule import parse_rounds
 
 ROW = {  # the summary of a run without training
     "success": 0.5, "ci95": [0.4, 0.6], "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
@@ -21,51 +22,26 @@ HORIZON_RUNS = [r for r in runs.runs_of("horizon") if r.seed == 0 and r.label !=
 
 
 @pytest.mark.parametrize("run", HORIZON_RUNS, ids=lambda run: run.name)
-def test_every_run_ends_within_half_a_step_of_the_same_number_of_turns(run, tmp_path, monkeypatch):
+def test_a_training_is_limited_by_turns_resumed_and_not_done_again(run, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    pieces = []  # the --steps of each call of train.py
-
-    def turns(step):
-        longest = 3 + step // 40 if run.label == "adaptive" else play.max_turns(run, step)
-        return 0.8 * longest
-
-    def train_py(*command):  # leaves behind what a piece of training does
-        steps = int(command[command.index("--steps") + 1])
-        assert ("--resume" in command) == bool(pieces)
-        assert not pieces or steps > pieces[-1]
-        pieces.append(steps)
-        (out / "final").mkdir(parents=True, exist_ok=True)
-        metrics = [{"turns": turns(step), "trajectories": 128} for step in range(steps)]
-        lines = [json.dumps(row) + "\n" for row in metrics]
-        (out / "metrics.jsonl").write_text("".join(lines))
-
-    monkeypatch.setattr(play, "call", train_py)
-    metrics = play.train(run, out)
-    distance = abs(play.turns_played(metrics) - runs.TURNS[run.world])
-    assert distance <= 64 * metrics[-1]["turns"] + 1e-6
-    assert len(pieces) < 12
-    # Nothing is done again.
-    count = len(pieces)
-    assert play.train(run, out) == metrics
-    assert len(pieces) == count and pieces[-1] == len(metrics)
-
-
-def test_a_piece_of_training_that_was_cut_short_is_resumed(tmp_path, monkeypatch):
-    run = HORIZON_RUNS[0]
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')  # no final/
     commands = []
 
     def train_py(*command):
         commands.append(command)
-        raise RuntimeError("killed")
+        out.mkdir(exist_ok=True)
+        if len(commands) == 1:
+            raise RuntimeError("killed")
+        (out / "final").mkdir()
+        (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')
 
     monkeypatch.setattr(play, "call", train_py)
     with pytest.raises(RuntimeError, match="killed"):
         play.train(run, out)
-    assert "--resume" in commands[0]
-    assert commands[0][commands[0].index("--steps") + 1] == play.next_steps(run, [])
+    for _ in range(2):
+        assert play.turns_played(play.train(run, out)) == 256
+    assert ["--resume" in command for command in commands] == [False, True]
+    for command in commands:
+        assert command[command.index("--turns") + 1] == runs.TURNS[run.world]
 
 
 def test_differences_are_taken_seed_by_seed():
@@ -90,16 +66,20 @@ def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
 
 def test_all_horizons_of_a_study_share_their_other_flags():
     others = {"pretrained_horizon": tuple(runs.PRETRAINED.split()),
-              "pretrained_rooms": tuple(runs.PRETRAINED_ROOMS.split())}
+              "pretrained_rooms": tuple(runs.PRETRAINED_ROOMS.split()),
+              "pretrained_rooms_gpu": tuple(runs.PRETRAINED_ROOMS_GPU.split())}
     for name in ("horizon", "rooms_horizon", *others):
         own = others.get(name, runs.TO_THE_END)
         for run in runs.runs_of(name):
             if run.label == "base":
                 continue
             assert run.flags[-len(own):] == own
+            rounds = runs.TINY_HORIZONS[run.world].rounds
+            if "--horizon" in run.flags:
+                rounds = parse_rounds(play.flag(run, "--horizon", ""), run.world)
             longest = run.horizon or runs.TINY_HORIZONS[run.world].rounds[-1]
             largest = {"short": 3}.get(run.label, longest)
-            assert play.max_turns(run, 10_000) == largest, run.name
+            assert rounds[-1] == largest, run.name
 
 
 def test_a_chain_of_worlds_begins_with_the_model_of_the_run_before():

@@ -345,6 +345,28 @@ def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     assert (tmp_path / "b/final").exists()
 
 
+def test_turns_end_a_run_within_half_a_step_and_are_counted_over_a_resume(reference, tmp_path):
+    rows = metrics(reference)
+    played = [row["turns"] * row["trajectories"] for row in rows]
+    flags = ["--turns", str(round(sum(played[:2]))), "--save_every", "10", *SMALL, "--steps", "9"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    done = run("--out", str(whole), *flags)
+    assert done.returncode == 0, done.stderr
+    assert metrics(whole) == rows[:2]
+    assert (whole / "checkpoints/step_000002").is_dir()
+    AutoModelForCausalLM.from_pretrained(whole / "final")
+
+    assert run("--out", str(resumed), *SMALL, "--steps", "1").returncode == 0
+    for _ in range(2):  # the second time nothing is left to do
+        done = run("--out", str(resumed), *flags, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert metrics(resumed) == rows[:2]
+    (resumed / "metrics.jsonl").unlink()
+    done = run("--out", str(resumed), *flags, "--resume")
+    assert done.returncode == 2
+    assert "resume without --turns" in done.stderr
+
+
 def test_resume_refuses_other_flags(reference):
     with pytest.raises(ValueError, match="was started with --algo grpo"):
         parse_config(["--out", str(reference), "--resume", "--algo", "ppo", *SMALL])

@@ -14,7 +14,6 @@ import torch
 from experiments.studies import rows
 from experiments.studies.runs import EVALUATED_MIDWAY, MIDWAY_PARTS, SAMPLES
 from config import TINY_HORIZONS
-from schedule import horizon_at, parse_rounds
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,6 +24,8 @@ KEPT = (
     "zero_gradient_groups",
 )
 KEPT_IF_THERE = ("mutual_information",)  # needs two items of a category in the step
+
+MOST_STEPS = 100_000  # of a run that --turns ends
 
 # The largest share of an evaluation's episodes whose environment may fail. They are left out of its
 # figures.
@@ -89,61 +90,18 @@ def do(study, run, commit):
 
 
 def train(run, out):
-    """Train, or go on with what an interrupted training left in `out` -> rows of metrics.jsonl.
-
-    A run with a given number of environment turns is trained in pieces. A piece has as many
-    steps as certainly fit into the turns that are left, and at least one. The run ends within half
-    a step of the number.
-    """
-    command = ["train.py", "--env", run.world, "--seed", run.seed, "--out", out]
-    if not run.turns:
-        command += ["--save_every", 10, *run.flags]
-        call(*command, *resume_flag(out))
-        return rows.read_lines(out / "metrics.jsonl")
-
-    command += run.flags
-    while True:
-        metrics = []  # a piece that was interrupted is trained to its end before its rows count
-        if (out / "final").exists():
-            metrics = rows.read_lines(out / "metrics.jsonl")
-        if metrics and run.turns - turns_played(metrics) < turns_played(metrics[-1:]) / 2:
-            return metrics
-        call(*command, "--steps", next_steps(run, metrics), *resume_flag(out))
+    """Train, or go on with what an interrupted training left in `out` -> rows of metrics.jsonl."""
+    if not (out / "final").exists():
+        limit = ["--turns", run.turns, "--steps", MOST_STEPS] if run.turns else ["--save_every", 10]
+        resume = ["--resume"] if out.exists() else []
+        call("train.py", "--env", run.world, "--seed", run.seed, "--out", out, *limit, *run.flags,
+             *resume)
+    return rows.read_lines(out / "metrics.jsonl")
 
 
 def flag(run, name, default):
     """The value of a flag of train.py in this run."""
     return run.flags[run.flags.index(name) + 1] if name in run.flags else default
-
-
-def resume_flag(out):
-    return ["--resume"] if out.exists() else []
-
-
-def next_steps(run, metrics):
-    """The step at which the next piece of training ends.
-
-    The piece has at least one step. It has more as long as even the longest trajectories cannot
-    exceed the turns that are left.
-    """
-    trajectories = metrics[-1]["trajectories"] if metrics else 128
-    steps = len(metrics) + 1
-    left = run.turns - turns_played(metrics) - trajectories * max_turns(run, len(metrics))
-    while left >= trajectories * max_turns(run, steps):
-        left -= trajectories * max_turns(run, steps)
-        steps += 1
-    return steps
-
-
-def max_turns(run, step):
-    """The largest number of turns that a trajectory can have at this step."""
-    preset = TINY_HORIZONS[run.world]
-    rounds = preset.rounds
-    if "--horizon" in run.flags:
-        rounds = parse_rounds(flag(run, "--horizon", ""), run.world)
-    if run.label == "adaptive":
-        return rounds[-1]
-    return horizon_at(step, rounds, int(flag(run, "--horizon_steps", preset.every)))
 
 
 def evaluate(world, run, model, samples, path):
@@ -223,7 +181,7 @@ def summarize(run, metrics, evaluations, commit, stopped):
     summary |= {
         "command": train_command(run, len(metrics)) if metrics else "",
         "commit": commit,
-        "machine": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": machine(),
         "stopped": stopped,
         "model_sha256": first["config"]["model_sha256"],
         "base_sha256": sha256(ROOT / "data/tiny/model.safetensors"),
@@ -231,6 +189,13 @@ def summarize(run, metrics, evaluations, commit, stopped):
         "environment_turns": round(turns_played(metrics)),
     }
     return summary
+
+
+def machine():
+    """What computes: the GPU if there is one, or the CPU's number of cores and their kind."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
+    return f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def train_command(run, steps):
