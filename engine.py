@@ -427,11 +427,7 @@ class Ragged:
             q, k, v = queries[view.row], keys[view.region], values[view.region]
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            mask = decode_mask(view, window, v)
-            if q.is_cuda and softcap is None and sinks is None:
-                o = few_query_attention(q, k, v, mask, scale)
-            else:
-                o = masked_attention(q, k, v, mask, scale, softcap, sinks)
+            o = masked_attention(q, k, v, decode_mask(view, window, v), scale, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
@@ -536,27 +532,6 @@ def decode_mask(view: DecodeView, window: int | None, like: Tensor) -> Tensor | 
         mask = like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
         view.masks[window] = mask[:, None, None]
     return view.masks[window]
-
-
-def few_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                        scale: float | None) -> Tensor:
-    """`masked_attention` for few queries and many keys on a GPU, as matrix products.
-
-    PyTorch's kernels read all keys of a KV head in one thread block, which leaves most of a GPU
-    idle. query [B, H_kv, N, D], key and value [B, H_kv, M, D], mask [B, 1, 1, M] ->
-    [B, H_kv, N, D_v]. Scores and their softmax are float32, as in those kernels.
-    """
-    heads = query.shape[:2]
-    q, k, v = query.flatten(0, 1), key.flatten(0, 1).mT, value.flatten(0, 1)
-    if q.is_cuda and q.dtype != torch.float32:
-        scores = torch.bmm(q, k, out_dtype=torch.float32)
-    else:
-        scores = torch.bmm(q, k)
-    scores = scores.unflatten(0, heads) * (scale or query.shape[-1] ** -0.5)
-    if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, -1).to(v.dtype)
-    return torch.bmm(weights.flatten(0, 1), v).unflatten(0, heads)
 
 
 def prefill_mask(chunk: PrefillChunk, window: int | None, repeats: int,

@@ -21,6 +21,7 @@ import torch  # noqa: E402: it reads these variables
 # bit, and two ranks would need two GPUs.
 if torch.cuda.is_available():
     torch.cuda.init()
+    torch.cuda.device_count()  # from here on remembered
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 CACHE = tempfile.TemporaryDirectory()  # what is known of models from other times is not used
 os.environ["XDG_CACHE_HOME"] = CACHE.name

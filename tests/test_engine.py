@@ -18,7 +18,7 @@ import rl
 import rollout as ro
 import train
 from config import parse_config
-from engine import Padded, Ragged, _truncate, few_query_attention, sample
+from engine import Padded, Ragged, _truncate, sample
 from eval import parse_eval_config
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
@@ -249,18 +249,6 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     layers = model.config.num_hidden_layers
     assert calls == [2] * layers + [1] * layers + [2] * layers + [1] * layers
-
-
-def test_few_queries_as_matrix_products_are_masked_attention():
-    cache = torch.randn(2, 5, 2, 40, 8)  # keys and values [slots, H_kv, capacity, D]
-    key, value = cache[:, 1:4, :, :33]
-    query = torch.randn(3, 2, 4, 8)
-    hidden = torch.rand(3, 1, 1, 33) < 0.5
-    mask = torch.zeros(3, 1, 1, 33).masked_fill(hidden, -math.inf)
-    for scale in (None, 0.3):
-        for seen in (None, mask):
-            torch.testing.assert_close(few_query_attention(query, key, value, seen, scale),
-                                       rl.masked_attention(query, key, value, seen, scale))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

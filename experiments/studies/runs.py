@@ -35,19 +35,18 @@ CREDIT_WORLDS = {
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
 EVALUATED_MIDWAY = (
     "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "collapse", "credit",
-    "pretrained_rooms_gpu", "distill",
+    "distill",
 )
 # Those evaluated at other parts of the training.
 MIDWAY_PARTS = dict.fromkeys(
-    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu"),
-    (0.5,),
+    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms"), (0.5,)
 )
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
-             "pretrained_rooms": "scaling", "pretrained_rooms_gpu": "scaling",
-             "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
+             "pretrained_rooms": "scaling", "collapse": "scaling", "credit": "grpo",
+             "distill": "grpo"}
 
 # Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -85,12 +84,6 @@ PRETRAINED_ROOMS = (
     "--keep 1000"
 )
 PRETRAINED_ROOMS_TURNS = 8_000
-
-# Study "pretrained_rooms_gpu": the same for longer, with the sizes of a GPU.
-PRETRAINED_ROOMS_GPU = PRETRAINED_ROOMS.replace("--slots 32", "--slots 64").replace(
-    "--microbatch_tokens 2048", "--microbatch_tokens 16384").replace(
-    "--save_every 4", "--save_every 10")
-PRETRAINED_ROOMS_GPU_TURNS = 20_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -185,11 +178,6 @@ def pretrained_rooms():
     return growing_and_long("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
 
 
-def pretrained_rooms_gpu():
-    return growing_and_long("babyai", PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 25,
-                            PRETRAINED_ROOMS_GPU_TURNS)
-
-
 def growing_and_long(world, flags, rounds, horizon_steps, turns):
     """A growing and a fixed long horizon for a pretrained model, two seeds. flags: of all runs."""
     flags = tuple(flags.split())
@@ -282,7 +270,6 @@ STUDIES = {
     "rooms_horizon": rooms_horizon,
     "pretrained_horizon": pretrained_horizon,
     "pretrained_rooms": pretrained_rooms,
-    "pretrained_rooms_gpu": pretrained_rooms_gpu,
     "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
