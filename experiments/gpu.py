@@ -15,7 +15,7 @@ update   MFU of forward, backward and AdamW step with gradient checkpointing: 6 
 memory   the update's peak over the estimate of `bench.py memory`.
 ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
 
-The expected shares are goals: none of them has been measured yet.
+The expected shares are goals: docs/gpus.md says what an H100 reaches.
 --device cpu --model tiny tries the script itself; shares are not judged then.
 """
 

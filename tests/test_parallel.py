@@ -481,3 +481,12 @@ def test_final_plays_as_the_last_checkpoint_does(reference, pool):
         plays.append(rollout(policy, tokenizer, pool, ["babyai_8", "babyai_50"], 3, max_tokens=12,
                              temperature=0))
     assert [t.tokens for t in plays[0]] == [t.tokens for t in plays[1]]
+
+
+def test_more_processes_than_gpus_is_one_line(monkeypatch):
+    """Two ranks on one GPU would wait for each other without end."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes here, and PyTorch finds 1 GPUs"):
+        parallel.init_distributed()
