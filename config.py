@@ -403,7 +403,8 @@ class Config(RunConfig):
     flag_group("how much is played and trained")
     steps: Annotated[int | None, positive] = arg(None, "training steps")
     turns: Annotated[int, not_negative] = arg(
-        0, "end before --steps, within half a step of this many environment turns; 0: no limit")
+        0, "end before --steps when less than half of the last step's environment turns are left "
+           "of this many; 0: no limit")
     items_per_step: Annotated[int | None, positive] = arg(
         None, "distinct items per step; default for several worlds: that of the first world, times "
               "their number")
@@ -831,6 +832,9 @@ def check_run(cfg: RunConfig) -> None:
 
 def check_combinations(cfg: Config) -> None:
     """Flags that do not go together."""
+    if cfg.turns and cfg.lr_schedule == "cosine":
+        raise ValueError("--lr_schedule cosine falls until --steps, and --turns may end the run "
+                         "before: give only one of them")
     if cfg.kl_in == "loss" and cfg.kl_type == "k1":
         raise ValueError("--kl_type k1 has no expected gradient as a loss; "
                          "use k3, or --kl_in reward")

@@ -7,9 +7,9 @@ new ids. The input of a step is one flat row of ids without padding:
     flat row [1, N]:  the new id of each decoding slot, then all new ids of each prefilling slot
 
 Only the attention must know the slots. `Ragged.attend` writes the new keys and values at
-(slot, position) of a cache. Each query then reads its own slot: decoding slots share batched calls,
-each prefilling slot takes a call of its own. A free slot can be given to another trajectory at any
-step.
+(slot, position) of a cache. Each query then reads its own slot: decoding slots share batched calls.
+So do prefilling slots where flash attention runs; elsewhere each takes a call of its own. A free
+slot can be given to another trajectory at any step.
 
 `Ragged` is this engine, for all models whose layers keep nothing but keys and values and whose
 attention can be any function. `Padded` uses the model's own attention and cache, with padded rows
@@ -141,7 +141,7 @@ class DecodeView(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """One attention call of a prefilling slot: the slot's new ids and the keys that they see."""
+    """A prefilling slot: its new ids and the keys that they see."""
 
     row: slice  # the new ids in the flat row
     slot: int

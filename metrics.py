@@ -43,11 +43,13 @@ def banner(run: "Run") -> str:
         size += f", {trained / 1e6:,.1f}M of them trained"
     processes = f"{run.num_ranks} process" + ("es" if run.num_ranks > 1 else "")
     trajectories = cfg.items_per_step * cfg.rollouts_per_item
+    turns = f" or {cfg.turns:,} turns" if cfg.turns else ""
     return "\n".join([
         f"worlds     {'; '.join(worlds)} ({cfg.horizon_schedule})",
         f"model      {cfg.model}, {size}, {cfg.dtype}, {run.device.type}, {processes}",
-        f"training   {cfg.algo}, step {run.step} to {cfg.steps}, each {cfg.items_per_step} items x "
-        f"{cfg.rollouts_per_item} samples = {trajectories} trajectories, learning rate {cfg.lr:g}",
+        f"training   {cfg.algo}, step {run.step} to {cfg.steps}{turns}, each "
+        f"{cfg.items_per_step} items x {cfg.rollouts_per_item} samples = {trajectories} "
+        f"trajectories, learning rate {cfg.lr:g}",
         f"files      {cfg.out}/: metrics.jsonl, trajectories/, a checkpoint every {cfg.save_every} "
         f"steps; python view.py {cfg.out}",
         "stop       Ctrl-C saves; the same command with --resume goes on",

@@ -38,9 +38,9 @@ def init_distributed() -> tuple[int, int, torch.device]:
     if torch.cuda.is_available():
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if processes > gpus:
-            raise ValueError(f"torchrun started {processes} processes here, and PyTorch finds "
-                             f"{gpus} GPUs: --nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= "
-                             "to train on the CPU")
+            raise ValueError(f"torchrun started more processes here ({processes}) than PyTorch "
+                             f"finds GPUs ({gpus}): --nproc_per_node={gpus}, or "
+                             "CUDA_VISIBLE_DEVICES= to train on the CPU")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if num_ranks > 1 and not dist.is_initialized():

@@ -200,8 +200,9 @@ def start(cfg: Config) -> Run | None:
             return None
         run.adaptive = adaptive_states(cfg, run.adaptive)
         run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
+        if cfg.turns:
+            run.turns = of_rank_0(lambda: turns_before(run))
         prepare(run)
-        run.turns = of_rank_0(lambda: turns_before(run))
     except ValueError as e:
         usage_error(e)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
@@ -242,14 +243,18 @@ def is_finished(run: Run, steps: int) -> bool:
     rows = read_objects(metrics)[0] if metrics.exists() else []
     saved = [rl.step_in(folder) for folder in rl.named_checkpoints(run.folder)]
     taken = max([len(rows), *saved])
-    if taken < steps and run.saved is None:
+    limit = getattr(run.cfg, "turns", 0)  # sft.py has none
+    has_ended = taken >= steps
+    if limit and rows:
+        has_ended = has_ended or turns_reached(limit, [turns_played(row) for row in rows])
+    if not has_ended and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
                          f"on from: start another run with --model {finals[0]}")
     if not folders[0].exists():  # it was stopped while it took more steps
         return False
-    if taken >= steps and run.rank == 0:
+    if has_ended and run.rank == 0:
         print(f"{run.folder} is finished ({taken} steps)")
-    return taken >= steps
+    return has_ended
 
 
 def prepare(run: Run) -> None:
@@ -428,7 +433,7 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     rl.clean(folder, step)
-    if (folder / "final").exists():  # of an earlier end of this run, with fewer --steps
+    if (folder / "final").exists():  # of an earlier end of this run
         shutil.rmtree(folder / EARLIER_FINAL, ignore_errors=True)
         (folder / "final").rename(folder / EARLIER_FINAL)
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
@@ -460,10 +465,10 @@ def rows_before(metrics: Path, step: int) -> list[str]:
 
 def turns_before(run: Run) -> list[float]:
     """The environment turns of each step before `run.step`, from metrics.jsonl. Raises ValueError
-    if --turns must count steps that it does not have."""
+    if steps are missing there."""
     metrics = run.folder / "metrics.jsonl"
-    turns = [turns_played(row) for row in read_objects(metrics)[0]]
-    if run.cfg.turns and len(turns) != run.step:
+    turns = [turns_played(json.loads(row)) for row in rows_before(metrics, run.step)]
+    if len(turns) != run.step:
         raise ValueError(f"--turns counts the turns of {run.step} steps, but {metrics} has "
                          f"{len(turns)}: resume without --turns")
     return turns
@@ -473,11 +478,16 @@ def turns_before(run: Run) -> list[float]:
 
 
 def steps_to_take(run: Run, steps: Iterable[int]) -> Iterator[int]:
-    """The steps, up to the one that ends within half a step of --turns environment turns."""
+    """The steps, up to the one with which --turns is reached."""
     for step in steps:
-        if run.cfg.turns and run.turns and run.cfg.turns - sum(run.turns) < run.turns[-1] / 2:
+        if run.cfg.turns and run.turns and turns_reached(run.cfg.turns, run.turns):
             return
         yield step
+
+
+def turns_reached(limit: int, turns: list[float]) -> bool:
+    """Whether less than half of the last step's turns are left. turns: those of each step."""
+    return limit - sum(turns) < turns[-1] / 2
 
 
 def turns_played(row: dict) -> float:

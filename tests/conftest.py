@@ -17,12 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time,
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 import torch  # noqa: E402: it reads these variables
 
-# Scripts are tested on the CPU, also where this process tests a GPU: figures are compared bit for
-# bit, and two ranks would need two GPUs.
-if torch.cuda.is_available():
+# Only tests marked "gpu" see a GPU: elsewhere figures are compared bit for bit with those of a CPU,
+# and two ranks would need two GPUs.
+HAS_GPU = torch.cuda.is_available()
+if HAS_GPU:
     torch.cuda.init()
     torch.cuda.device_count()  # from here on remembered
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the processes that tests start
+    torch.cuda.is_available = lambda: False
 CACHE = tempfile.TemporaryDirectory()  # what is known of models from other times is not used
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 ROOT = Path(__file__).parent.parent
@@ -41,12 +43,10 @@ def run_script(name, *args):
     second time. -> what subprocess.run gives: returncode, stdout, stderr."""
     out, errors = io.StringIO(), io.StringIO()
     code = 0
-    has_gpu = torch.cuda.is_available
     argv, folder = sys.argv, os.getcwd()
     try:
         sys.argv = [name, *map(str, args)]
         os.chdir(ROOT)
-        torch.cuda.is_available = lambda: False
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             runpy.run_path(str(ROOT / name), run_name="__main__")
     except SystemExit as e:
@@ -55,10 +55,17 @@ def run_script(name, *args):
             errors.write(code + "\n")
             code = 1
     finally:
-        torch.cuda.is_available = has_gpu
         sys.argv = argv
         os.chdir(folder)
     return subprocess.CompletedProcess(args, code, out.getvalue(), errors.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def gpu(request, monkeypatch):
+    if "gpu" in request.keywords:
+        if not HAS_GPU:
+            pytest.skip("needs a GPU")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 @pytest.fixture(scope="session")

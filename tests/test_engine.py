@@ -251,7 +251,7 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
     assert calls == [2] * layers + [1] * layers + [2] * layers + [1] * layers
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
 def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
     model, tokenizer = tiny
@@ -267,7 +267,7 @@ def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool,
         assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("shared", [1, 2])
 def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
     rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a prefix

@@ -42,7 +42,6 @@ def test_a_check_that_fails_is_a_line_and_the_exit_status(monkeypatch, capsys):
     assert gpu.main(TRY) == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_is_one_line(capsys):
     assert gpu.main([]) == 2
     said = capsys.readouterr()

@@ -488,5 +488,6 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes here, and PyTorch finds 1 GPUs"):
+    expected = r"more processes here \(2\) than PyTorch finds GPUs \(1\)"
+    with pytest.raises(ValueError, match=expected):
         parallel.init_distributed()

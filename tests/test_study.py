@@ -22,7 +22,7 @@ HORIZON_RUNS = [r for r in runs.runs_of("horizon") if r.seed == 0 and r.label !=
 
 
 @pytest.mark.parametrize("run", HORIZON_RUNS, ids=lambda run: run.name)
-def test_a_training_is_limited_by_turns_resumed_and_not_done_again(run, tmp_path, monkeypatch):
+def test_a_training_is_limited_by_turns_and_resumed(run, tmp_path, monkeypatch):
     out = tmp_path / "run"
     commands = []
 
@@ -31,15 +31,17 @@ def test_a_training_is_limited_by_turns_resumed_and_not_done_again(run, tmp_path
         out.mkdir(exist_ok=True)
         if len(commands) == 1:
             raise RuntimeError("killed")
-        (out / "final").mkdir()
+        if len(commands) == 2:
+            return  # stopped by a signal
+        (out / "final").mkdir(exist_ok=True)
         (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')
 
     monkeypatch.setattr(play, "call", train_py)
-    with pytest.raises(RuntimeError, match="killed"):
-        play.train(run, out)
-    for _ in range(2):
-        assert play.turns_played(play.train(run, out)) == 256
-    assert ["--resume" in command for command in commands] == [False, True]
+    for reason in ("killed", "stopped"):
+        with pytest.raises(RuntimeError, match=reason):
+            play.train(run, out)
+    assert play.turns_played(play.train(run, out)) == 256
+    assert ["--resume" in command for command in commands] == [False, True, True]
     for command in commands:
         assert command[command.index("--turns") + 1] == runs.TURNS[run.world]
 

@@ -345,26 +345,44 @@ def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     assert (tmp_path / "b/final").exists()
 
 
-def test_turns_end_a_run_within_half_a_step_and_are_counted_over_a_resume(reference, tmp_path):
+def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     rows = metrics(reference)
     played = [row["turns"] * row["trajectories"] for row in rows]
     flags = ["--turns", str(round(sum(played[:2]))), "--save_every", "10", *SMALL, "--steps", "9"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     done = run("--out", str(whole), *flags)
     assert done.returncode == 0, done.stderr
+    assert "step 0 to 9 or " in done.stdout
     assert metrics(whole) == rows[:2]
     assert (whole / "checkpoints/step_000002").is_dir()
     AutoModelForCausalLM.from_pretrained(whole / "final")
 
     assert run("--out", str(resumed), *SMALL, "--steps", "1").returncode == 0
-    for _ in range(2):  # the second time nothing is left to do
-        done = run("--out", str(resumed), *flags, "--resume")
-        assert done.returncode == 0, done.stderr
-        assert metrics(resumed) == rows[:2]
-    (resumed / "metrics.jsonl").unlink()
     done = run("--out", str(resumed), *flags, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(resumed) == rows[:2]
+
+    # It is finished, also without its checkpoints. With more turns it goes on.
+    before = contents(resumed)
+    done = run("--out", str(resumed), *flags, "--resume")
+    assert (done.returncode, done.stdout) == (0, f"{resumed} is finished (2 steps)\n")
+    assert contents(resumed) == before
+    shutil.copytree(resumed, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
+    done = run("--out", str(tmp_path / "bare"), *flags, "--resume")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/bare is finished (2 steps)\n")
+    more = ["--resume", "--turns", str(round(sum(played)))]
+    shutil.copytree(resumed, tmp_path / "more")
+    done = run("--out", str(tmp_path / "more"), *flags, *more)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "more") == rows
+
+    # Turns that cannot be counted are refused, and nothing is changed.
+    (resumed / "metrics.jsonl").unlink()
+    before = contents(resumed)
+    done = run("--out", str(resumed), *flags, *more)
     assert done.returncode == 2
     assert "resume without --turns" in done.stderr
+    assert contents(resumed) == before
 
 
 def test_resume_refuses_other_flags(reference):

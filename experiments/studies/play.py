@@ -90,12 +90,17 @@ def do(study, run, commit):
 
 
 def train(run, out):
-    """Train, or go on with what an interrupted training left in `out` -> rows of metrics.jsonl."""
+    """Train, or go on with what an interrupted training left in `out` -> rows of metrics.jsonl.
+
+    Raises:
+        RuntimeError: train.py failed, or a signal stopped it.
+    """
+    limit = ["--turns", run.turns, "--steps", MOST_STEPS] if run.turns else ["--save_every", 10]
+    resume = ["--resume"] if out.exists() else []  # refuses other flags than before
+    call("train.py", "--env", run.world, "--seed", run.seed, "--out", out, *limit, *run.flags,
+         *resume)
     if not (out / "final").exists():
-        limit = ["--turns", run.turns, "--steps", MOST_STEPS] if run.turns else ["--save_every", 10]
-        resume = ["--resume"] if out.exists() else []
-        call("train.py", "--env", run.world, "--seed", run.seed, "--out", out, *limit, *run.flags,
-             *resume)
+        raise RuntimeError("train.py was stopped: run the study again")
     return rows.read_lines(out / "metrics.jsonl")
 
 
