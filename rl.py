@@ -647,9 +647,9 @@ def fits_flash_attention(value: Tensor) -> bool:
 
 
 class Spans(NamedTuple):
-    """Where sequences that stand one after the other begin and end: what `flash_attention` asks."""
+    """Where sequences that stand one after the other begin and end, for `flash_attention`."""
 
-    query_ends: Tensor  # [sequences + 1] int32: 0, the first's number of queries, of the first two
+    query_ends: Tensor  # [sequences + 1] int32: running sum of their numbers of queries, from 0 on
     key_ends: Tensor  # the same for their keys
     most_queries: int
     most_keys: int
