@@ -138,15 +138,21 @@ def presets(model: str, world: str) -> dict:
     }
 
 
-def run_of(model: str) -> dict:
-    """The config.json of the training run that wrote this model folder (final/ or a checkpoint).
+RUN_FILE = "run.json"  # in final/: the config.json of its run
 
-    {} if there is no such run. Raises ValueError for a config.json that is not JSON.
+
+def run_of(model: str) -> dict:
+    """The settings of the training run that wrote this model folder: its own RUN_FILE, which a copy
+    of final/ takes along, or the config.json of the run folder that it lies in.
+
+    {} if there is no such run. Raises ValueError for a file that is not JSON.
     """
-    folder = Path(model).resolve().parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    path = folder / "config.json"
+    path = Path(model) / RUN_FILE
+    if not path.exists():
+        folder = Path(model).resolve().parent
+        if folder.name == "checkpoints":
+            folder = folder.parent
+        path = folder / "config.json"
     if not Path(model).is_dir() or not path.exists():
         return {}
     run = read_config_json(path)

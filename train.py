@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 # config comes before torch: it sets how idle threads wait.
-from config import EVAL_ITEMS, Config, RunConfig, items_per_world, parse_config, servers
+from config import EVAL_ITEMS, RUN_FILE, Config, RunConfig, items_per_world, parse_config, servers
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -671,9 +671,10 @@ def stop(run: Run, signals: StopSignals) -> None:
 
 
 def finish(run: Run) -> None:
-    """Write final/, a plain Hugging Face folder in the compute dtype."""
+    """Write final/, a plain Hugging Face folder in the compute dtype, and the run's settings."""
     rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
+        shutil.copy(run.folder / "config.json", run.folder / "final" / RUN_FILE)
         shutil.rmtree(run.folder / EARLIER_FINAL, ignore_errors=True)
         world = next(iter(run.cfg.worlds))
         urls = servers(getattr(run.cfg, "env_url", ""), run.cfg.worlds)[world]

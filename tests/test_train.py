@@ -96,6 +96,17 @@ def test_a_run_leaves_everything_it_promises(reference):
     AutoModelForCausalLM.from_pretrained(reference / "final")
 
 
+def test_a_copy_of_final_keeps_the_settings_of_its_run(reference, tmp_path):
+    """Otherwise a model made of the built-in one would get the learning rate of a large model."""
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(reference / "final", copy)
+    flags = ["--env", "searchqa", "--out", str(tmp_path / "next"), "--model"]
+    there, here = (parse_config([*flags, str(model)]) for model in (reference / "final", copy))
+    here.model = there.model
+    assert here == there
+    assert here.first_model == "tiny"
+
+
 def test_the_metrics_hold_memory_and_speed(reference):
     for row in read_jsonl(reference / "metrics.jsonl"):
         assert row["padding"] == 0
