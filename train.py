@@ -173,7 +173,6 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 sys.exit(f"train.py: stopped at step {step}: {problem}; "
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
-            run.turns.append(turns_played(row))
             taken = step + 1
             if taken % cfg.save_every == 0:
                 save_checkpoint(run, taken)
@@ -182,10 +181,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 save_checkpoint(run, taken)
             finish(run)
             if cfg.eval_every:
-                held_out = evaluate_held_out(run, pool, signals)
-                if run.rank == 0 and held_out:
-                    rows, _ = read_objects(run.folder / "metrics.jsonl")
-                    print(held_out_summary(rows, held_out))
+                print_held_out(run, evaluate_held_out(run, pool, signals))
 
 
 # ---- the start of a run ----
@@ -624,6 +620,7 @@ def trajectory_file(run: Run, step: int) -> Path:
 
 def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     """Write the trajectories, then the row of metrics: a step with a row is complete."""
+    run.turns.append(turns_played(row))
     if run.rank > 0:
         return
     lines = [json.dumps(t.to_json()) + "\n" for t in trajectories]
@@ -681,6 +678,13 @@ def finish(run: Run) -> None:
         played = f" --env_url {','.join(urls)}" if urls else ""
         print(f"done: {run.folder}/final; "
               f"next: python eval.py --env {world}{played} --model {run.folder}/final")
+
+
+def print_held_out(run: Run, last: dict[str, float]) -> None:
+    """Print the held-out success before and after training. last: of `evaluate_held_out`."""
+    if run.rank == 0 and last:
+        rows, _ = read_objects(run.folder / "metrics.jsonl")
+        print(held_out_summary(rows, last))
 
 
 @contextmanager
