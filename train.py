@@ -113,8 +113,7 @@ def train(cfg: Config) -> None:
 
 
 def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
-    """Run the training steps from `run.step` on, and write final/. After a stop signal write a
-    checkpoint instead."""
+    """Run the steps from `run.step` on and write final/, or after a stop signal a checkpoint."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
     critic, critic_optimizer = run.trained.get("critic", (None, None))
@@ -173,6 +172,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 sys.exit(f"train.py: stopped at step {step}: {problem}; "
                          f"its trajectories: {trajectory_file(run, step)}")
             advance_adaptive_horizons(run, by_world)
+            run.turns.append(turns_played(row))
             taken = step + 1
             if taken % cfg.save_every == 0:
                 save_checkpoint(run, taken)
@@ -620,7 +620,6 @@ def trajectory_file(run: Run, step: int) -> Path:
 
 def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     """Write the trajectories, then the row of metrics: a step with a row is complete."""
-    run.turns.append(turns_played(row))
     if run.rank > 0:
         return
     lines = [json.dumps(t.to_json()) + "\n" for t in trajectories]
