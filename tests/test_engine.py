@@ -227,8 +227,9 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
     def ids(count):
         return torch.randint(50, (count,), generator=generator).tolist()
 
-    feeds = [{0: ids(9), 2: ids(30)}, {1: ids(4), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)},
-             {0: ids(1), 2: ids(1)}, {1: ids(20)}]
+    # Two slots come to hold more than the window of 64.
+    feeds = [{0: ids(9), 2: ids(80)}, {1: ids(4), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)},
+             {0: ids(1), 2: ids(1)}, {1: ids(80)}]
 
     def logits():
         engine = Ragged(model, 3)
