@@ -205,12 +205,11 @@ def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, sc
     assert most_keys == key_ends.diff().max()
     out = torch.empty_like(q)
     for i in range(len(query_ends) - 1):
-        first = key_ends[i]
-        past = key_ends[i + 1] - first - (query_ends[i + 1] - query_ends[i])
+        past = key_ends[i + 1] - key_ends[i] - (query_ends[i + 1] - query_ends[i])
         for n in range(query_ends[i + 1] - query_ends[i]):
-            end = first + past + n + 1
+            first, end = key_ends[i], key_ends[i] + past + n + 1
             if window_size[0] >= 0:
-                first = max(key_ends[i], end - 1 - window_size[0])
+                first = max(first, end - 1 - window_size[0])
             for head in range(q.shape[1]):
                 place = query_ends[i] + n
                 scores = k[first:end, head // repeats] @ q[place, head]
