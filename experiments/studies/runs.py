@@ -34,19 +34,20 @@ CREDIT_WORLDS = {
 
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
 EVALUATED_MIDWAY = (
-    "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "collapse", "credit",
-    "distill",
+    "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu",
+    "collapse", "credit", "distill",
 )
 # Those evaluated at other parts of the training.
 MIDWAY_PARTS = dict.fromkeys(
-    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms"), (0.5,)
+    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu"),
+    (0.5,),
 )
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
-             "pretrained_rooms": "scaling", "collapse": "scaling", "credit": "grpo",
-             "distill": "grpo"}
+             "pretrained_rooms": "scaling", "pretrained_rooms_gpu": "scaling",
+             "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
 # Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -84,6 +85,15 @@ PRETRAINED_ROOMS = (
     "--keep 1000"
 )
 PRETRAINED_ROOMS_TURNS = 8_000
+
+# Study "pretrained_rooms_gpu": the same with more and larger steps.
+PRETRAINED_ROOMS_GPU = (
+    "--model runs/rooms_warm/final --data data/rooms --slots 128 --items_per_step 16 "
+    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 5e-5 "
+    "--warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 --min_entropy 0 --save_every 16 "
+    "--keep 1000"
+)
+PRETRAINED_ROOMS_GPU_TURNS = 30_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -171,22 +181,29 @@ def rooms_horizon():
 
 
 def pretrained_horizon():
-    return growing_and_long("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
+    return horizons("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
 
 
 def pretrained_rooms():
-    return growing_and_long("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
+    return horizons("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
 
 
-def growing_and_long(world, flags, rounds, horizon_steps, turns):
-    """A growing and a fixed long horizon for a pretrained model, two seeds. flags: of all runs."""
+def pretrained_rooms_gpu():
+    settings = (PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 16, PRETRAINED_ROOMS_GPU_TURNS)
+    base, *compared = horizons("babyai", *settings)
+    return [base, *compared, *horizons("babyai", *settings, labels=("short",))[1:]]
+
+
+def horizons(world, flags, rounds, horizon_steps, turns, labels=("scaling", "long")):
+    """Runs of a pretrained model with these schedules of the horizon, two seeds, after "base".
+    flags: of all runs."""
     flags = tuple(flags.split())
     growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
-    labels = schedules(rounds, growing)
+    schedule = schedules(rounds, growing)
     found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
     for seed in range(2):
-        for label in ("scaling", "long"):
-            found.append(Run(world, label, seed, labels[label] + flags, turns, rounds[-1]))
+        for label in labels:
+            found.append(Run(world, label, seed, schedule[label] + flags, turns, rounds[-1]))
     return found
 
 
@@ -270,6 +287,7 @@ STUDIES = {
     "rooms_horizon": rooms_horizon,
     "pretrained_horizon": pretrained_horizon,
     "pretrained_rooms": pretrained_rooms,
+    "pretrained_rooms_gpu": pretrained_rooms_gpu,
     "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
