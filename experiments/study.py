@@ -37,9 +37,9 @@ pretrained_horizon: a long and a growing horizon for SmolLM2-135M in SearchQA, t
     command in docs/warm_start.md. The comparison named beforehand: scaling against long at the end.
 pretrained_rooms: the same in BabyAI's rooms. Starts from runs/rooms_warm/final, which is made by
     the command in docs/results.md.
-pretrained_rooms_gpu: the same on a GPU, with four times the turns and twice the trajectories a
-    step, and a short horizon. All runs fit on one GPU at a time (--jobs 5; some 10 GB each). The
-    comparison named beforehand: scaling against long at the end, over items.
+pretrained_rooms_gpu: the same on a GPU (--jobs 5: all runs at a time, some 10 GB each), with three
+    times the turns, twice the trajectories a step, a penalty for invalid actions and a lower
+    learning rate. Its warm start is made on the GPU, too.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three

@@ -353,7 +353,7 @@ def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
     for name in runs.STUDIES:
         names = {run.name for run in runs.runs_of(name)}
         results = rows.load(name)
-        assert set(results) <= names
+        assert results and set(results) <= names
         for run_name, run_rows in results.items():
             assert run_rows[-1]["commit"] and run_rows[-1]["model_sha256"], run_name
             steps = [row["step"] for row in run_rows[:-1]]

@@ -89,11 +89,11 @@ PRETRAINED_ROOMS_TURNS = 8_000
 # Study "pretrained_rooms_gpu": the same with more and larger steps.
 PRETRAINED_ROOMS_GPU = (
     "--model runs/rooms_warm/final --data data/rooms --slots 128 --items_per_step 16 "
-    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 5e-5 "
-    "--warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 --min_entropy 0 --save_every 16 "
-    "--keep 1000"
+    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 3e-5 "
+    "--invalid_penalty 0.1 --warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 "
+    "--min_entropy 0 --save_every 13 --keep 1000"
 )
-PRETRAINED_ROOMS_GPU_TURNS = 30_000
+PRETRAINED_ROOMS_GPU_TURNS = 24_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -181,29 +181,28 @@ def rooms_horizon():
 
 
 def pretrained_horizon():
-    return horizons("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
+    return growing_and_long("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
 
 
 def pretrained_rooms():
-    return horizons("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
+    return growing_and_long("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
 
 
 def pretrained_rooms_gpu():
-    settings = (PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 16, PRETRAINED_ROOMS_GPU_TURNS)
-    base, *compared = horizons("babyai", *settings)
-    return [base, *compared, *horizons("babyai", *settings, labels=("short",))[1:]]
+    return growing_and_long(
+        "babyai", PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 13, PRETRAINED_ROOMS_GPU_TURNS
+    )
 
 
-def horizons(world, flags, rounds, horizon_steps, turns, labels=("scaling", "long")):
-    """Runs of a pretrained model with these schedules of the horizon, two seeds, after "base".
-    flags: of all runs."""
+def growing_and_long(world, flags, rounds, horizon_steps, turns):
+    """A growing and a fixed long horizon for a pretrained model, two seeds. flags: of all runs."""
     flags = tuple(flags.split())
     growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
-    schedule = schedules(rounds, growing)
+    labels = schedules(rounds, growing)
     found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
     for seed in range(2):
-        for label in labels:
-            found.append(Run(world, label, seed, schedule[label] + flags, turns, rounds[-1]))
+        for label in ("scaling", "long"):
+            found.append(Run(world, label, seed, labels[label] + flags, turns, rounds[-1]))
     return found
 
 
