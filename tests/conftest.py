@@ -17,14 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time,
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 import torch  # noqa: E402: it reads these variables
 
-# Only tests marked "gpu" see a GPU: elsewhere figures are compared bit for bit with those of a CPU,
-# and two ranks would need two GPUs.
 HAS_GPU = torch.cuda.is_available()
-if HAS_GPU:
-    torch.cuda.init()
-    torch.cuda.device_count()  # from here on remembered
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the processes that tests start
-    torch.cuda.is_available = lambda: False
 CACHE = tempfile.TemporaryDirectory()  # what is known of models from other times is not used
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 ROOT = Path(__file__).parent.parent
@@ -32,6 +25,18 @@ sys.path.insert(0, str(ROOT))
 
 # Files that take minutes are tested first: the last one would keep one core waiting.
 LONG_FILES = ["test_train.py", "test_parallel.py", "test_webarena.py", "test_eval.py"]
+
+
+def pytest_configure(config):
+    """Only tests marked "gpu" see a GPU: elsewhere figures are compared bit for bit with those of a
+    CPU, and two ranks would need two GPUs. Pytest's processes (-n) are started by one that runs no
+    test, and inherit its environment, so there nothing is hidden."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if HAS_GPU and runs_tests:
+        torch.cuda.init()
+        torch.cuda.device_count()  # from here on remembered
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the processes that tests start
+        torch.cuda.is_available = lambda: False
 
 
 def pytest_collection_modifyitems(items):
