@@ -825,7 +825,8 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], ks: li
               seed: int) -> dict:
     """-> {"success", "score", "turns", "valid_actions", "env_error", "avg@1", "avg@k",
     "pass@1" ... "pass@k", "ci95": {name: [low, high]},
-    "categories": {category: {"items", "success", "score", "turns", "ci95"}}}.
+    "categories": {category: {"items", "success", "score", "turns", "ci95"}},
+    "items": {item: its success}}.
 
     categories: item -> category. ks: the k of pass@k. Every number is a mean over items of the mean
     over the item's samples. Trajectories whose environment failed are left out, and so is an item
@@ -860,6 +861,7 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], ks: li
     result["ci95"] = {name: list(bootstrap(column, seed)) if column else None
                       for name, column in columns.items()}
     result["categories"] = summarise_categories(played, categories, seed)
+    result["items"] = dict(zip(played, columns["success"]))
     return result
 
 

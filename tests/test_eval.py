@@ -123,7 +123,7 @@ def test_the_summary_equals_numbers_worked_out_by_hand():
         "pass@2": (5 / 6 + 2 / 3 + 0) / 3,  # toy_3 has too few samples
         "pass@4": (1 + 0) / 2,  # toy_2 as well
     }
-    assert list(got) == [*expected, "ci95", "categories"]
+    assert list(got) == [*expected, "ci95", "categories", "items"]
     assert {k: got[k] for k in expected} == pytest.approx(expected)
     assert got["ci95"].keys() == expected.keys()
     assert got["ci95"]["success"] == pytest.approx(bootstrap([1 / 2, 1 / 3, 1, 0], 3))
@@ -133,6 +133,7 @@ def test_the_summary_equals_numbers_worked_out_by_hand():
     goto = got["categories"]["goto"]
     assert goto.pop("ci95")["success"] == pytest.approx(bootstrap([1 / 2, 1 / 3], 3))
     assert goto == pytest.approx({"items": 2, "success": 5 / 12, "score": 0.425, "turns": 2.5})
+    assert got["items"] == pytest.approx({"toy_1": 1 / 2, "toy_2": 1 / 3, "toy_3": 1, "toy_5": 0})
     assert got["categories"]["pickup"] == {"items": 1, "success": 1.0, "score": 1.0, "turns": 1.0,
                                            "ci95": {"success": [1.0, 1.0]}}
 

@@ -53,6 +53,18 @@ def test_differences_are_taken_seed_by_seed():
     assert abs(half - 4.303 * 0.1 / 3**0.5) < 1e-9
 
 
+def test_differences_over_items_are_paired_and_averaged_over_seeds():
+    a = [{"x": 1.0, "y": 0.5, "z": 1.0}, {"x": 1.0, "y": 0.5, "z": 0.0, "only here": 1.0}]
+    b = [{"x": 0.0, "y": 0.5, "z": 1.0}, {"x": 1.0, "y": 0.5, "z": 0.0}]
+    # x: the mean of 1 and 0; y and z: 0. The standard deviation of (0.5, 0, 0) is 0.5 / sqrt(3).
+    assert report.difference_over_items(a, b) == "+0.167 ± 0.327, not shown"
+    assert report.difference_over_items(b[:1] * 2, a[:1] * 2) == "-0.333 ± 0.653, not shown"
+    better = [{"x": 1.0, "y": 0.9}]
+    worse = [{"x": 0.5, "y": 0.5}]
+    assert report.difference_over_items(better, worse) == "+0.450 ± 0.098"
+    assert report.difference_over_items([], []) == ""
+
+
 def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
     def run(*points):
         held_out = [{"seconds": seconds, "success": success} for seconds, success in points]
@@ -106,7 +118,7 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(tmp_path, monkeypatch):
         asked.append(world)
         models.append(model)
         figures = {"success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
-                   "env_error": 0.0, "categories": {}}
+                   "env_error": 0.0, "categories": {}, "items": {}}
         config = {"env": world, "model": "tiny", "samples": 2, "horizon": 4, "data": "",
                   "model_sha256": "1"}
         return figures | {"ci95": {"success": [0, 1], "score": [0, 1]}, "config": config}

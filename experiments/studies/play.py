@@ -79,7 +79,7 @@ def do(study, run, commit):
         raise RuntimeError("another commit is checked out than at the beginning")
     summary = summarize(run, metrics, evaluations, commit, stopped)
     if metrics and study in EVALUATED_MIDWAY:
-        summary["held_out"] = [*midway, point(metrics, summary["success"])]
+        summary["held_out"] = [*midway, point(metrics, summary)]
 
     # Writing.
     lines = [json.dumps(row) + "\n" for row in [*map(training_row, metrics), summary]]
@@ -149,16 +149,17 @@ def evaluate_midway(run, out, metrics, path, parts):
         }
         nearest = min(distance, key=distance.get)
         found = evaluate(run.world, run, nearest, 1, path)
-        points.append(point(metrics[: steps[nearest]], found["success"]))
+        points.append(point(metrics[: steps[nearest]], found))
     return points
 
 
-def point(metrics, success):
-    """Held-out success, and what the training up to there took."""
+def point(metrics, found):
+    """Held-out success, that of each item, and what the training up to there took."""
     return {
         "turns": round(turns_played(metrics)),
         "seconds": round(seconds(metrics)),
-        "success": success,
+        "success": found["success"],
+        "items": found["items"],
     }
 
 
@@ -231,6 +232,7 @@ def held_out_figures(found):
         "valid_actions": found["valid_actions"],
         "env_error": found["env_error"],
         "categories": {name: c["success"] for name, c in found["categories"].items()},
+        "items": found["items"],
         "eval_horizon": config["horizon"],
         "evaluation": evaluation,
     }

@@ -102,6 +102,19 @@ def difference(a, b):
     return f"{mean:+.3f} ± {half:.3f}{verdict} ({len(a)} pairs)"
 
 
+def difference_over_items(a, b):
+    """The difference of two lists of {item: success}, a dict for each seed, with its interval over
+    items, as text: a mean over the seeds, paired item by item. Without seeds: ""."""
+    if not a:
+        return ""
+    items = sorted(set.intersection(*map(set, a + b)))
+    differences = [statistics.mean(x[item] - y[item] for x, y in zip(a, b)) for item in items]
+    mean = statistics.mean(differences)
+    half = 1.96 * statistics.stdev(differences) / len(items) ** 0.5
+    verdict = "" if abs(mean) > half else ", not shown"
+    return f"{mean:+.3f} ± {half:.3f}{verdict}"
+
+
 def collapsed(summary):
     """Whether the run ended with less than half of its best success on held-out items, or was
     stopped."""
@@ -118,8 +131,8 @@ COLUMNS = (
     "turns", "valid actions", "success in training, mean of all steps",
 )
 MIDWAY_COLUMNS = (
-    "collapsed", "difference to {0}, 95 %", "at half of the turns", "difference",
-    "difference at equal time",
+    "collapsed", "difference to {0}, 95 %", "over items", "at half of the turns", "difference",
+    "over items", "difference at equal time",
 )
 
 
@@ -203,16 +216,22 @@ def midway_cells(label, labels, baseline):
     halves = success_at_half(seeds)
     baseline_halves = success_at_half(baseline_seeds)
 
+    def over_items(at):
+        pairs = common_seeds(at(seeds, "items"), at(baseline_seeds, "items"))
+        return difference_over_items(*pairs) if is_compared else ""
+
     line = " |"
     if any(training for training, _ in seeds.values()):
         line = f" {sum(collapsed(summary) for _, summary in seeds.values())} |"
     line += f" {difference(*common_seeds(ends, baseline_ends)) if is_compared else ''} |"
+    line += f" {over_items(success_at_end)} |"
     if len(halves) > 1:
         values = [halves[seed] for seed in sorted(halves)]
         line += f" {statistics.mean(values):.3f} ± {statistics.stdev(values):.3f} |"
     else:
         line += " |"
     line += f" {difference(*common_seeds(halves, baseline_halves)) if is_compared else ''} |"
+    line += f" {over_items(success_at_half)} |"
     return line
 
 
@@ -242,19 +261,20 @@ def pairs_at_equal_time(seeds, baseline_seeds, base):
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def success_at_end(seeds):
-    """{seed: success on held-out items after training}"""
-    return {seed: summary["success"] for seed, (_, summary) in seeds.items()}
+def success_at_end(seeds, of="success"):
+    """{seed: success on held-out items after training}; of="items": {seed: {item: success}} where
+    it is kept."""
+    return {seed: summary[of] for seed, (_, summary) in seeds.items() if of in summary}
 
 
-def success_at_half(seeds):
-    """{seed: success on held-out items at half of the turns}, for runs that were evaluated there:
-    at 4 points, or at half and at the end."""
+def success_at_half(seeds, of="success"):
+    """The same at half of the turns, for runs that were evaluated there: at 4 points, or at half
+    and at the end."""
     found = {}
     for seed, (_, summary) in seeds.items():
         points = summary.get("held_out", ())
-        if len(points) in (2, 4):
-            found[seed] = points[len(points) // 2 - 1]["success"]
+        if len(points) in (2, 4) and of in points[len(points) // 2 - 1]:
+            found[seed] = points[len(points) // 2 - 1][of]
     return found
 
 
