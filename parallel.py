@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -311,6 +311,32 @@ class Terminated(BaseException):
     with."""
 
 
+class Output:
+    """Standard output or error. If nobody reads it any more (the `tee` of a pipe was ended), the rest
+    is dropped, and the process gets SIGHUP, as from a terminal that is closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, method, *args):
+        try:
+            method(*args)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            signal.raise_signal(signal.SIGHUP)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
 class StopSignals:
     """Note the first of SIGTERM, SIGINT (Ctrl-C) and SIGHUP that comes. Inside `with`, which
     surrounds rollouts, it raises Terminated at once; outside, an update is finished first."""
@@ -323,11 +349,14 @@ class StopSignals:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.previous[number] = signal.signal(number, self._handle)
+        self.streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = map(Output, self.streams)
 
     def end(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers and streams."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        sys.stdout, sys.stderr = self.streams
 
     def _handle(self, number, _):
         is_first = not self.received

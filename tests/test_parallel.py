@@ -427,6 +427,23 @@ def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(
     assert not list(out.glob("**/*.partial"))
 
 
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_can_be_resumed(reference, tmp_path):
+    out = tmp_path / "r"
+    args = ["train.py", "--out", str(out), "--save_every", "100", "--algo", "ppo", *SMALL]
+    child = subprocess.Popen([*ONE_PROCESS, *args], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE,
+                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+    while not (out / "metrics.jsonl").exists() and child.poll() is None:
+        time.sleep(0.01)
+    child.stdout.close()
+    child.stderr.close()
+    assert child.wait(timeout=300) == 0
+    assert list(out.glob("checkpoints/step_*")) and not (out / "final").exists()
+    done = run(*args[1:], "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(out) == metrics(reference)
+
+
 def test_a_broken_checkpoint_is_one_line(reference, tmp_path):
     out = tmp_path / "r"
     shutil.copytree(reference, out)
