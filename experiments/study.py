@@ -39,7 +39,8 @@ pretrained_rooms: the same in BabyAI's rooms. Starts from runs/rooms_warm/final,
     the command in docs/results.md.
 pretrained_rooms_gpu: the same on a GPU (--jobs 5: all runs at a time, some 10 GB each), with three
     times the turns, twice the trajectories a step, a penalty for invalid actions and a lower
-    learning rate. Its warm start is made on the GPU, too.
+    learning rate. Its warm start is made on the GPU, too. The comparison named beforehand: scaling
+    against long at the end.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three
