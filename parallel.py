@@ -312,8 +312,8 @@ class Terminated(BaseException):
 
 
 class Output:
-    """Standard output or error. If nobody reads it any more (the `tee` of a pipe was ended), the rest
-    is dropped, and the process gets SIGHUP, as from a terminal that is closed."""
+    """Standard output or error. If nobody reads it any more (the `tee` of a pipe was ended), what
+    is written is dropped, and the process gets SIGHUP, as from a terminal that is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
