@@ -10,7 +10,7 @@ training step, and a last row with the evaluation on held-out items, the command
 the model. A finished run is not run again. An interrupted run goes on where it was, so a study may
 take days. It needs a checkout that nobody edits meanwhile (git worktree add). A run that train.py
 stops (--max_kl, nan) is evaluated at its last checkpoint. Two samples of each held-out item
-(horizon: four, of a pretrained model: one). At the end the files are packed into
+(horizon: four; pretrained_horizon and pretrained_rooms: one). At the end the files are packed into
 experiments/results/NAME.jsonl.gz.
 
 --dry lists the missing runs and how long they will take. --draw makes docs/study_NAME*.png and the
