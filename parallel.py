@@ -7,6 +7,7 @@ holds its part of the float32 weights, of their gradients and of the optimizer's
 """
 
 import atexit
+import errno
 import itertools
 import os
 import signal
@@ -312,14 +313,16 @@ class Terminated(BaseException):
 
 
 class Output:
-    """Standard output or error. If nobody reads it any more (the `tee` of a pipe was ended), what
-    is written is dropped, and the process gets SIGHUP, as from a terminal that is closed."""
+    """Standard output or error of a run. If nobody reads it any more (the `tee` of a pipe was
+    ended), what is written is dropped, and the process gets SIGHUP, as from a closed terminal.
+    Under nohup, which ignores SIGHUP, the run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         self._try(self.stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
         self._try(self.stream.flush)
@@ -327,7 +330,10 @@ class Output:
     def _try(self, method, *args):
         try:
             method(*args)
-        except BrokenPipeError:
+        except OSError as e:
+            if e.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that is gone
+                raise
+            # What is still buffered, and all that follows, is dropped.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
@@ -339,24 +345,29 @@ class Output:
 
 class StopSignals:
     """Note the first of SIGTERM, SIGINT (Ctrl-C) and SIGHUP that comes. Inside `with`, which
-    surrounds rollouts, it raises Terminated at once; outside, an update is finished first."""
+    surrounds rollouts, it raises Terminated at once; outside, an update is finished first. Until
+    `end`, standard output and error are of the class `Output`."""
 
     def __init__(self) -> None:
         self.received = ""  # the signal's name
         self.in_rollout = False
         self.previous = {}  # signal -> its handler before
+        self.previous_streams = sys.stdout, sys.stderr
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.previous[number] = signal.signal(number, self._handle)
-        self.streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = map(Output, self.streams)
+            # A stream that was closed at the start is None.
+            sys.stdout, sys.stderr = (s and Output(s) for s in self.previous_streams)
 
     def end(self) -> None:
-        """Restore the previous signal handlers and streams."""
+        """Restore the previous streams and signal handlers."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Output):
+                stream.flush()  # if Python's own flush at the end fails, the exit code is 120
+        sys.stdout, sys.stderr = self.previous_streams
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        sys.stdout, sys.stderr = self.streams
 
     def _handle(self, number, _):
         is_first = not self.received

@@ -29,9 +29,9 @@ LONG_FILES = ["test_train.py", "test_parallel.py", "test_webarena.py", "test_eva
 
 def pytest_configure(config):
     """Only tests marked "gpu" see a GPU: elsewhere figures are compared bit for bit with those of a
-    CPU, and two ranks would need two GPUs. Pytest's processes (-n) are started by one that runs no
-    test, and inherit its environment, so there nothing is hidden."""
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    CPU, and two ranks would need two GPUs. With -n this process only starts the others, which
+    inherit its environment: it hides nothing."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("tx", None)
     if HAS_GPU and runs_tests:
         torch.cuda.init()
         torch.cuda.device_count()  # from here on remembered

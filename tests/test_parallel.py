@@ -430,13 +430,13 @@ def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(
 def test_a_run_whose_output_nobody_reads_any_more_saves_and_can_be_resumed(reference, tmp_path):
     out = tmp_path / "r"
     args = ["train.py", "--out", str(out), "--save_every", "100", "--algo", "ppo", *SMALL]
-    child = subprocess.Popen([*ONE_PROCESS, *args], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE,
+    # Output into a pipe is buffered, if not asked otherwise. nohup lets children ignore SIGHUP.
+    child = subprocess.Popen([*ONE_PROCESS, *args], cwd=ROOT, env=ENV | {"PYTHONUNBUFFERED": ""},
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     while not (out / "metrics.jsonl").exists() and child.poll() is None:
         time.sleep(0.01)
     child.stdout.close()
-    child.stderr.close()
     assert child.wait(timeout=300) == 0
     assert list(out.glob("checkpoints/step_*")) and not (out / "final").exists()
     done = run(*args[1:], "--resume")

@@ -136,7 +136,7 @@ def evaluate(world, run, model, samples, path):
 
 def evaluate_midway(run, out, metrics, path, parts):
     """Evaluate the checkpoints that are nearest to these parts of the environment turns, one sample
-    per item -> [{"turns", "seconds", "success"}, ...]."""
+    per item -> [{"turns", "seconds", "success", "items"}, ...]."""
     steps = {folder: int(folder.name[5:]) for folder in out.glob("checkpoints/step_*")}
     if not steps:
         return []

@@ -103,16 +103,20 @@ def difference(a, b):
 
 
 def difference_over_items(a, b):
-    """The difference of two lists of {item: success}, a dict for each seed, with its interval over
-    items, as text: a mean over the seeds, paired item by item. Without seeds: ""."""
-    if not a:
+    """The mean over items and seeds of a - b, as text, with its 95 % interval over items, which
+    says nothing about other seeds.
+
+    Args:
+        a, b: {item: success} for each seed. Items that one of them lacks are left out.
+    """
+    items = sorted(set.intersection(*map(set, a + b))) if a else []
+    if len(items) < 2:
         return ""
-    items = sorted(set.intersection(*map(set, a + b)))
     differences = [statistics.mean(x[item] - y[item] for x, y in zip(a, b)) for item in items]
     mean = statistics.mean(differences)
     half = 1.96 * statistics.stdev(differences) / len(items) ** 0.5
     verdict = "" if abs(mean) > half else ", not shown"
-    return f"{mean:+.3f} ± {half:.3f}{verdict}"
+    return f"{mean:+.3f} ± {half:.3f}{verdict} ({len(a)} seeds)"
 
 
 def collapsed(summary):
@@ -132,7 +136,7 @@ COLUMNS = (
 )
 MIDWAY_COLUMNS = (
     "collapsed", "difference to {0}, 95 %", "over items", "at half of the turns", "difference",
-    "over items", "difference at equal time",
+    "at half, over items", "difference at equal time",
 )
 
 
@@ -210,28 +214,30 @@ def midway_cells(label, labels, baseline):
     seeds = labels[label]
     is_compared = label not in (baseline, "base")
 
-    ends = success_at_end(seeds)
+    ends = figures_at_end(seeds, "success")
     baseline_seeds = labels.get(baseline, {})
-    baseline_ends = success_at_end(baseline_seeds)
-    halves = success_at_half(seeds)
-    baseline_halves = success_at_half(baseline_seeds)
+    baseline_ends = figures_at_end(baseline_seeds, "success")
+    halves = figures_at_half(seeds, "success")
+    baseline_halves = figures_at_half(baseline_seeds, "success")
 
-    def over_items(at):
-        pairs = common_seeds(at(seeds, "items"), at(baseline_seeds, "items"))
-        return difference_over_items(*pairs) if is_compared else ""
+    def over_items(figures_at):
+        if not is_compared:
+            return ""
+        pairs = figures_at(seeds, "items"), figures_at(baseline_seeds, "items")
+        return difference_over_items(*common_seeds(*pairs))
 
     line = " |"
     if any(training for training, _ in seeds.values()):
         line = f" {sum(collapsed(summary) for _, summary in seeds.values())} |"
     line += f" {difference(*common_seeds(ends, baseline_ends)) if is_compared else ''} |"
-    line += f" {over_items(success_at_end)} |"
+    line += f" {over_items(figures_at_end)} |"
     if len(halves) > 1:
         values = [halves[seed] for seed in sorted(halves)]
         line += f" {statistics.mean(values):.3f} ± {statistics.stdev(values):.3f} |"
     else:
         line += " |"
     line += f" {difference(*common_seeds(halves, baseline_halves)) if is_compared else ''} |"
-    line += f" {over_items(success_at_half)} |"
+    line += f" {over_items(figures_at_half)} |"
     return line
 
 
@@ -261,20 +267,23 @@ def pairs_at_equal_time(seeds, baseline_seeds, base):
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def success_at_end(seeds, of="success"):
-    """{seed: success on held-out items after training}; of="items": {seed: {item: success}} where
-    it is kept."""
-    return {seed: summary[of] for seed, (_, summary) in seeds.items() if of in summary}
+def figures_at_end(seeds, name):
+    """{seed: a figure on held-out items after training}, for rows that have it.
+
+    name: "success", or "items": {item: success}.
+    """
+    return {seed: summary[name] for seed, (_, summary) in seeds.items() if name in summary}
 
 
-def success_at_half(seeds, of="success"):
-    """The same at half of the turns, for runs that were evaluated there: at 4 points, or at half
-    and at the end."""
+def figures_at_half(seeds, name):
+    """`figures_at_end` for half of the turns, for runs that were evaluated there: at 4 points, or
+    at half and at the end."""
     found = {}
     for seed, (_, summary) in seeds.items():
         points = summary.get("held_out", ())
-        if len(points) in (2, 4) and of in points[len(points) // 2 - 1]:
-            found[seed] = points[len(points) // 2 - 1][of]
+        half = points[len(points) // 2 - 1] if len(points) in (2, 4) else {}
+        if name in half:
+            found[seed] = half[name]
     return found
 
 
@@ -366,8 +375,10 @@ def gains(study, worlds, results, path):
             if label not in labels or baseline not in labels:
                 continue
             seeds, baseline_seeds = labels[label], labels[baseline]
-            halves = common_seeds(success_at_half(seeds), success_at_half(baseline_seeds))
-            ends = common_seeds(success_at_end(seeds), success_at_end(baseline_seeds))
+            halves = common_seeds(figures_at_half(seeds, "success"),
+                                  figures_at_half(baseline_seeds, "success"))
+            ends = common_seeds(figures_at_end(seeds, "success"),
+                                figures_at_end(baseline_seeds, "success"))
             measures = {"half of the turns": halves, "all turns": ends}
             if base:
                 measures["equal time"] = pairs_at_equal_time(seeds, baseline_seeds, base)
