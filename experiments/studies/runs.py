@@ -181,28 +181,34 @@ def rooms_horizon():
 
 
 def pretrained_horizon():
-    return growing_and_long("searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS)
+    return horizons_of_pretrained(
+        "searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS, ("scaling", "long", "short")
+    )
 
 
 def pretrained_rooms():
-    return growing_and_long("babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS)
+    return horizons_of_pretrained(
+        "babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS
+    )
 
 
 def pretrained_rooms_gpu():
-    return growing_and_long(
+    return horizons_of_pretrained(
         "babyai", PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 13, PRETRAINED_ROOMS_GPU_TURNS
     )
 
 
-def growing_and_long(world, flags, rounds, horizon_steps, turns):
-    """A growing and a fixed long horizon for a pretrained model, two seeds. flags: of all runs."""
+def horizons_of_pretrained(
+    world, flags, rounds, horizon_steps, turns, labels=("scaling", "long")
+):
+    """Some schedules of the horizon for a pretrained model, two seeds. flags: of all runs."""
     flags = tuple(flags.split())
     growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
-    labels = schedules(rounds, growing)
+    schedule = schedules(rounds, growing)
     found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
     for seed in range(2):
-        for label in ("scaling", "long"):
-            found.append(Run(world, label, seed, labels[label] + flags, turns, rounds[-1]))
+        for label in labels:
+            found.append(Run(world, label, seed, schedule[label] + flags, turns, rounds[-1]))
     return found
 
 
