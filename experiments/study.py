@@ -33,8 +33,9 @@ rooms_horizon: the same four horizons in BabyAI's rooms, where half of the items
     than the first stage allows; five seeds, evaluated at half of the turns and at the end.
     The comparison named beforehand: scaling against long at the end.
 pretrained_horizon: a long, a growing and a short horizon for SmolLM2-135M in SearchQA, two seeds,
-    evaluated at half of the turns and at the end. Starts from runs/mix_warm/final, which is made by the
-    command in docs/warm_start.md. The comparison named beforehand: scaling against long at the end.
+    evaluated at half of the turns and at the end. Starts from runs/mix_warm/final, which is made by
+    the command in docs/warm_start.md. The comparison named beforehand: scaling against long at the
+    end.
 pretrained_rooms: the same in BabyAI's rooms. Starts from runs/rooms_warm/final, which is made by
     the command in docs/results.md.
 pretrained_rooms_gpu: the same on a GPU (--jobs 5: all runs at a time, some 10 GB each), with three
