@@ -57,11 +57,11 @@ def test_differences_over_items_are_paired_and_averaged_over_seeds():
     a = [{"x": 1.0, "y": 0.5, "z": 1.0}, {"x": 1.0, "y": 0.5, "z": 0.0, "only here": 1.0}]
     b = [{"x": 0.0, "y": 0.5, "z": 1.0}, {"x": 1.0, "y": 0.5, "z": 0.0}]
     # x: the mean of 1 and 0; y and z: 0. The standard deviation of (0.5, 0, 0) is 0.5 / sqrt(3).
-    assert report.difference_over_items(a, b) == "+0.167 ± 0.327, not shown (2 seeds)"
-    assert report.difference_over_items(b[:1], a[:1]) == "-0.333 ± 0.653, not shown (1 seeds)"
+    assert report.difference_over_items(a, b) == "+0.167 ± 0.327, not shown (seeds: 2)"
+    assert report.difference_over_items(b[:1], a[:1]) == "-0.333 ± 0.653, not shown (seeds: 1)"
     better = [{"x": 1.0, "y": 0.9}]
     worse = [{"x": 0.5, "y": 0.5}]
-    assert report.difference_over_items(better, worse) == "+0.450 ± 0.098 (1 seeds)"
+    assert report.difference_over_items(better, worse) == "+0.450 ± 0.098 (seeds: 1)"
     assert report.difference_over_items([], []) == ""
     assert report.difference_over_items([{"x": 1.0}], [{"x": 0.0}]) == ""  # no spread
 

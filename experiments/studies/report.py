@@ -103,8 +103,8 @@ def difference(a, b):
 
 
 def difference_over_items(a, b):
-    """The mean over items and seeds of a - b, as text, with its 95 % interval over items, which
-    says nothing about other seeds.
+    """The mean over items and seeds of a - b, as text, with its 95 % interval over items (normal
+    approximation), which says nothing about other seeds.
 
     Args:
         a, b: {item: success} for each seed. Items that one of them lacks are left out.
@@ -116,7 +116,7 @@ def difference_over_items(a, b):
     mean = statistics.mean(differences)
     half = 1.96 * statistics.stdev(differences) / len(items) ** 0.5
     verdict = "" if abs(mean) > half else ", not shown"
-    return f"{mean:+.3f} ± {half:.3f}{verdict} ({len(a)} seeds)"
+    return f"{mean:+.3f} ± {half:.3f}{verdict} (seeds: {len(a)})"
 
 
 def collapsed(summary):
