@@ -1,14 +1,18 @@
 """What simple policies and the world's expert reach on held-out items.
 
     python experiments/policies.py WORLD [episodes per item [horizon [FOLDER [POLICY]]]]
+        [--out FILE.json]
 
-FOLDER: item sets other than those in data/; "" for those. POLICY: this one alone.
+FOLDER: item sets other than those in data/; "" for those. POLICY: this one alone. --out: write the
+figures to this file, those of every item too.
 
 uniform: any of the valid actions, in worlds that list them.
 imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
 expert: `Env.expert`, in worlds that have one. It gives up where it sees no way on.
 """
 
+import argparse
+import json
 import random
 import sys
 from pathlib import Path
@@ -24,12 +28,43 @@ from eval import bootstrap  # noqa: E402
 from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 
 
-def main(name, episodes=1, horizon=None, data=None, only=None):
-    data = data or None
-    category = envs.categories(name, data)
-    for label, figures in measure(name, int(episodes), horizon, data, only).items():
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("world", choices=list(TINY_HORIZONS))
+    parser.add_argument("episodes", nargs="?", type=int, default=1)
+    parser.add_argument("horizon", nargs="?", type=int)
+    parser.add_argument("folder", nargs="?", default="")
+    parser.add_argument("policy", nargs="?", default="")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.episodes < 1 or (args.horizon is not None and args.horizon < 1):
+        parser.error("episodes per item and the horizon are integers above 0")
+    return args
+
+
+def main():
+    args = parse()
+    category = envs.categories(args.world, args.folder or None)
+    found = measure(args.world, args.episodes, args.horizon, args.folder, args.policy)
+    for label, figures in found.items():
         for what, by_item in figures.items():
             print(f"{label:9} {what:8} {summary(by_item, category)}")
+    if args.out:
+        kept = {label: numbers(figures, category) for label, figures in found.items()}
+        args.out.write_text(json.dumps(kept))
+
+
+def numbers(figures, category):
+    """What --out keeps of a policy: means, their intervals, and the figures of every item."""
+    kept = {"ci95": {what: bootstrap(list(by_item.values()), 0)
+                     for what, by_item in figures.items()}}
+    kept |= {what: float(np.mean(list(by_item.values()))) for what, by_item in figures.items()}
+    kept["categories"] = {c: float(mean) for c, mean in means(figures["success"], category)}
+    kept["items"] = {item: [float(by_item[item]) for by_item in figures.values()]
+                     for item in figures["success"]}  # [success, score, turns]
+    return kept
 
 
 def measure(name, episodes=1, horizon=None, data=None, only=None):
@@ -93,23 +128,18 @@ def play(env, item, horizon, policy, rng):
     return step, horizon
 
 
-def summary(by_item, category):
-    """The mean over items, its interval, and the mean of each category, as text.
-
-    by_item: {item: its mean}.
-    """
-    low, high = bootstrap(list(by_item.values()), 0)
-    parts = []
+def means(by_item, category):
+    """The mean of each category, by name. by_item: {item: its mean}."""
     for c in sorted(set(category.values())):
-        part = np.mean([mean for item, mean in by_item.items() if category.get(item) == c])
-        parts.append(f"{c} {part:.3f}")
-    return f"{np.mean(list(by_item.values())):.3f} [{low:.3f}, {high:.3f}]  {'  '.join(parts)}"
+        yield c, np.mean([mean for item, mean in by_item.items() if category.get(item) == c])
+
+
+def summary(by_item, category):
+    """The mean over items, its interval, and the mean of each category, as text."""
+    low, high = bootstrap(list(by_item.values()), 0)
+    parts = "  ".join(f"{c} {mean:.3f}" for c, mean in means(by_item, category))
+    return f"{np.mean(list(by_item.values())):.3f} [{low:.3f}, {high:.3f}]  {parts}"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3, 4, 5, 6) or sys.argv[1] not in TINY_HORIZONS:
-        worlds = "|".join(TINY_HORIZONS)
-        sys.exit(f"usage: policies.py {worlds} [episodes per item [horizon [FOLDER [POLICY]]]]")
-    if not all(number.isdecimal() and int(number) > 0 for number in sys.argv[2:4]):
-        sys.exit("policies.py: episodes per item and the horizon are integers above 0")
-    main(*sys.argv[1:])
+    main()

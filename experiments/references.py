@@ -1,0 +1,158 @@
+"""Figures that trained models are compared with, each with a row.
+
+    python experiments/references.py [--only TEXT] [--show]
+
+What random policies and experts reach, the built-in model on all tasks of a world, and warm starts
+of the built-in model. Each line of REFERENCES leaves a row in
+experiments/results/references.jsonl.gz: the commands, commit, machine, hash of the model (if one
+plays) and figures. A line that has its row is not run again; remove the row to repeat it. --show
+runs nothing. It needs a checkout that nobody edits, the extras sciworld and webarena, and Chromium.
+
+One line at a time, one thread. The policies take half an hour, the warm starts as much.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from experiments.studies import play, rows  # noqa: E402
+from experiments.studies.runs import SCIWORLD_ITEMS, WEBARENA_ITEMS  # noqa: E402
+
+STUDY = "references"
+FIND_ITEMS = "runs/items/FIND"
+FIND_TASKS = ("find-living-thing", "find-non-living-thing", "find-plant", "find-animal")
+
+
+def policies(arguments):
+    return [f"experiments/policies.py {arguments} --out {{out}}"]
+
+
+def evaluation(flags):
+    return [f"eval.py --model tiny --out {{out}} {flags}"]
+
+
+def warm_start(world, demos, epochs, horizon, data=""):
+    """Train the built-in model on demonstrations, then evaluate it."""
+    items = f"--data {data} " if data else ""
+    return [
+        f"sft.py --env {world} {items}--model tiny --horizon {horizon} --demos {demos} "
+        f"--epochs {epochs} --batch 16 --lr 1e-3 --seed 0 --out {{run}}",
+        f"eval.py --env {world} {items}--model {{run}}/final --horizon {horizon} --samples 2 "
+        "--out {out}",
+    ]
+
+
+# name -> commands; the last one writes the figures to {out}, an earlier one a model to {run}.
+REFERENCES = {
+    "policies_babyai": policies("babyai 4 4"),
+    "policies_babyai_once": policies("babyai 1 4"),
+    "policies_rooms": policies("babyai 4 10 data/rooms"),
+    "policies_levels": policies("babyai 1 20 data/levels"),
+    "policies_levels_four": policies("babyai 4 20 data/levels"),
+    "policies_textcraft": policies("textcraft 4 8"),
+    "policies_textcraft_20": policies("textcraft 1 20"),
+    "policies_textcraft_30": policies("textcraft 1 30"),
+    "policies_searchqa": policies("searchqa 4 4"),
+    "policies_searchqa_5": policies("searchqa 4 5"),
+    "policies_searchqa_10": policies("searchqa 1 10"),
+    "policies_sciworld": policies("sciworld 1 6 '' uniform"),
+    "policies_sciworld_one_task": policies(f"sciworld 1 6 {SCIWORLD_ITEMS}"),
+    "policies_sciworld_find": policies(f"sciworld 1 20 {FIND_ITEMS}"),
+    "policies_webarena": policies("webarena 1 15 '' expert"),
+    "policies_webarena_one_click": policies(f"webarena 1 4 {WEBARENA_ITEMS}"),
+    "tiny_sciworld": evaluation("--env sciworld --samples 1"),
+    "tiny_webarena": evaluation("--env webarena --samples 1"),
+    "tiny_crafts": evaluation("--env textcraft --data data/crafts --horizon 20 --samples 2"),
+    "tiny_levels": evaluation("--env babyai --data data/levels --horizon 16 --samples 2"),
+    "warm_crafts_800": warm_start("textcraft", 800, 2, 20, "data/crafts"),
+    "warm_crafts_4000": warm_start("textcraft", 4000, 3, 20, "data/crafts"),
+    "warm_searchqa": warm_start("searchqa", 1500, 2, 4),
+    "warm_levels": warm_start("babyai", 800, 2, 16, "data/levels"),
+}
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="lines whose name holds this text")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def main():
+    args = parse()
+    names = [name for name in REFERENCES if args.only in name]
+    if not args.show:
+        commit = play.revision()
+        make_item_sets()
+        for name in names:
+            if name not in rows.load(STUDY):
+                print(name, flush=True)
+                row = measure(name, commit)
+                rows.save(STUDY, rows.load(STUDY) | {name: [row]})
+    kept = rows.load(STUDY)
+    print("\n".join(table(name, kept[name][0]) for name in names if name in kept))
+
+
+def make_item_sets():
+    for folder, *tasks in ((SCIWORLD_ITEMS, "find-non-living-thing"), (FIND_ITEMS, *FIND_TASKS)):
+        if not (ROOT / folder).is_dir():
+            play.call("experiments/sciworld_tasks.py", folder, *tasks)
+    if not (ROOT / WEBARENA_ITEMS).is_dir():
+        play.call("experiments/web.py", "navigate", WEBARENA_ITEMS)
+
+
+def measure(name, commit):
+    """Run the commands of a line -> its row.
+
+    Raises:
+        RuntimeError: a command failed, or another commit than `commit` is checked out.
+    """
+    folder = ROOT / "runs/references" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "figures.json"
+    begin = time.monotonic()
+    for command in REFERENCES[name]:
+        play.call(*shlex.split(command.format(out=out, run=folder / "run")))
+    if play.revision() != commit:
+        raise RuntimeError("another commit is checked out than at the beginning")
+    found = json.loads(out.read_text())
+    is_model = "config" in found  # else written by policies.py
+    names = {"out": "OUT.json", "run": f"runs/{name}"}
+    return {
+        "command": " && ".join(
+            f"OMP_NUM_THREADS=1 python {command.format(**names)}" for command in REFERENCES[name]
+        ),
+        "commit": commit,
+        "machine": play.machine(),
+        "seed": 0,
+        "model_sha256": found["config"]["model_sha256"] if is_model else "",
+        "seconds": round(time.monotonic() - begin),
+        "figures": play.held_out_figures(found) if is_model else found,
+    }
+
+
+def table(name, row):
+    """A line of text for each model or policy."""
+    figures = row["figures"]
+    if row["model_sha256"]:
+        low, high = figures["ci95"]
+        return (f"{name:28} {'model':9} success {figures['success']:.3f} [{low:.3f}, {high:.3f}], "
+                f"score {figures['score']:.3f}, turns {figures['turns']:.2f}, "
+                f"valid {figures['valid_actions']:.3f}")
+    lines = []
+    for label, found in figures.items():
+        low, high = found["ci95"]["success"]
+        lines.append(f"{name:28} {label:9} success {found['success']:.3f} [{low:.3f}, {high:.3f}], "
+                     f"score {found['score']:.3f}, turns {found['turns']:.2f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
