@@ -51,6 +51,7 @@ from update import advantages_of, item_information, shape_rewards, update
 
 EARLIER_FINAL = "earlier_final"  # a run's final/ while the run takes more steps
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
+MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Run:
     rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
     idle_steps: int = 0  # number of newest steps in a row without success and gradient
+    cut_steps: int = 0  # number of steps in which --max_length cut many trajectories
     turns: list[float] = field(default_factory=list)  # environment turns of each step taken
 
     @property
@@ -165,6 +167,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 row["mutual_information"] = min(information.values())
             log_step(run, row, trajectories)
             warn_without_signal(run, row)
+            warn_of_cuts(run, row)
             bar.set_postfix_str(summary(row))
 
             # Save, unless training cannot go on.
@@ -637,6 +640,17 @@ def warn_without_signal(run: Run, row: dict) -> None:
         tqdm.write(f"warning: the last {IDLE_STEPS} steps had no success and no gradient, because "
                    "equal rewards give no advantage. Try a warm start (sft.py), easier items or "
                    "more --rollouts_per_item", file=sys.stderr)
+
+
+def warn_of_cuts(run: Run, row: dict) -> None:
+    """Warn once if --max_length cuts many trajectories, which then do not reach the horizon."""
+    if row["truncated/length"] <= MANY_CUT:
+        return
+    run.cut_steps += 1
+    if run.cut_steps == 1 and run.rank == 0:
+        tqdm.write(f"warning: {row['truncated/length']:.0%} of this step's trajectories were cut "
+                   "by --max_length, before the horizon. A larger one takes more memory",
+                   file=sys.stderr)
 
 
 def summary(row: dict) -> str:

@@ -374,6 +374,14 @@ def test_every_kept_run_belongs_to_its_study_and_ends_with_a_summary():
     assert (ROOT / "experiments/results/test_time.jsonl.gz").exists()
 
 
+@pytest.mark.parametrize("path", sorted(rows.RESULTS.glob("*.gz")), ids=lambda path: path.name)
+def test_every_kept_run_says_what_it_takes_to_repeat_it(path):
+    for run_name, run_rows in rows.load(path.name.removesuffix(".jsonl.gz")).items():
+        known = {field for row in run_rows for field in row}
+        missing = {"command", "commit", "model_sha256", "seed", "machine"} - known
+        assert not missing, run_name
+
+
 # ---- pictures ----
 
 

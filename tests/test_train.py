@@ -691,6 +691,16 @@ def test_steps_without_success_and_gradient_are_warned_of_once(capsys):
         assert ("no success and no gradient" in capsys.readouterr().err) == (step == 18)
 
 
+def test_trajectories_cut_by_their_length_give_one_warning(capsys):
+    run = SimpleNamespace(cut_steps=0, rank=0)
+    warned = []
+    for share in (0.0, 0.05, 0.25, 0.3):
+        train.warn_of_cuts(run, {"truncated/length": share})
+        warned.append(capsys.readouterr().err)
+    assert warned[0] == warned[1] == warned[3] == ""
+    assert "25% of this step's trajectories were cut by --max_length" in warned[2]
+
+
 def test_each_world_of_a_mixture_has_its_share_of_a_steps_items():
     cfg = parse_config(["--env", "babyai:2,textcraft:1", *NO_RUN])
     assert items_per_world(cfg, cfg.items_per_step) == {"babyai": 22, "textcraft": 10}

@@ -187,6 +187,7 @@ def summarize(run, metrics, evaluations, commit, stopped):
     summary |= {
         "command": train_command(run, len(metrics)) if metrics else "",
         "commit": commit,
+        "seed": run.seed,
         "machine": machine(),
         "stopped": stopped,
         "model_sha256": first["config"]["model_sha256"],
