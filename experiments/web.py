@@ -2,7 +2,8 @@
 
     python experiments/web.py COMMAND
 
-COMMAND: screenshots, solve [N], load [EPISODES STEPS], step (the default) or navigate FOLDER.
+COMMAND: screenshots, solve [N], load [EPISODES STEPS], step (the default), navigate FOLDER or
+fixed_link FOLDER.
 
 screenshots: docs/web_*.png.
 solve: play N items of the held-out set (default 100) by their plans.
@@ -11,6 +12,8 @@ load: EPISODES at once (default 32) with STEPS random valid actions each (defaul
     browser is killed in the middle, by its process id.
 step: how long a step and a reset take, with one episode alone.
 navigate: item sets of the easiest tasks, those that one click solves, for train.py's --data FOLDER.
+fixed_link: of these, the share of held-out tasks that one link of each site solves, always the same
+    one: what a policy that does not read the task can reach.
 """
 
 import json
@@ -19,6 +22,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +68,26 @@ def navigate(folder):
         rows = [{"item_id": f"webarena_{n}"} for n in numbers]
         file.write_text(json.dumps(rows, indent=0) + "\n")
     print("\n".join(f"{templates[n].site:6} {templates[n].sentence}" for n in easy))
+
+
+def fixed_link(folder):
+    """Print the link of each site that solves most held-out tasks of a folder by `navigate`."""
+    solved = Counter()
+    for site in tasks.PLACE:
+        links = Counter()
+        numbers = [split_item(item)[1] for item in json_items(folder, site)]
+        for number in numbers:
+            [(_, _, link)] = tasks.make(number)[1]
+            links[link] += 1
+        (best, count), = links.most_common(1)
+        solved += Counter(tasks=len(numbers), solved=count)
+        print(f"{site:6} {best!r} {count / len(numbers):.3f}")
+    print(f"all    {solved['solved'] / solved['tasks']:.3f}")
+
+
+def json_items(folder, site):
+    rows = json.loads(Path(folder, f"AgentEval/webarena/{site}.json").read_text())
+    return [row["item_id"] for row in rows]
 
 
 def memory():
@@ -255,6 +279,7 @@ COMMANDS = {
     "step": step,
     "load": load,
     "navigate": navigate,
+    "fixed_link": fixed_link,
 }
 
 

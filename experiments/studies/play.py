@@ -250,7 +250,7 @@ def seconds(metrics):
 
 
 def call(*command):
-    """Run one of this repository's scripts with one thread.
+    """Run one of this repository's scripts with one thread -> what it wrote to stdout.
 
     Raises:
         RuntimeError: it failed; with the end of what it wrote to stderr.
@@ -264,6 +264,7 @@ def call(*command):
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def git(*args):
