@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
-from experiments import by_level, faults, policies, pretrained, study, test_time
+from experiments import by_level, faults, policies, pretrained, references, study, test_time
 from experiments.studies import play, report, rows, runs
 from schedule import parse_rounds
 
@@ -380,6 +380,41 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(path):
         known = {field for row in run_rows for field in row}
         missing = {"command", "commit", "model_sha256", "seed", "machine"} - known
         assert not missing, run_name
+
+
+def test_a_reference_keeps_its_commands_and_its_figures(tmp_path, monkeypatch):
+    commands = []
+
+    def call(*command):
+        commands.append(command)
+        if "--out" in command and command[0] != "sft.py":
+            out = Path(command[command.index("--out") + 1])
+            out.write_text('{"uniform": {"success": 0.25}}')
+        return "best 0.168\n"
+
+    monkeypatch.setattr(references, "ROOT", tmp_path)
+    monkeypatch.setattr(play, "call", call)
+    monkeypatch.setattr(play, "revision", lambda: "c0ffee")
+    row = references.measure("policies_textcraft", "c0ffee")
+    assert row["command"] == ("OMP_NUM_THREADS=1 python experiments/policies.py textcraft 4 8 "
+                              "--out OUT.json")
+    assert row["figures"] == {"uniform": {"success": 0.25}}
+    assert commands[0][:4] == ("experiments/policies.py", "textcraft", "4", "8")
+    assert references.measure("fixed_actions_babyai", "c0ffee")["figures"] == {
+        "printed": ["best 0.168"]}
+
+    # A warm start is trained in a folder of its own and evaluated from there.
+    commands.clear()
+    references.measure("warm_levels", "c0ffee")
+    trained = commands[0][commands[0].index("--out") + 1]
+    assert commands[1][commands[1].index("--model") + 1] == f"{trained}/final"
+
+    with pytest.raises(RuntimeError, match="another commit"):
+        references.measure("policies_textcraft", "decaf")
+
+
+def test_every_reference_has_its_row():
+    assert set(rows.load("references")) == set(references.REFERENCES)
 
 
 # ---- pictures ----
