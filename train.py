@@ -79,7 +79,7 @@ class Run:
     rollout_config: RolloutConfig | None = None
     items: dict[str, list[str]] | None = None  # world -> its training items
     idle_steps: int = 0  # number of newest steps in a row without success and gradient
-    cut_steps: int = 0  # number of steps in which --max_length cut many trajectories
+    warned_of_cuts: bool = False
     turns: list[float] = field(default_factory=list)  # environment turns of each step taken
 
     @property
@@ -643,14 +643,13 @@ def warn_without_signal(run: Run, row: dict) -> None:
 
 
 def warn_of_cuts(run: Run, row: dict) -> None:
-    """Warn once if --max_length cuts many trajectories, which then do not reach the horizon."""
-    if row["truncated/length"] <= MANY_CUT:
+    """Warn once, in this process, if --max_length cuts many trajectories of a step."""
+    if row["truncated/length"] <= MANY_CUT or run.warned_of_cuts or run.rank != 0:
         return
-    run.cut_steps += 1
-    if run.cut_steps == 1 and run.rank == 0:
-        tqdm.write(f"warning: {row['truncated/length']:.0%} of this step's trajectories were cut "
-                   "by --max_length, before the horizon. A larger one takes more memory",
-                   file=sys.stderr)
+    run.warned_of_cuts = True
+    tqdm.write(f"warning: --max_length cut {row['truncated/length']:.0%} of this step's "
+               "trajectories before the horizon. A larger one takes more memory",
+               file=sys.stderr)
 
 
 def summary(row: dict) -> str:

@@ -1,10 +1,6 @@
 """What simple policies and the world's expert reach on held-out items.
 
-    python experiments/policies.py WORLD [episodes per item [horizon [FOLDER [POLICY]]]]
-        [--out FILE.json]
-
-FOLDER: item sets other than those in data/; "" for those. POLICY: this one alone. --out: write the
-figures to this file, those of every item too.
+    python experiments/policies.py WORLD [EPISODES [HORIZON [FOLDER [POLICY]]]] [--out FILE.json]
 
 uniform: any of the valid actions, in worlds that list them.
 imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
@@ -33,14 +29,16 @@ def parse():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("world", choices=list(TINY_HORIZONS))
-    parser.add_argument("episodes", nargs="?", type=int, default=1)
-    parser.add_argument("horizon", nargs="?", type=int)
-    parser.add_argument("folder", nargs="?", default="")
-    parser.add_argument("policy", nargs="?", default="")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("episodes", nargs="?", type=int, default=1, help="of each item")
+    parser.add_argument("horizon", nargs="?", type=int, help="default: the tiny model's")
+    parser.add_argument("folder", nargs="?", default="", help="item sets; default: those in data/")
+    parser.add_argument("policy", nargs="?", default="", help="this one alone")
+    parser.add_argument("--out", type=Path, help="file for the figures, those of every item too")
+    args = parser.parse_intermixed_args()
     if args.episodes < 1 or (args.horizon is not None and args.horizon < 1):
         parser.error("episodes per item and the horizon are integers above 0")
+    if args.out and not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
     return args
 
 
@@ -52,16 +50,17 @@ def main():
         for what, by_item in figures.items():
             print(f"{label:9} {what:8} {summary(by_item, category)}")
     if args.out:
-        kept = {label: numbers(figures, category) for label, figures in found.items()}
+        kept = {label: kept_figures(figures, category) for label, figures in found.items()}
         args.out.write_text(json.dumps(kept))
 
 
-def numbers(figures, category):
+def kept_figures(figures, category):
     """What --out keeps of a policy: means, their intervals, and the figures of every item."""
     kept = {"ci95": {what: bootstrap(list(by_item.values()), 0)
                      for what, by_item in figures.items()}}
     kept |= {what: float(np.mean(list(by_item.values()))) for what, by_item in figures.items()}
-    kept["categories"] = {c: float(mean) for c, mean in means(figures["success"], category)}
+    by_category = category_means(figures["success"], category)
+    kept["categories"] = {c: float(mean) for c, mean in by_category}
     kept["items"] = {item: [float(by_item[item]) for by_item in figures.values()]
                      for item in figures["success"]}  # [success, score, turns]
     return kept
@@ -128,7 +127,7 @@ def play(env, item, horizon, policy, rng):
     return step, horizon
 
 
-def means(by_item, category):
+def category_means(by_item, category):
     """The mean of each category, by name. by_item: {item: its mean}."""
     for c in sorted(set(category.values())):
         yield c, np.mean([mean for item, mean in by_item.items() if category.get(item) == c])
@@ -137,7 +136,7 @@ def means(by_item, category):
 def summary(by_item, category):
     """The mean over items, its interval, and the mean of each category, as text."""
     low, high = bootstrap(list(by_item.values()), 0)
-    parts = "  ".join(f"{c} {mean:.3f}" for c, mean in means(by_item, category))
+    parts = "  ".join(f"{c} {mean:.3f}" for c, mean in category_means(by_item, category))
     return f"{np.mean(list(by_item.values())):.3f} [{low:.3f}, {high:.3f}]  {parts}"
 
 

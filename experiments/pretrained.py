@@ -1,22 +1,20 @@
 """A pretrained model before training, after a warm start and after RL: keep and draw the rows.
 
     python experiments/pretrained.py add WORLD STAGE RESULT.json [RUN COMMIT]
-    python experiments/pretrained.py policies WORLD HORIZON [FOLDER]
     python experiments/pretrained.py
 
 WORLD: a name that begins with the world's, such as "sciworld find"; "mixture, sciworld find" for
 the model of several worlds; "sciworld find seed 1" for another seed, "... float32" for another
 dtype. STAGE: raw, warm or rl.
 RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
-and its rows; COMMIT: the one it ran at. `policies` plays the world's expert and the uniformly
-random policy (where a world does not list its valid actions, the one that the built-in model was
-trained to imitate) on the held-out items, of FOLDER if it is given. Without arguments: the table,
-and docs/pretrained.png of what has been through RL, from experiments/results/pretrained.jsonl.gz
-alone.
+and its rows; COMMIT: the one it ran at. Without arguments: the table, and docs/pretrained.png of
+what has been through RL, from experiments/results/pretrained.jsonl.gz and, for random policies and
+experts, references.jsonl.gz alone.
 """
 
 import json
 import re
+import shlex
 import sys
 from inspect import signature
 from pathlib import Path
@@ -28,15 +26,22 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from eval import bootstrap  # noqa: E402
-from experiments.studies import rows  # noqa: E402
+from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.report import in_words  # noqa: E402
 
 STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
 MIXTURE = "mixture, "
-POLICY_EPISODES = 4  # of a policy on each held-out item
+# World -> its entry in experiments/references.py.
+REFERENCES = {
+    "babyai go-to": "policies_babyai_once",
+    "babyai levels": "policies_levels_four",
+    "textcraft": "policies_textcraft_20",
+    "searchqa": "policies_searchqa_5",
+    "sciworld find": "policies_sciworld_find",
+    "webarena one click": "policies_webarena_one_click",
+}
 
 
 def add(world, stage, result, run=None, commit=""):
@@ -46,33 +51,44 @@ def add(world, stage, result, run=None, commit=""):
     summary = {"evaluation": json.loads(Path(result).read_text())}
     if "success" not in summary["evaluation"]:
         sys.exit(f"pretrained.py: {result} is not the result of one evaluation")
+    config = summary["evaluation"]["config"]
+    summary |= {"model_sha256": config["model_sha256"], "seed": config["seed"],
+                "command": "", "commit": commit, "machine": play.machine()}
     metrics = []
     if run:
         metrics = rows.read_lines(Path(run) / "metrics.jsonl")
-        summary["flags"] = json.loads((Path(run) / "config.json").read_text())
+        flags = json.loads((Path(run) / "config.json").read_text())
+        summary |= {"flags": flags, "seed": flags["seed"], "command": command_of(flags)}
         summary["minutes"] = round(sum(map(seconds, metrics)) / 60, 1)
-        summary["commit"] = commit
     keep(world, stage, [*metrics, summary])
+
+
+def command_of(flags):
+    """The command of a run, from the flags in its config.json."""
+    words = ["python", "sft.py" if "demos" in flags else "train.py"]
+    for name, value in flags.items():
+        if name not in ("resume", "worlds") and value not in ("", None):
+            value = str(value).lower() if isinstance(value, bool) else str(value)
+            words += [f"--{name}", shlex.quote(value)]
+    return " ".join(words)
 
 
 def seconds(row):
     return row.get("seconds_rollout", 0) + row["seconds_update"]
 
 
-def add_policies(world, horizon, folder=None):
-    """Keep what the expert and a random policy reach on the held-out items."""
-    from experiments.policies import measure
-
-    found = measure(world.split()[0], POLICY_EPISODES, horizon, folder)
-    found["random"] = found["uniform"] if "uniform" in found else found["imitated"]
-    for label in POLICIES:
-        success = list(found[label]["success"].values())
-        keep(world, label, [{"evaluation": {
-            "success": sum(success) / len(success),
-            "ci95": {"success": bootstrap(success, 0)},
-            "turns": sum(found[label]["turns"].values()) / len(success),
-            "config": {"samples": POLICY_EPISODES, "items": len(success), "horizon": int(horizon)},
-        }}])
+def policies():
+    """The rows of random policies and experts, in the form of a model's -> {name: [row]}."""
+    found = {}
+    for world, entry in REFERENCES.items():
+        row = rows.load("references")[entry][0]
+        horizon = int(shlex.split(row["command"].rpartition("policies.py ")[2])[2])
+        figures = row["figures"]
+        random = "uniform" if "uniform" in figures else "imitated"
+        for stage, policy in (("random", random), ("expert", "expert")):
+            evaluation = {**figures[policy], "config": {"horizon": horizon}}
+            found[f"{world}_{stage}"] = [{"evaluation": evaluation}]
+    return found
 
 
 def keep(world, stage, new):
@@ -81,7 +97,7 @@ def keep(world, stage, new):
 
 def report():
     """Print the table and write the picture."""
-    kept = rows.load(STUDY)
+    kept = rows.load(STUDY) | policies()
     worlds = sorted({name.rpartition("_")[0] for name in kept})
     print("| world, horizon | model | steps, min | held-out success | valid actions | turns |")
     print("|---|---|---|---|---|---|")
@@ -154,7 +170,7 @@ def line(world, label, run):
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:] or ["report"]
-    command = {"report": report, "add": add, "policies": add_policies}.get(name)
+    command = {"report": report, "add": add}.get(name)
     try:
         signature(command).bind(*arguments)
     except TypeError:  # no such command, or arguments that it does not take

@@ -3,17 +3,19 @@
     python experiments/references.py [--only TEXT] [--show]
 
 What random policies and experts reach, the built-in model on all tasks of a world, and warm starts
-of the built-in model. Each line of REFERENCES leaves a row in
-experiments/results/references.jsonl.gz: the commands, commit, machine, hash of the model (if one
-plays) and figures. A line that has its row is not run again; remove the row to repeat it. --show
-runs nothing. It needs a checkout that nobody edits, the extras sciworld and webarena, and Chromium.
+of the built-in model. Each entry of REFERENCES leaves a row in
+experiments/results/references.jsonl.gz: its commands, the commit, the machine, the hash of the
+model (if one plays) and the figures. An entry whose row has the same commands is not run again;
+remove the row to repeat it. --show prints the kept rows and runs nothing.
 
-One line at a time, one thread. The policies take half an hour, the warm starts as much.
+Measuring needs a checkout that nobody edits, the extras sciworld and webarena, and Chromium. One
+entry at a time, one thread. The policies take half an hour, the warm starts as much.
 """
 
 import argparse
 import json
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -25,7 +27,16 @@ from experiments.studies.runs import SCIWORLD_ITEMS, WEBARENA_ITEMS  # noqa: E40
 
 STUDY = "references"
 FIND_ITEMS = "runs/items/FIND"
-FIND_TASKS = ("find-living-thing", "find-non-living-thing", "find-plant", "find-animal")
+# Folder of item sets -> the command that writes it, and its last file.
+MADE_ITEMS = {
+    SCIWORLD_ITEMS: (f"experiments/sciworld_tasks.py {SCIWORLD_ITEMS} find-non-living-thing",
+                     "AgentItemId/sciworld_train.json"),
+    FIND_ITEMS: (f"experiments/sciworld_tasks.py {FIND_ITEMS} find-living-thing "
+                 "find-non-living-thing find-plant find-animal",
+                 "AgentItemId/sciworld_train.json"),
+    WEBARENA_ITEMS: (f"experiments/web.py navigate {WEBARENA_ITEMS}",
+                     "AgentEval/webarena/admin.json"),
+}
 
 
 def policies(arguments):
@@ -83,9 +94,12 @@ def parse():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="lines whose name holds this text")
-    parser.add_argument("--show", action="store_true", help="run nothing")
-    return parser.parse_args()
+    parser.add_argument("--only", default="", help="entries whose name holds this text")
+    parser.add_argument("--show", action="store_true", help="print the kept rows, run nothing")
+    args = parser.parse_args()
+    if not any(args.only in name for name in REFERENCES):
+        parser.error(f"no entry has '{args.only}' in its name: {', '.join(REFERENCES)}")
+    return args
 
 
 def main():
@@ -93,46 +107,52 @@ def main():
     names = [name for name in REFERENCES if args.only in name]
     if not args.show:
         commit = play.revision()
-        make_item_sets()
         for name in names:
-            if name not in rows.load(STUDY):
+            kept = rows.load(STUDY)
+            if name not in kept or kept[name][0]["command"] != command_line(name):
                 print(name, flush=True)
-                row = measure(name, commit)
-                rows.save(STUDY, rows.load(STUDY) | {name: [row]})
+                rows.save(STUDY, kept | {name: [measure(name, commit)]})
     kept = rows.load(STUDY)
     print("\n".join(table(name, kept[name][0]) for name in names if name in kept))
 
 
-def make_item_sets():
-    for folder, *tasks in ((SCIWORLD_ITEMS, "find-non-living-thing"), (FIND_ITEMS, *FIND_TASKS)):
-        if not (ROOT / folder).is_dir():
-            play.call("experiments/sciworld_tasks.py", folder, *tasks)
-    if not (ROOT / WEBARENA_ITEMS).is_dir():
-        play.call("experiments/web.py", "navigate", WEBARENA_ITEMS)
+def command_line(name):
+    """What repeats an entry, item sets included."""
+    made = [make for folder, (make, _) in MADE_ITEMS.items() if uses(name, folder)]
+    shown = {"out": "OUT.json", "run": f"runs/{name}"}
+    commands = [command.format(**shown) for command in REFERENCES[name]]
+    return " && ".join(f"OMP_NUM_THREADS=1 python {command}" for command in made + commands)
+
+
+def uses(name, folder):
+    return any(folder in shlex.split(command) for command in REFERENCES[name])
 
 
 def measure(name, commit):
-    """Run the commands of a line -> its row.
+    """Run the commands of an entry -> its row.
 
     Raises:
         RuntimeError: a command failed, or another commit than `commit` is checked out.
     """
+    for folder, (make, last_file) in MADE_ITEMS.items():
+        if uses(name, folder) and not (ROOT / folder / last_file).exists():
+            play.call(*shlex.split(make))
+
     folder = ROOT / "runs/references" / name
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
+    folder.mkdir(parents=True)
     out = folder / "figures.json"
     begin = time.monotonic()
     for command in REFERENCES[name]:
-        printed = play.call(*shlex.split(command.format(out=out, run=folder / "run")))
+        words = shlex.split(command)
+        printed = play.call(*(word.format(out=out, run=folder / "run") for word in words))
     if play.revision() != commit:
         raise RuntimeError("another commit is checked out than at the beginning")
-    has_out = "{out}" in REFERENCES[name][-1]
-    found = json.loads(out.read_text()) if has_out else {"printed": printed.splitlines()}
+
+    found = json.loads(out.read_text()) if out.exists() else {"printed": printed.splitlines()}
     is_model = "config" in found  # written by eval.py
-    names = {"out": "OUT.json", "run": f"runs/{name}"}
     return {
-        "command": " && ".join(
-            f"OMP_NUM_THREADS=1 python {command.format(**names)}" for command in REFERENCES[name]
-        ),
+        "command": command_line(name),
         "commit": commit,
         "machine": play.machine(),
         "seed": 0,
@@ -143,7 +163,7 @@ def measure(name, commit):
 
 
 def table(name, row):
-    """A line of text for each model or policy."""
+    """Lines of text: one for each model or policy, or what a command printed."""
     figures = row["figures"]
     if "printed" in figures:
         return "\n".join(f"{name:28} {line}" for line in figures["printed"])

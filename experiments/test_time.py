@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from eval import bootstrap, pass_at_k  # noqa: E402
 from experiments.studies import rows  # noqa: E402
-from experiments.studies.play import revision  # noqa: E402
+from experiments.studies.play import machine, revision  # noqa: E402
 from experiments.studies.report import in_words  # noqa: E402
 
 WORK = ROOT / "runs/test_time"  # for eval.py's output, which is not kept
@@ -83,6 +83,8 @@ def measure(world, models, before=BUILT_IN, name="", samples=KS[-1]):
             "model_sha256": sha256,
             "commit": commit,
             "command": command,
+            "seed": 0,
+            "machine": machine(),
             "samples": samples,
             "horizons": {h: within(trajectories, h, samples) for h in HORIZONS[world]},
         }

@@ -12,8 +12,8 @@ load: EPISODES at once (default 32) with STEPS random valid actions each (defaul
     browser is killed in the middle, by its process id.
 step: how long a step and a reset take, with one episode alone.
 navigate: item sets of the easiest tasks, those that one click solves, for train.py's --data FOLDER.
-fixed_link: of these, the share of held-out tasks that one link of each site solves, always the same
-    one: what a policy that does not read the task can reach.
+fixed_link: of the held-out tasks in such a FOLDER, the link of each site that solves most, and the
+    share that it solves: a policy that never reads the task. Counted from the tasks' plans.
 """
 
 import json
@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import EnvError, items, make_env, split_item  # noqa: E402
+from envs import EnvError, categories, items, make_env, split_item  # noqa: E402
 from experiments.load import process_tree  # noqa: E402
 from websites import tasks  # noqa: E402
 from worlds.webarena import browser, plans, tree  # noqa: E402
@@ -71,23 +71,16 @@ def navigate(folder):
 
 
 def fixed_link(folder):
-    """Print the link of each site that solves most held-out tasks of a folder by `navigate`."""
-    solved = Counter()
-    for site in tasks.PLACE:
-        links = Counter()
-        numbers = [split_item(item)[1] for item in json_items(folder, site)]
-        for number in numbers:
-            [(_, _, link)] = tasks.make(number)[1]
-            links[link] += 1
-        (best, count), = links.most_common(1)
-        solved += Counter(tasks=len(numbers), solved=count)
-        print(f"{site:6} {best!r} {count / len(numbers):.3f}")
-    print(f"all    {solved['solved'] / solved['tasks']:.3f}")
-
-
-def json_items(folder, site):
-    rows = json.loads(Path(folder, f"AgentEval/webarena/{site}.json").read_text())
-    return [row["item_id"] for row in rows]
+    """Print for each site the link that solves most held-out tasks, and their share."""
+    links = {}  # site -> how many tasks each link solves
+    for item, site in categories("webarena", folder).items():
+        [(_, _, link)] = tasks.make(split_item(item)[1])[1]
+        links.setdefault(site, Counter())[link] += 1
+    for site, counts in links.items():
+        (best, count), = counts.most_common(1)
+        print(f"{site:6} {best!r} {count / counts.total():.3f}")
+    solved = sum(max(counts.values()) for counts in links.values())
+    print(f"all    {solved / sum(counts.total() for counts in links.values()):.3f}")
 
 
 def memory():

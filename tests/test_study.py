@@ -261,18 +261,15 @@ def test_each_model_has_files_of_its_own_and_its_row_is_kept_when_it_is_measured
     assert len(set(outs)) == 5
 
 
-@pytest.mark.parametrize("known, random", [
-    (("uniform", "expert"), 0.25), (("imitated", "expert"), 0.5),
-    (("uniform", "imitated", "expert"), 0.25),
-])
-def test_the_random_policy_is_the_uniform_one_where_there_is_one(
-        tmp_path, monkeypatch, known, random):
-    success = {"uniform": 0.25, "imitated": 0.5, "expert": 1.0}
-    found = {name: {"success": {"a_1": success[name]}, "turns": {"a_1": 2}} for name in known}
-    monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    monkeypatch.setattr(policies, "measure", lambda *args, **options: found)
-    pretrained.add_policies("maze", "8")
-    assert rows.load("pretrained")["maze_random"][0]["evaluation"]["success"] == random
+def test_the_random_policy_is_the_uniform_one_where_there_is_one():
+    found = pretrained.policies()
+    kept = {name: run_rows[0]["figures"] for name, run_rows in rows.load("references").items()}
+    for world, policy in (("babyai go-to", "uniform"), ("searchqa", "imitated")):
+        entry = kept[pretrained.REFERENCES[world]]
+        evaluation = found[f"{world}_random"][0]["evaluation"]
+        assert evaluation["success"] == entry[policy]["success"]
+        assert ("uniform" in entry) == (policy == "uniform")
+    assert found["searchqa_expert"][0]["evaluation"]["config"]["horizon"] == 5
 
 
 def test_a_study_of_another_model_is_not_gone_on_with(tmp_path, monkeypatch):
@@ -384,37 +381,68 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(path):
 
 def test_a_reference_keeps_its_commands_and_its_figures(tmp_path, monkeypatch):
     commands = []
+    evaluation = {
+        "success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0, "env_error": 0.0,
+        "ci95": {"success": [0.4, 0.6], "score": [0.4, 0.6]}, "categories": {}, "items": {},
+        "config": {"env": "babyai", "model": "m", "samples": 2, "horizon": 16, "data": "",
+                   "model_sha256": "abc"},
+    }
 
-    def call(*command):
-        commands.append(command)
-        if "--out" in command and command[0] != "sft.py":
-            out = Path(command[command.index("--out") + 1])
+    def call(script, *words):
+        commands.append((script, *words))
+        if "--out" not in words:
+            return "best 0.168\n"
+        out = Path(words[words.index("--out") + 1])
+        if script == "sft.py":
+            out.mkdir()  # refuses a folder that holds a run
+        elif script == "eval.py":
+            out.write_text(json.dumps(evaluation))
+        else:
             out.write_text('{"uniform": {"success": 0.25}}')
-        return "best 0.168\n"
 
-    monkeypatch.setattr(references, "ROOT", tmp_path)
+    monkeypatch.setattr(references, "ROOT", tmp_path / "a checkout")
     monkeypatch.setattr(play, "call", call)
     monkeypatch.setattr(play, "revision", lambda: "c0ffee")
     row = references.measure("policies_textcraft", "c0ffee")
     assert row["command"] == ("OMP_NUM_THREADS=1 python experiments/policies.py textcraft 4 8 "
                               "--out OUT.json")
-    assert row["figures"] == {"uniform": {"success": 0.25}}
-    assert commands[0][:4] == ("experiments/policies.py", "textcraft", "4", "8")
-    assert references.measure("fixed_actions_babyai", "c0ffee")["figures"] == {
-        "printed": ["best 0.168"]}
+    assert row["figures"] == {"uniform": {"success": 0.25}} and row["model_sha256"] == ""
+    assert commands.pop()[:4] == ("experiments/policies.py", "textcraft", "4", "8")
+    row = references.measure("fixed_actions_babyai", "c0ffee")
+    assert row["figures"] == {"printed": ["best 0.168"]}
+    references.measure("policies_sciworld", "c0ffee")
+    assert commands.pop()[1:5] == ("sciworld", "1", "6", "")
 
-    # A warm start is trained in a folder of its own and evaluated from there.
-    commands.clear()
-    references.measure("warm_levels", "c0ffee")
+    # A warm start is trained in a folder of its own, also the second time, and evaluated.
+    for _ in range(2):
+        commands.clear()
+        row = references.measure("warm_levels", "c0ffee")
     trained = commands[0][commands[0].index("--out") + 1]
     assert commands[1][commands[1].index("--model") + 1] == f"{trained}/final"
+    assert row["model_sha256"] == "abc" and row["figures"]["success"] == 0.5
+    assert "success 0.500 [0.400, 0.600]" in references.table("warm_levels", row)
+
+    # Item sets that are not in the repository are made first, and named.
+    commands.clear()
+    row = references.measure("fixed_link_webarena", "c0ffee")
+    assert [words[1] for words in commands] == ["navigate", "fixed_link"]
+    assert "web.py navigate runs/items/NAV && OMP" in row["command"]
 
     with pytest.raises(RuntimeError, match="another commit"):
         references.measure("policies_textcraft", "decaf")
 
 
+def test_what_a_policy_leaves_in_its_file():
+    by_item = {"success": {"a_1": 1.0, "a_2": 0.0, "a_3": 0.5}, "turns": {"a_1": 1, "a_2": 4,
+                                                                           "a_3": 2}}
+    kept = policies.kept_figures(by_item, {"a_1": "near", "a_2": "far", "a_3": "far"})
+    assert kept["success"] == 0.5 and kept["categories"] == {"near": 1.0, "far": 0.25}
+    assert kept["items"] == {"a_1": [1.0, 1.0], "a_2": [0.0, 4.0], "a_3": [0.5, 2.0]}
+
+
 def test_every_reference_has_its_row():
-    assert set(rows.load("references")) == set(references.REFERENCES)
+    kept = {name: run_rows[0]["command"] for name, run_rows in rows.load("references").items()}
+    assert kept == {name: references.command_line(name) for name in references.REFERENCES}
 
 
 # ---- pictures ----

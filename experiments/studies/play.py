@@ -277,8 +277,8 @@ def revision():
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "data")
     if changed:
         sys.exit(
-            "study.py: this checkout is edited, and results name a commit: commit first, "
-            f"or use a clone\n{changed}"
+            f"{Path(sys.argv[0]).name}: this checkout is edited, and results name a commit: "
+            f"commit first, or use a clone\n{changed}"
         )
     return git("rev-parse", "--short", "HEAD")
 
