@@ -182,22 +182,23 @@ def common_cells(seeds):
     def mean(key):
         return statistics.mean(summary[key] for summary in summaries)
 
-    success = [summary["success"] for summary in summaries]
-    if len(success) > 1:
-        spread = f" ± {statistics.stdev(success):.3f}"
-    else:
-        low, high = summaries[0]["ci95"]
-        spread = f" [{low:.3f}, {high:.3f}]"
+    def mean_and_spread(key, interval):
+        values = [summary[key] for summary in summaries]
+        if len(values) > 1:
+            return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+        low, high = summaries[0][interval]
+        return f"{values[0]:.3f} [{low:.3f}, {high:.3f}]"
+
     # Rows without a score are of worlds where it equals the success.
-    has_score = all("score" in summary for summary in summaries)
-    score = mean("score") if has_score else mean("success")
+    has_score = all("score_ci95" in summary for summary in summaries)
+    success = mean_and_spread("success", "ci95")
     cells = (
         f"{len(summaries)}",
         f"{statistics.mean(map(len, trainings)):.0f}",
         f"{mean('environment_turns'):.0f}",
         f"{mean('seconds') / 60:.1f}",
-        f"{statistics.mean(success):.3f}{spread}",
-        f"{score:.3f}",
+        success,
+        mean_and_spread("score", "score_ci95") if has_score else success,
         f"{mean('turns'):.2f}",
         f"{mean('valid_actions'):.3f}",
     )
@@ -460,7 +461,8 @@ def picture(study, worlds, results, path):
             if run.world == world and len(results.get(run.name, ())) > 1:
                 labels.setdefault(run.label, []).append(results[run.name])
 
-        what = "score" if study == "worlds" else "success"  # in SciWorld success is 0 throughout
+        # In SciWorld success is 0 throughout. Older rows of the other worlds have no score.
+        what = "score" if study == "worlds" or world == "sciworld" else "success"
         draw_training(line[0], world, labels, "turns", what)
         if midway:
             draw_training(line[1], world, labels, "turns", "horizon")
