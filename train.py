@@ -166,8 +166,7 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             if information:
                 row["mutual_information"] = min(information.values())
             log_step(run, row, trajectories)
-            warn_without_signal(run, row)
-            warn_of_cuts(run, row)
+            warn(run, row)
             bar.set_postfix_str(summary(row))
 
             # Save, unless training cannot go on.
@@ -630,6 +629,12 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write(json.dumps(row) + "\n")
     run.report(row)
+
+
+def warn(run: Run, row: dict) -> None:
+    """Warn of what keeps a run from learning."""
+    warn_without_signal(run, row)
+    warn_of_cuts(run, row)
 
 
 def warn_without_signal(run: Run, row: dict) -> None:
