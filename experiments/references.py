@@ -72,7 +72,7 @@ REFERENCES = {
     "policies_searchqa": policies("searchqa 4 4"),
     "policies_searchqa_5": policies("searchqa 4 5"),
     "policies_searchqa_10": policies("searchqa 1 10"),
-    "policies_sciworld": policies("sciworld 1 6 '' uniform"),
+    "policies_sciworld": policies("sciworld 1 6"),
     "policies_sciworld_one_task": policies(f"sciworld 1 6 {SCIWORLD_ITEMS}"),
     "policies_sciworld_find": policies(f"sciworld 1 20 {FIND_ITEMS}"),
     "policies_webarena": policies("webarena 1 15 '' expert"),

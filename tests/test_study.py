@@ -410,8 +410,8 @@ def test_a_reference_keeps_its_commands_and_its_figures(tmp_path, monkeypatch):
     assert commands.pop()[:4] == ("experiments/policies.py", "textcraft", "4", "8")
     row = references.measure("fixed_actions_babyai", "c0ffee")
     assert row["figures"] == {"printed": ["best 0.168"]}
-    references.measure("policies_sciworld", "c0ffee")
-    assert commands.pop()[1:5] == ("sciworld", "1", "6", "")
+    references.measure("policies_webarena", "c0ffee")
+    assert commands.pop()[1:6] == ("webarena", "1", "15", "", "expert")
 
     # A warm start is trained in a folder of its own, also the second time, and evaluated.
     for _ in range(2):
