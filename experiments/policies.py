@@ -55,7 +55,12 @@ def main():
 
 
 def kept_figures(figures, category):
-    """What --out keeps of a policy: means, their intervals, and the figures of every item."""
+    """What --out keeps of a policy: means, their intervals, and the figures of every item.
+
+    Args:
+        figures: {"success", "score" or "turns": {item: its mean}}.
+        category: {item: its category}.
+    """
     kept = {"ci95": {what: bootstrap(list(by_item.values()), 0)
                      for what, by_item in figures.items()}}
     kept |= {what: float(np.mean(list(by_item.values()))) for what, by_item in figures.items()}
@@ -128,7 +133,12 @@ def play(env, item, horizon, policy, rng):
 
 
 def category_means(by_item, category):
-    """The mean of each category, by name. by_item: {item: its mean}."""
+    """The means of the categories, sorted by name -> (category, mean), ...
+
+    Args:
+        by_item: {item: its mean}.
+        category: {item: its category}.
+    """
     for c in sorted(set(category.values())):
         yield c, np.mean([mean for item, mean in by_item.items() if category.get(item) == c])
 

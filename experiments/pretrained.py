@@ -33,19 +33,23 @@ STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
 MIXTURE = "mixture, "
-# World -> its entry in experiments/references.py.
+# World -> its entry in experiments/references.py, and the horizon there.
 REFERENCES = {
-    "babyai go-to": "policies_babyai_once",
-    "babyai levels": "policies_levels_four",
-    "textcraft": "policies_textcraft_20",
-    "searchqa": "policies_searchqa_5",
-    "sciworld find": "policies_sciworld_find",
-    "webarena one click": "policies_webarena_one_click",
+    "babyai go-to": ("policies_babyai_once", 4),
+    "babyai levels": ("policies_levels_four", 20),
+    "textcraft": ("policies_textcraft_20", 20),
+    "searchqa": ("policies_searchqa_5", 5),
+    "sciworld find": ("policies_sciworld_find", 20),
+    "webarena one click": ("policies_webarena_one_click", 4),
 }
 
 
 def add(world, stage, result, run=None, commit=""):
-    """Keep one evaluation, with the flags and the rows of the run that made the model."""
+    """Keep one evaluation, with the flags and the rows of the run that made the model.
+
+    `machine` in the row is the one that this is called on. A model without a run has no command:
+    the flags of its evaluation are in evaluation["config"].
+    """
     if stage not in STAGES:
         sys.exit(f"pretrained.py: a stage is one of {', '.join(STAGES)}, not {stage}")
     summary = {"evaluation": json.loads(Path(result).read_text())}
@@ -80,10 +84,9 @@ def seconds(row):
 def policies():
     """The rows of random policies and experts, in the form of a model's -> {name: [row]}."""
     found = {}
-    for world, entry in REFERENCES.items():
-        row = rows.load("references")[entry][0]
-        horizon = int(shlex.split(row["command"].rpartition("policies.py ")[2])[2])
-        figures = row["figures"]
+    measured = rows.load("references")
+    for world, (entry, horizon) in REFERENCES.items():
+        figures = measured[entry][0]["figures"]
         random = "uniform" if "uniform" in figures else "imitated"
         for stage, policy in (("random", random), ("expert", "expert")):
             evaluation = {**figures[policy], "config": {"horizon": horizon}}

@@ -265,11 +265,14 @@ def test_the_random_policy_is_the_uniform_one_where_there_is_one():
     found = pretrained.policies()
     kept = {name: run_rows[0]["figures"] for name, run_rows in rows.load("references").items()}
     for world, policy in (("babyai go-to", "uniform"), ("searchqa", "imitated")):
-        entry = kept[pretrained.REFERENCES[world]]
+        entry = kept[pretrained.REFERENCES[world][0]]
         evaluation = found[f"{world}_random"][0]["evaluation"]
         assert evaluation["success"] == entry[policy]["success"]
         assert ("uniform" in entry) == (policy == "uniform")
-    assert found["searchqa_expert"][0]["evaluation"]["config"]["horizon"] == 5
+    for world, (entry, horizon) in pretrained.REFERENCES.items():
+        command = references.REFERENCES[entry][0].split()
+        assert int(command[3]) == horizon  # WORLD EPISODES HORIZON
+        assert found[f"{world}_expert"][0]["evaluation"]["config"]["horizon"] == horizon
 
 
 def test_a_study_of_another_model_is_not_gone_on_with(tmp_path, monkeypatch):
