@@ -698,7 +698,7 @@ def test_trajectories_cut_by_their_length_give_one_warning(capsys):
         warned = []
         for step, share in enumerate(shares):
             train.warn_of_cuts(run, {"truncated/length": share})
-            if "--max_length cut 25% of this step's" in capsys.readouterr().err:
+            if f"--max_length cut {share:.0%} of this step's" in capsys.readouterr().err:
                 warned.append(step)
         assert warned == expected
 
