@@ -3,7 +3,7 @@
     python experiments/study.py NAME [--jobs N] [--only TEXT] [--dry | --draw]
 
 NAME is one of: algorithms, horizon, rooms_horizon, pretrained_horizon, pretrained_rooms,
-pretrained_rooms_gpu, collapse, recipe, worlds, transfer, credit, distill.
+pretrained_rooms_gpu, pretrained_rooms_36k, collapse, recipe, worlds, transfer, credit, distill.
 
 A run (a world, a label, a seed) leaves one file, experiments/results/NAME/RUN.jsonl: a row per
 training step, and a last row with the evaluation on held-out items, the commands, the commit and
@@ -42,6 +42,9 @@ pretrained_rooms_gpu: the same on a GPU (--jobs 5: all runs at a time, some 10 G
     times the turns, twice the trajectories a step, a penalty for invalid actions and a lower
     learning rate. Its warm start is made on the GPU, too. The comparison named beforehand: scaling
     against long at the end.
+pretrained_rooms_36k: the same on a GPU (--jobs 7) with 36,000 turns, some six hours of a core by
+    the pace of pretrained_rooms, a larger --max_length, and three seeds. The comparison named
+    beforehand: scaling against long at the end, over the seeds and, item by item, in each.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three

@@ -82,7 +82,8 @@ def test_at_equal_time_both_runs_count_up_to_the_end_of_the_faster_one():
 def test_all_horizons_of_a_study_share_their_other_flags():
     others = {"pretrained_horizon": tuple(runs.PRETRAINED.split()),
               "pretrained_rooms": tuple(runs.PRETRAINED_ROOMS.split()),
-              "pretrained_rooms_gpu": tuple(runs.PRETRAINED_ROOMS_GPU.split())}
+              "pretrained_rooms_gpu": tuple(runs.PRETRAINED_ROOMS_GPU.split()),
+              "pretrained_rooms_36k": tuple(runs.PRETRAINED_ROOMS_36K.split())}
     for name in ("horizon", "rooms_horizon", *others):
         own = others.get(name, runs.TO_THE_END)
         for run in runs.runs_of(name):

@@ -35,11 +35,12 @@ CREDIT_WORLDS = {
 # Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
 EVALUATED_MIDWAY = (
     "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu",
-    "collapse", "credit", "distill",
+    "pretrained_rooms_36k", "collapse", "credit", "distill",
 )
 # Those evaluated at other parts of the training.
 MIDWAY_PARTS = dict.fromkeys(
-    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu"),
+    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu",
+     "pretrained_rooms_36k"),
     (0.5,),
 )
 # Samples of a held-out item after the training, where they are not two.
@@ -47,7 +48,7 @@ SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
              "pretrained_rooms": "scaling", "pretrained_rooms_gpu": "scaling",
-             "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
+             "pretrained_rooms_36k": "scaling", "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
 
 # Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -94,6 +95,15 @@ PRETRAINED_ROOMS_GPU = (
     "--min_entropy 0 --save_every 13 --keep 1000"
 )
 PRETRAINED_ROOMS_GPU_TURNS = 24_000
+
+# Study "pretrained_rooms_36k": with --max_length 2048 up to a quarter of the trajectories of a step
+# end before the horizon of 10. With 2560 none should.
+PRETRAINED_ROOMS_36K = (
+    PRETRAINED_ROOMS_GPU.replace("--max_length 2048", "--max_length 2560")
+    .replace("--slots 128", "--slots 112")  # six runs fit into 78 GiB
+    .replace("--save_every 13 --keep 1000", "--save_every 10 --keep 3")
+)
+PRETRAINED_ROOMS_36K_TURNS = 36_000
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -198,15 +208,21 @@ def pretrained_rooms_gpu():
     )
 
 
+def pretrained_rooms_36k():
+    return horizons_of_pretrained(
+        "babyai", PRETRAINED_ROOMS_36K, ROOMS_ROUNDS, 13, PRETRAINED_ROOMS_36K_TURNS, seeds=3
+    )
+
+
 def horizons_of_pretrained(
-    world, flags, rounds, horizon_steps, turns, labels=("scaling", "long")
+    world, flags, rounds, horizon_steps, turns, labels=("scaling", "long"), seeds=2
 ):
-    """Some schedules of the horizon for a pretrained model, two seeds. flags: of all runs."""
+    """Some schedules of the horizon for a pretrained model. flags: of all runs."""
     flags = tuple(flags.split())
     growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
     schedule = schedules(rounds, growing)
     found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
-    for seed in range(2):
+    for seed in range(seeds):
         for label in labels:
             found.append(Run(world, label, seed, schedule[label] + flags, turns, rounds[-1]))
     return found
@@ -293,6 +309,7 @@ STUDIES = {
     "pretrained_horizon": pretrained_horizon,
     "pretrained_rooms": pretrained_rooms,
     "pretrained_rooms_gpu": pretrained_rooms_gpu,
+    "pretrained_rooms_36k": pretrained_rooms_36k,
     "transfer": transfer,
     "collapse": collapse,
     "recipe": recipe,
