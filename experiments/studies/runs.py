@@ -48,7 +48,8 @@ SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with.
 BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
              "pretrained_rooms": "scaling", "pretrained_rooms_gpu": "scaling",
-             "pretrained_rooms_36k": "scaling", "collapse": "scaling", "credit": "grpo", "distill": "grpo"}
+             "pretrained_rooms_36k": "scaling", "collapse": "scaling", "credit": "grpo",
+             "distill": "grpo"}
 
 # Studies "algorithms", "worlds" and "transfer": folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
