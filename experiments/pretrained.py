@@ -9,7 +9,8 @@ dtype. STAGE: raw, warm or rl.
 RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
 and its rows; COMMIT: the one it ran at. Without arguments: the table, and docs/pretrained.png of
 what has been through RL, from experiments/results/pretrained.jsonl.gz and, for random policies and
-experts, references.jsonl.gz alone.
+experts, references.jsonl.gz alone. Where both evaluations kept their items, what GRPO adds to the
+warm start, item by item.
 """
 
 import json
@@ -27,7 +28,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from experiments.studies import play, rows  # noqa: E402
-from experiments.studies.report import in_words  # noqa: E402
+from experiments.studies.report import difference_over_items, in_words  # noqa: E402
 
 STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
@@ -110,6 +111,11 @@ def report():
                 print(line(world, label, kept[f"{world}_{stage}"]))
 
     trained = [world for world in worlds if f"{world}_rl" in kept]
+    for world in trained:
+        warm, rl = (kept[f"{world}_{stage}"][-1]["evaluation"] for stage in ("warm", "rl"))
+        if "items" in warm and "items" in rl:
+            rise = difference_over_items([rl["items"]], [warm["items"]])
+            print(f"{world}: GRPO minus warm start over items: {rise}")
     alone = [world for world in trained if not world.startswith(MIXTURE)]
     together = [world for world in trained if world.startswith(MIXTURE)]
     figure, (above, below) = plt.subplots(2, figsize=(2 + 2 * len(alone), 7.5),
