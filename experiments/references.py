@@ -8,8 +8,8 @@ experiments/results/references.jsonl.gz: its commands, the commit, the machine, 
 model (if one plays) and the figures. An entry whose row has the same commands is not run again;
 remove the row to repeat it. --show prints the kept rows and runs nothing.
 
-Measuring needs a checkout that nobody edits, the extras sciworld and webarena, and Chromium. One
-entry at a time, one thread. The policies take half an hour, the warm starts as much.
+Measuring needs a checkout that nobody edits, the extras sciworld, textworld and webarena, and
+Chromium. One entry at a time, one thread. The policies take half an hour, trainings 45 minutes.
 """
 
 import argparse
@@ -47,6 +47,16 @@ def evaluation(flags):
     return [f"eval.py --model tiny --out {{out}} {flags}"]
 
 
+def coin(model, *training):
+    """Train the built-in model in TextWorld's coin game, then evaluate {run}/`model`."""
+    return [
+        "sft.py --env textworld --data data/coin --demos 150 --horizon 8 --out {run}/warm",
+        *training,
+        f"eval.py --env textworld --data data/coin --model {{run}}/{model}/final --horizon 8 "
+        "--samples 2 --out {out}",
+    ]
+
+
 def warm_start(world, demos, epochs, horizon, data=""):
     """Train the built-in model on demonstrations, then evaluate it."""
     items = f"--data {data} " if data else ""
@@ -78,16 +88,23 @@ REFERENCES = {
     "policies_sciworld_find": policies(f"sciworld 1 20 {FIND_ITEMS}"),
     "policies_webarena": policies("webarena 1 15 '' expert"),
     "policies_webarena_one_click": policies(f"webarena 1 4 {WEBARENA_ITEMS}"),
+    "policies_textworld": policies("textworld 1 15"),
+    "policies_textworld_8": policies("textworld 1 8 '' expert"),
+    "policies_coin": policies("textworld 2 8 data/coin"),
     "fixed_actions_babyai": ["data/make_items.py --check"],
     "fixed_link_webarena": [f"experiments/web.py fixed_link {WEBARENA_ITEMS}"],
     "tiny_sciworld": evaluation("--env sciworld --samples 1"),
     "tiny_webarena": evaluation("--env webarena --samples 1"),
+    "tiny_textworld": evaluation("--env textworld --horizon 15 --samples 1"),
     "tiny_crafts": evaluation("--env textcraft --data data/crafts --horizon 20 --samples 2"),
     "tiny_levels": evaluation("--env babyai --data data/levels --horizon 16 --samples 2"),
     "warm_crafts_800": warm_start("textcraft", 800, 2, 20, "data/crafts"),
     "warm_crafts_4000": warm_start("textcraft", 4000, 3, 20, "data/crafts"),
     "warm_searchqa": warm_start("searchqa", 1500, 2, 4),
     "warm_levels": warm_start("babyai", 800, 2, 16, "data/levels"),
+    "warm_coin": coin("warm"),
+    "grpo_coin": coin("grpo", "train.py --env textworld --data data/coin --algo grpo "
+                      "--model {run}/warm/final --out {run}/grpo"),
 }
 
 
