@@ -276,6 +276,24 @@ def test_the_random_policy_is_the_uniform_one_where_there_is_one():
         assert found[f"{world}_expert"][0]["evaluation"]["config"]["horizon"] == horizon
 
 
+def test_what_grpo_adds_is_said_item_by_item_where_both_items_are_kept(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(pretrained, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    pretrained.report()
+    said = re.findall(r"^(.*): GRPO minus warm start over items: ([+-].\S*)",
+                      capsys.readouterr().out, re.M)
+    kept = rows.load("pretrained")
+    for world, rise in said:
+        warm, rl = (kept[f"{world}_{stage}"][-1]["evaluation"] for stage in ("warm", "rl"))
+        assert abs(float(rise) - (rl["success"] - warm["success"])) < 6e-4
+    with_items = {name[:-3] for name, run in kept.items()
+                  if name.endswith("_rl") and "items" in run[-1]["evaluation"]}
+    assert {world for world, _ in said} == with_items != set()
+    assert (tmp_path / "docs/pretrained.png").exists()
+
+
 def test_a_study_of_another_model_is_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "ROOT", tmp_path)
     model = tmp_path / "data/tiny/model.safetensors"
