@@ -98,11 +98,12 @@ PRETRAINED_ROOMS_GPU = (
 PRETRAINED_ROOMS_GPU_TURNS = 24_000
 
 # Study "pretrained_rooms_36k": with --max_length 2048 up to a quarter of the trajectories of a step
-# end before the horizon of 10, with 2560 some 1 %.
+# end before the horizon of 10, with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
 PRETRAINED_ROOMS_36K = (
-    PRETRAINED_ROOMS_GPU.replace("--max_length 2048", "--max_length 2560")
-    .replace("--slots 128", "--slots 112")  # four runs fit into 78 GiB
-    .replace("--save_every 13 --keep 1000", "--save_every 6 --keep 5")
+    "--model runs/rooms_warm/final --data data/rooms --slots 112 --items_per_step 16 "
+    "--rollouts_per_item 8 --max_tokens 24 --max_length 2560 --minibatches 1 --lr 3e-5 "
+    "--invalid_penalty 0.1 --warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 "
+    "--min_entropy 0 --save_every 6 --keep 5"
 )
 PRETRAINED_ROOMS_36K_TURNS = 36_000
 
