@@ -3,10 +3,10 @@
 Each line of the file is a JSON object {"run": RUN, ...row}. The lines of a run stand together and
 in order: one row per training step, then a row with the evaluation. `zcat` shows them.
 
-The rows of a run have among them its command, commit, model_sha256, seed and machine. If the
-trained weights were not kept, model_sha256 is null, and start_sha256 is of the weights that the
-training began with. added_later: the fields that older rows got afterwards, from recorded flags
-and the docs.
+The rows of a run have among them its command ("" for a model before training, see `evaluation`),
+commit, model_sha256 ("" where no model plays), seed and machine. If the trained weights were not
+kept, model_sha256 is null, and start_sha256 is of the weights that the training began with.
+added_later: the fields that older rows got afterwards, from recorded flags and the docs.
 
 While a study runs, each finished run is a plain file, experiments/results/NAME/RUN.jsonl, with one
 row per line. `pack` moves the plain files into the compressed file. `load` reads both.
