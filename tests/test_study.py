@@ -557,6 +557,20 @@ def test_a_picture_says_what_its_bars_are_starts_at_0_and_has_words_for_names(na
                 assert name in ("recipe", "credit") or ax.get_ylim()[0] == 0
 
 
+def test_an_algorithm_has_one_color_in_all_worlds_also_where_others_are_missing(monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
+    results = {run: found for run, found in rows.load("algorithms").items()
+               if not run.startswith("webarena_ppo")}
+    report.draw("algorithms", results)
+    plt.close(*figures)
+    colors = {}
+    for ax in figures[0].axes:
+        for line in ax.lines:
+            colors.setdefault(line.get_label(), set()).add(line.get_color())
+    assert len(colors) == 4 and {len(found) for found in colors.values()} == {1}
+
+
 def test_success_by_level_leaves_out_failed_environments_and_other_worlds(tmp_path):
     rows = [{"item": "babyai_9", "env": "babyai", "status": "done", "success": True},
             {"item": "babyai_9", "env": "babyai", "status": "env_error", "success": False},

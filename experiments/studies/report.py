@@ -444,8 +444,8 @@ def training_in_words(run):
 
 def picture(study, worlds, results, path):
     """Mean and standard deviation over the seeds. Per world a row with the training, and in
-    studies that evaluate on the way a second row with the success on held-out items. One legend
-    for all: every world has runs of the same labels."""
+    studies that evaluate on the way a second row with the success on held-out items. A label has
+    one color in all worlds. The legend is that of one world, which must have runs of all labels."""
     midway = study in EVALUATED_MIDWAY
     columns = 4 if midway else 2
     figure, axes = plt.subplots(
@@ -455,26 +455,30 @@ def picture(study, worlds, results, path):
         layout="constrained",
         squeeze=False,
     )
+    trained = [run for run in runs_of(study) if len(results.get(run.name, ())) > 1]
+    colors = {}
+    for run in trained:
+        colors.setdefault(run.label, f"C{len(colors)}")
     for world, line in zip(worlds, axes.reshape(len(worlds), columns)):
         labels = {}  # label -> the rows of each seed
-        for run in runs_of(study):
-            if run.world == world and len(results.get(run.name, ())) > 1:
+        for run in trained:
+            if run.world == world:
                 labels.setdefault(run.label, []).append(results[run.name])
 
         # In SciWorld success is 0 throughout. Older rows of the other worlds have no score.
         what = "score" if study == "worlds" or world == "sciworld" else "success"
-        draw_training(line[0], world, labels, "turns", what)
+        draw_training(line[0], world, labels, colors, "turns", what)
         if midway:
-            draw_training(line[1], world, labels, "turns", "horizon")
+            draw_training(line[1], world, labels, colors, "turns", "horizon")
             line[1].yaxis.get_major_locator().set_params(integer=True)
             base = results.get(Run(world, "base", 0).name)
-            draw_held_out(line[2:], world, labels, base)
+            draw_held_out(line[2:], world, labels, colors, base)
         elif len({rows[-1].get("machine", "not said") for s in labels.values() for rows in s}) > 1:
             message = "These runs come from different machines:\ntheir minutes cannot be compared."
             line[1].text(0.5, 0.5, message, ha="center", transform=line[1].transAxes)
             line[1].set_axis_off()
         else:
-            draw_training(line[1], world, labels, "minutes", what)
+            draw_training(line[1], world, labels, colors, "minutes", what)
     for ax in axes.flat:
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
@@ -495,17 +499,17 @@ MEASURES = {
 }
 
 
-def draw_training(ax, world, labels, cost, what):
+def draw_training(ax, world, labels, colors, cost, what):
     """Training curves of each label: `what` (a key of the rows) over `cost` (a key of UNITS)."""
-    for number, (label, seeds) in enumerate(labels.items()):
+    for label, seeds in labels.items():
         grid, curves = resampled([rows[:-1] for rows in seeds], cost, what)
         mean = np.nanmean(curves, 0)
         spread = np.nanstd(curves, 0, ddof=min(1, len(curves) - 1))
-        ax.plot(grid, mean, label=name_of(label, seeds), color=f"C{number}")
+        ax.plot(grid, mean, label=name_of(label, seeds), color=colors[label])
         # The band of one standard deviation is cut where the lowest and the highest seed are.
         low = np.maximum(mean - spread, np.nanmin(curves, 0))
         high = np.minimum(mean + spread, np.nanmax(curves, 0))
-        ax.fill_between(grid, low, high, alpha=0.15, color=f"C{number}", lw=0)
+        ax.fill_between(grid, low, high, alpha=0.15, color=colors[label], lw=0)
     title = f"{in_words(world)}: training"
     ax.set(xlabel=UNITS[cost], ylabel=MEASURES[what], title=title)
 
@@ -538,13 +542,13 @@ def resampled(trainings, cost, what):
     return grid[shown], curves[:, shown]
 
 
-def draw_held_out(axes, world, labels, base):
+def draw_held_out(axes, world, labels, colors, base):
     """Success on held-out items, over environment turns (first axes) and minutes (second).
 
     Args:
         base: the rows of the model before training, or None.
     """
-    for number, (label, seeds) in enumerate(labels.items()):
+    for label, seeds in labels.items():
         # Of each seed with all evaluations: [2 or 4, 3], thousand turns, minutes, success.
         points = []
         for rows in seeds:
@@ -555,7 +559,7 @@ def draw_held_out(axes, world, labels, base):
                 )
         mean = np.mean(points, 0)
         spread = np.std(points, 0, ddof=min(1, len(points) - 1))
-        style = {"fmt": "o-", "capsize": 3, "color": f"C{number}"}
+        style = {"fmt": "o-", "capsize": 3, "color": colors[label]}
         name = name_of(label, seeds)
         for column, ax in enumerate(axes):
             ax.errorbar(mean[:, column], mean[:, 2], spread[:, 2], label=name, **style)
