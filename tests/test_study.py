@@ -399,6 +399,10 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(path):
         known = {field for row in run_rows for field in row if row[field] is not None}
         assert not {"command", "commit", "seed", "machine"} - known, run_name
         assert known & {"model_sha256", "start_sha256"}, run_name
+        # The command is empty only before training, and the hash only where no model plays.
+        assert any(row.get("command") or row.get("evaluation") for row in run_rows), run_name
+        if path.name not in ("references.jsonl.gz", "sciworld_expert.jsonl.gz"):
+            assert "" not in [row.get("model_sha256") for row in run_rows], run_name
 
 
 def test_a_reference_keeps_its_commands_and_its_figures(tmp_path, monkeypatch):
