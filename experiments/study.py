@@ -43,8 +43,8 @@ pretrained_rooms_gpu: the same on a GPU (--jobs 5: all runs at a time, some 10 G
     learning rate. Its warm start is made on the GPU, too. The comparison named beforehand: scaling
     against long at the end.
 pretrained_rooms_36k: as pretrained_rooms_gpu (--jobs 5) with 36,000 turns, up to six hours of a
-    core by the pace of pretrained_rooms, and a larger --max_length. The comparison named beforehand:
-    scaling against long at the end.
+    core by the pace of pretrained_rooms, and a larger --max_length. The comparison named
+    beforehand: scaling against long at the end.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps. Also evaluated on the way.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds. (Three
