@@ -1,31 +1,40 @@
 """The agent's side of the text: prompts, action formats, and chat rendering turn by turn.
 
-Tokens are canonical. A conversation is rendered to token ids once, from left to right: `Chat.start`
-gives the ids of the instructions and of the first observation, `Chat.turn` gives the ids that
-follow a reply. Nothing is decoded and encoded again. So the prompt of each turn extends the
-previous one exactly, even where the chat template would change earlier turns when it renders a
-whole conversation (Qwen3's template removes their <think> blocks, GPT-OSS's their analysis).
+An agent is a generator: it yields the messages that the model is to answer, and is sent the reply.
+`Play` is the episode as its agent sees it. `Chat` turns messages into token ids.
+
+Tokens are canonical. Messages that only grow are rendered once, from left to right, so that each
+prompt extends the previous one exactly. Where an agent shows the model something else (a window, a
+summary), or a chat template rewrites history (Qwen3's drops earlier <think> blocks, GPT-OSS's the
+analysis), the whole new prompt is rendered by the template. A reply that the policy sampled keeps
+its ids there.
 """
 
 import ast
 import copy
+import functools
+import hashlib
 import inspect
 import json
+import math
 import multiprocessing
 import re
 import resource
+import shlex
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
+from datetime import datetime
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 
-from envs import Env, Step
+from envs import AgentError, Env, EnvError, Step, load_named, split_item
 
 if TYPE_CHECKING:  # transformers is not needed to play by hand
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +74,7 @@ REFLECT = ("\n\nThat was no action that can be taken. "
            "Say in a sentence what went wrong and what to do instead. No action yet.")
 REFLECT_ON_ALL = ("\n\nThis attempt has failed. "
                   "Say in a few sentences what went wrong and what to do otherwise. No action yet.")
+SUMMARISE = "\n\nSummarise in a few short lines what you know. No action yet."
 ACT = "Go on: one action."
 AGAIN = "You have another attempt, from the beginning.\n\n"
 FIRST_REPLY = "OK"  # the fixed reply to the instructions
@@ -289,188 +299,425 @@ def complaint(reply: str, action_format: str) -> str:
     return text
 
 
-# ---- the conversation of an episode ----
+# ---- agents ----
+
+Messages = list[dict[str, str]]  # of a chat: {"role": "user" or another, "content": text}
+# A generator. It yields the messages that the model is to answer, and is sent the model's reply.
+# The episode ends when it returns, or after `horizon` replies.
+Agent = Generator[Messages, str, None]
+AGENTS = {  # name -> "module:function"
+    "react": "agent:react",
+    "window": "agent:window",
+    "summary": "agent:summary",
+}
 
 
-class Phase(Enum):
-    """What the agent is asked for in its next reply."""
-
-    ACT = "act"  # an action
-    PLAN = "plan"  # a plan, before the first action
-    REFLECT = "reflect"  # what went wrong in an invalid action
-    RETRY = "retry"  # what went wrong in a failed episode, which is then played again
+def user(text: str) -> dict[str, str]:
+    """A message to the model, without the spaces around it."""
+    return {"role": "user", "content": text.strip()}
 
 
-class Dialogue:
-    """The conversation of one episode: what the agent is told, and what is done with its replies.
+def assistant(text: str) -> dict[str, str]:
+    """A message of the model."""
+    return {"role": "assistant", "content": text}
 
-    In Phase.ACT a reply holds an action, which the environment executes. In the other phases it is
-    a plan or a reflection. The environment does not see it, but it counts as a turn.
 
-    number: the number of the item. horizon: the largest number of turns. plan: ask for a plan
-    before the first action. reflect: ask for a reflection after an invalid action and after a
-    failed episode; a failed episode is then played once more. Plans and reflections are asked for
-    only if at least one turn is left to act in after them. lenient_as: see `parse`. texts:
-    {"prompt": ..., "reply": ...}: "prompt" replaces the whole first message (the world's
-    instructions and the action format), "reply" replaces FIRST_REPLY.
+class Play:
+    """One episode as its agent sees it: the environment, with every step credited to the reply that
+    the agent was sent last.
 
-    `phase` is what the next reply is asked to be. `first_reply` is the fixed reply.
+    item: "babyai_17". horizon: the largest number of replies. make_agent: the agent's function with
+    its settings, see `load_agent`. lenient_as: see `parse`. texts: {"prompt": ..., "reply": ...}:
+    "prompt" replaces the whole first message (the world's instructions and the action format),
+    "reply" replaces FIRST_REPLY. training_step: 0 in evaluation. deadline: seconds that the agent
+    and its environment have between two replies.
+
+    An agent may set `kind`: what the next reply is, if not an action. Credit by state compares only
+    replies of one kind. It may set `tools`, a list in OpenAI's form, for templates that show them.
+    `turns`: replies so far. `cut`: the last reply reached --max_tokens.
+
+    For drivers: `send` passes a reply on. Then `turn` is what the reply has earned: the sum of the
+    rewards, and the newest score, success and progress. `forgets`: what was earned before does not
+    count.
     """
 
-    def __init__(self, number: int, horizon: int, action_format: str = "plain",
-                 plan: bool = False, reflect: bool = False, lenient_as: str = "",
-                 texts: dict[str, str] | None = None):
-        self.number = number
+    def __init__(self, env: Env, item: str, horizon: int,
+                 make_agent: "Callable[[Play], Agent] | None" = None, action_format: str = "plain",
+                 lenient_as: str = "", texts: dict[str, str] | None = None, training_step: int = 0,
+                 deadline: float = 60.0):
+        self.env = env
+        self.item = item
+        self.number = split_item(item)[1]
         self.horizon = horizon
         self.action_format = action_format
-        self.plan = plan
-        self.reflect = reflect
         self.lenient_as = lenient_as
         self.texts = texts or {}
-        self.first_reply = self.texts.get("reply", FIRST_REPLY)
-        self.turns = 0  # replies so far
-        self.phase = Phase.ACT
-        self.second_attempt = False
-        self.last_step = Step("")
+        self.training_step = training_step
+        self.deadline = deadline
+        self.tools: list[dict] | None = None
+        self.turns = 0
+        self.turn = Step("")
+        self.forgets = False
+        self.kind = ""
+        self.cut = False
+        self._failure: Exception | None = None  # the environment's
+        make_agent = make_agent or react
+        self.is_instant = getattr(make_agent, "instant", False)
+        self.agent = make_agent(self)
 
-    @property
-    def restarts(self) -> bool:
-        """Whether the episode has failed and starts again after the next reply.
+    # What an agent calls.
 
-        True from the failing action until the reflection on it. The rewards of all turns so far
-        then do not count, because they belong to the first attempt.
-        """
-        return self.phase is Phase.RETRY
+    def start(self) -> Messages:
+        """The instructions and the fixed reply to them. An environment that takes whole replies
+        describes their form in its own prompt."""
+        action_format = "plain" if self.env.whole_reply else self.action_format
+        text = self.texts.get("prompt") or instructions(self.env.prompt, action_format)
+        return [{"role": "user", "content": text}, assistant(self.texts.get("reply", FIRST_REPLY))]
 
-    def begin(self, env: Env) -> tuple[str, str]:
-        """Reset the environment -> the instructions and the first observation.
+    def reset(self) -> str:
+        """Begin the episode, perhaps once more -> the first observation."""
+        with self._fault_of_environment():
+            self.turn.progress = 0.0
+            return _text(self.env.reset(self.number))
 
-        An environment that takes whole replies describes their form in its own prompt.
-        """
-        observation = env.reset(self.number)
-        if self.plan and self.horizon > 1:
-            self.phase = Phase.PLAN
-            observation += PLAN
-        if self.texts:
-            return self.texts["prompt"], observation
-        action_format = "plain" if env.whole_reply else self.action_format
-        return instructions(env.prompt, action_format), observation
+    def act(self, reply: str) -> Step:
+        """Let the environment take the action in a reply. A reply without exactly one action does
+        not reach it: the step is invalid, and its observation says why."""
+        whole = self.env.whole_reply
+        action = reply if whole else parse(reply, self.action_format, self.lenient_as)
+        if action or whole:
+            return self.step(action)
+        self.turn.valid = False
+        return replace(self.turn, observation=complaint(reply, self.action_format), reward=0.0,
+                       done=False)
 
-    def reply(self, env: Env, text: str) -> Step:
-        """Answer the agent's reply -> the environment's step or, if the environment does not see
-        the reply, a step with reward 0 that keeps the last score."""
-        phase = self.phase
-        self.phase = Phase.ACT
-        self.turns += 1
-        if phase is Phase.RETRY:
-            self.second_attempt = True
-            step = Step(AGAIN + env.reset(self.number), score=self.last_step.score)
-        elif phase is not Phase.ACT:
-            step = self._unseen_step(ACT)
-        else:
-            step = self._act(env, text)
-            if self.reflect and self.horizon - self.turns > 1:
-                step = self._ask_to_reflect(step)
-        self.last_step = step
+    def step(self, action: str) -> Step:
+        """Let the environment take an action. Its reward is the last reply's."""
+        with self._fault_of_environment():
+            step = self.env.step(action)
+            _text(step.observation)
+            self.turn = replace(step, reward=self.turn.reward + step.reward,
+                                valid=self.turn.valid and step.valid)
+        self._check_reward(step.reward)
         return step
 
-    def _act(self, env: Env, text: str) -> Step:
-        """Pass a reply or its action to the environment, unless it has no action to pass on."""
-        action = text
-        if not env.whole_reply:
-            action = parse(text, self.action_format, self.lenient_as)
-        if action or env.whole_reply:
-            return env.step(action)
-        return self._unseen_step(complaint(text, self.action_format), valid=False)
+    def earn(self, reward: float, success: bool | None = None) -> None:
+        """Credit a reward to the last reply, where no environment here gives one. It is the score,
+        too. success: by default, whether the reward is positive. Raises ValueError for a reward
+        that is not finite."""
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward is a finite number, not {reward}")
+        self._check_reward(reward)
+        self.turn = replace(self.turn, reward=self.turn.reward + reward, score=reward,
+                            success=reward > 0 if success is None else success)
 
-    def _unseen_step(self, observation: str, valid: bool = True) -> Step:
-        """A step in which the environment did nothing: no reward, score and progress stay."""
-        last = self.last_step
-        return Step(observation, score=last.score, valid=valid, progress=last.progress)
+    def forget(self) -> None:
+        """What was earned so far does not count: the episode is going to be played again."""
+        self.forgets = True
 
-    def _ask_to_reflect(self, step: Step) -> Step:
-        """Append the request for a reflection to a step that calls for one, and set the phase."""
-        if step.done and not step.success and not self.second_attempt:
-            self.phase = Phase.RETRY
-            return replace(step, done=False, observation=step.observation + REFLECT_ON_ALL)
-        if not step.valid and not step.done:
-            self.phase = Phase.REFLECT
-            return replace(step, observation=step.observation + REFLECT)
-        return step
+    def valid_actions(self) -> list[str]:
+        """`Env.valid_actions`."""
+        with self._fault_of_environment():
+            return self.env.valid_actions()
+
+    def expert(self) -> str | None:
+        """`Env.expert`."""
+        with self._fault_of_environment():
+            return self.env.expert()
+
+    def _check_reward(self, reward: float) -> None:
+        if reward and not self.turns:
+            raise ValueError(f"a reward of {reward:g} before the first reply belongs to no reply")
+
+    @contextmanager
+    def _fault_of_environment(self) -> Iterator[None]:
+        """What is raised in this block is the environment's failure and no bug of the agent."""
+        try:
+            yield
+        except (Exception, SystemExit) as e:
+            self._failure = e
+            raise
+
+    # What a driver calls.
+
+    def send(self, reply: str | None = None, cut: bool = False) -> Messages | None:
+        """Pass a reply to the agent (None: start it) -> the messages that the model is to answer
+        next; None: the agent has ended the episode. cut: see the class.
+
+        An exception of the environment passes. Raises AgentError for any other exception of the
+        agent, and for an agent that ends the episode without having asked for a reply.
+        """
+        self.turn = replace(self.turn, observation="", reward=0.0, valid=True, done=False)
+        self.turns += reply is not None
+        self.forgets = False
+        self.kind = ""
+        self.cut = cut
+        try:
+            messages = self.agent.send(reply)
+            if not messages or messages[-1]["role"] == "assistant":
+                raise ValueError("the last message that an agent yields is one to the model")
+            return [dict(message) for message in messages]  # the agent may change its own
+        except StopIteration:
+            if reply is None:
+                raise AgentError("the agent has ended the episode before the first reply") from None
+            return None
+        except (Exception, SystemExit) as e:
+            if e is self._failure or isinstance(e, EnvError):
+                raise
+            raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e
+
+    def close(self) -> None:
+        """Let the agent's generator run its `finally` blocks. A failure in them is printed."""
+        try:
+            self.agent.close()
+        except Exception as e:
+            print(f"the agent's end failed: {type(e).__name__}: {e}", file=sys.stderr)
+
+
+def _text(observation: str) -> str:
+    """An observation of a world. Raises EnvError if it is no text that can be encoded."""
+    if not isinstance(observation, str):
+        raise EnvError(f"an observation is {type(observation).__name__}, not text")
+    observation.encode()  # raises UnicodeEncodeError
+    return observation
+
+
+def react(play: Play, plan: bool = False, reflect: bool = False) -> Agent:
+    """The model sees the whole conversation, and acts in every turn.
+
+    plan: it is asked for a plan before the first action. reflect: it is asked for a reflection
+    after an invalid action and after a failed episode, which is then played once more. Both only if
+    at least one turn is left to act in after them.
+    """
+    observation = play.reset()
+    messages = play.start()
+
+    def ask(text: str, kind: str = "") -> Generator[Messages, str, str]:
+        messages.append(user(text))
+        play.kind = kind
+        reply = yield messages
+        messages.append(assistant(reply))
+        return reply
+
+    if plan and play.horizon > 1:
+        yield from ask(observation + PLAN, "PLAN")
+        observation = ACT
+    attempts = 1
+    while True:
+        step = play.act((yield from ask(observation)))
+        observation = step.observation
+        reflects = reflect and play.horizon - play.turns > 1
+        if reflects and step.done and not step.success and attempts == 1:
+            attempts += 1
+            play.forget()
+            yield from ask(observation + REFLECT_ON_ALL, "RETRY")
+            observation = AGAIN + play.reset()
+        elif step.done:
+            return
+        elif reflects and not step.valid:
+            yield from ask(observation + REFLECT, "REFLECT")
+            observation = ACT
+
+
+def window(play: Play, keep: int = 2) -> Agent:
+    """The model sees the instructions, the last `keep` turns and the newest observation."""
+    turns, observation = [], play.reset()
+    while True:
+        recent = turns[max(0, len(turns) - 2 * keep):]
+        reply = yield [*play.start(), *recent, user(observation)]
+        step = play.act(reply)
+        if step.done:
+            return
+        turns += [user(observation), assistant(reply)]
+        observation = step.observation
+
+
+def summary(play: Play, every: int = 3) -> Agent:
+    """After `every` actions the model writes a summary, which takes the place of what came before.
+    A summary counts as a turn."""
+    notes, observation = "", play.reset()
+    while True:
+        messages = [*play.start(), user(notes + observation)]
+        for _ in range(every):
+            reply = yield messages
+            step = play.act(reply)
+            if step.done:
+                return
+            observation = step.observation
+            messages += [assistant(reply), user(observation)]
+        play.kind = "SUMMARY"
+        messages[-1] = user(observation + SUMMARISE)
+        notes = f"What you know: {(yield messages)}\n\n"
+
+
+# They only compute, so on a CPU the decode loop calls them itself, in instant worlds. Any other
+# agent runs in the thread of its environment, with a deadline, unless it says the same of itself.
+react.instant = window.instant = summary.instant = True
+
+
+def load_agent(agent: str | Callable[..., Agent], settings: dict[str, Any]
+               ) -> Callable[[Play], Agent]:
+    """An agent's function with its settings.
+
+    agent: a name of AGENTS, "FILE.py:FUNCTION", "module:function", or the function itself. Raises
+    ValueError for an agent that does not exist, and for a setting that it does not have or that is
+    not of the type of its default.
+    """
+    function = load_named(agent, AGENTS, "agent") if isinstance(agent, str) else agent
+    name = agent if isinstance(agent, str) else function.__name__
+    if not inspect.isgeneratorfunction(function):
+        raise ValueError(f"agent {name} is no generator function: it should yield messages")
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    del defaults[next(iter(defaults))]  # `play`
+    for key, value in settings.items():
+        if key not in defaults:
+            has = ", ".join(defaults) or "none"
+            raise ValueError(f"agent {name} has no setting '{key}'; it has {has}")
+        kind = type(defaults[key])
+        if kind in (bool, int, str) and type(value) is not kind:
+            raise ValueError(f"agent {name}: {key} is {kind.__name__}, not {value!r}")
+    return functools.update_wrapper(functools.partial(function, **settings), function)
+
+
+def settings_of(agent_args: str, plan: bool = False, reflect: bool = False) -> dict[str, Any]:
+    """--agent_args, --plan and --reflect as settings. Raises ValueError: see `read_settings`."""
+    return (read_settings(agent_args, "--agent_args") | ({"plan": True} if plan else {})
+            | ({"reflect": True} if reflect else {}))
+
+
+def hash_of_sources(agent: str, settings: dict[str, Any]) -> str:
+    """The SHA-256 of an agent's source file, and of the files that its settings name: a run is not
+    continued with another agent. "" for an agent of AGENTS, which belongs to this project."""
+    if agent in AGENTS:
+        return ""
+    named = [agent, *(word for value in settings.values() for word in str(value).split())]
+    found = hashlib.sha256()
+    for word in named:
+        path, _, name = word.rpartition(":")
+        path = Path(path if path and name.isidentifier() else word)
+        if word == agent and path.suffix != ".py":
+            path = Path(inspect.getfile(load_named(agent, AGENTS, "agent")))
+        if path.is_file():
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 # ---- from text to token ids ----
 
-# The conversation that a chat template is rendered with.
+# The conversations that a chat template is tried with: the first is cut at these marks, and the
+# second shows whether the template drops the thought of an earlier reply.
 MARKS = {"@first@": "user", "@reply@": "assistant", "@next@": "user"}
+THOUGHT = {"@first@": "user", "<think>\n@thought@\n</think>\n\n@reply@": "assistant",
+           "@next@": "user"}
 # What a chat template may take: usual ones take 0.05 s, and give less than 10 kB.
 TEMPLATE_SECONDS = 2  # of processor time: a busy machine makes no template fail
 TEMPLATE_MEMORY = 2**29  # bytes
 TEMPLATE_LENGTH = 2**20  # bytes of text
 
 
-def template_arguments(chat_args: str) -> dict[str, object]:
-    """--chat_args, a JSON object or NAME=VALUE pairs, as a dict. Raises ValueError for what cannot
-    be read.
+def read_settings(text: str, flag: str) -> dict[str, Any]:
+    """NAME=VALUE pairs, or a JSON object, as a dict. Raises ValueError for what cannot be read.
 
-    >>> template_arguments("enable_thinking=false reasoning_effort=low")
-    {'enable_thinking': False, 'reasoning_effort': 'low'}
-    >>> template_arguments('{"enable_thinking": false}')
+    >>> read_settings("enable_thinking=false reasoning_effort=low keep=2", "--chat_args")
+    {'enable_thinking': False, 'reasoning_effort': 'low', 'keep': 2}
+    >>> read_settings("command='python a.py {url}'", "--agent_args")
+    {'command': 'python a.py {url}'}
+    >>> read_settings('{"enable_thinking": false}', "--chat_args")
     {'enable_thinking': False}
     """
-    if chat_args.lstrip().startswith("{"):
+    if text.lstrip().startswith("{"):
         try:
-            return json.loads(chat_args)
+            return json.loads(text)
         except (ValueError, RecursionError) as e:
-            raise ValueError(f"--chat_args is not a JSON object: {e}") from e
-    arguments = {}
-    for part in chat_args.split():
+            raise ValueError(f"{flag} is not a JSON object: {e}") from e
+    settings = {}
+    try:
+        parts = shlex.split(text)
+    except ValueError as e:
+        raise ValueError(f"cannot read {flag}: {e}") from e
+    for part in parts:
         name, equals, value = part.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"cannot read --chat_args '{part}'; write enable_thinking=false, "
-                             "or a JSON object")
+            raise ValueError(f"cannot read {flag} '{part}'; write NAME=VALUE, several with spaces "
+                             "between them, or a JSON object")
         try:
-            arguments[name] = json.loads(value.lower() if value in ("True", "False") else value)
+            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except (ValueError, RecursionError):
-            arguments[name] = value
-    return arguments
+            settings[name] = value
+    return settings
 
 
-def render_marks(tokenizer: "PreTrainedTokenizerBase", system: str = "",
-                 chat_args: str = "") -> str:
-    """The conversation of MARKS as the tokenizer's chat template writes it.
+def try_template(tokenizer: "PreTrainedTokenizerBase", system: str = "",
+                 chat_args: str = "") -> dict[str, Any]:
+    """Try a tokenizer's chat template -> what `Chat` takes as the tokenizer's `tried_template`:
+    the template ("of"), the same with a fixed time ("template"), its arguments, the system message,
+    and the conversations of MARKS ("marks") and THOUGHT ("thought") as it writes them.
 
-    system: the text of a system message before it; "": no such message. chat_args: see
-    `template_arguments`. The template is a program that comes with a model, so it runs in a child
-    process with limits. Raises ValueError if there is no template, for one that fails or exceeds
-    them, and for one that does not use `system` or a name in `chat_args`.
+    system: the text of a system message before every conversation; "": no such message. chat_args:
+    see `read_settings`. The template is a program that comes with a model, so it is tried in a
+    child process with limits. Raises ValueError if there is no template, for one that fails or
+    exceeds them, and for one that does not use `system` or a name in `chat_args`.
     """
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: take its Instruct version, or give a "
                          "file with --chat_template")
-    arguments = template_arguments(chat_args)
-    messages = [{"role": role, "content": mark} for mark, role in MARKS.items()]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    text = _render_in_child(tokenizer, messages, arguments)
-    if system.strip() not in text:
+    tried = {"of": tokenizer.chat_template, "template": with_fixed_time(tokenizer),
+             "arguments": read_settings(chat_args, "--chat_args"), "system": system}
+    conversations = [[{"role": role, "content": mark} for mark, role in marks.items()]
+                     for marks in (MARKS, THOUGHT)]
+    tried["marks"], tried["thought"] = _write_in_child(tokenizer, conversations, tried)
+    if system.strip() not in tried["marks"]:
         raise ValueError("this tokenizer's chat template does not show the text of --system")
-    return text
+    return tried
 
 
-def _render_in_child(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]],
-                     arguments: dict[str, object]) -> str:
-    """The messages as the chat template writes them, in a child process with limits."""
+def with_fixed_time(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The chat template, which shows the present time at any later time, too: the prompts of a run
+    do not change at midnight. Raises ValueError for a form of the time that is not a literal."""
+    template = tokenizer.get_chat_template()
+    if "strftime_now(" not in template:
+        return template
+    forms = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", template)
+    if len(forms) < template.count("strftime_now("):
+        raise ValueError("this tokenizer's chat template computes how it shows the time")
+    now = datetime.now()
+    times = json.dumps({form: now.strftime(form) for _, form in forms})
+    macro = f"{{%- macro strftime_now(form) -%}}{{{{ {times}[form] }}}}{{%- endmacro %}}"
+    return macro + "{{ '' }}" + template  # '': a line feed that the template begins with stays
+
+
+def note_history(chat: "Chat") -> None:
+    """Say on stderr what is done with a template that drops thoughts."""
+    if chat.drops_thoughts:
+        does = {"template": "a prompt that it rewrites begins a new segment (--history append "
+                            "keeps every reply as it was sampled)",
+                "append": "--history append keeps every reply as it was sampled"}[chat.history]
+        print(f"this chat template drops the thoughts of earlier replies: {does}", file=sys.stderr)
+
+
+def write(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tried: dict[str, Any],
+          tools: list[dict] | None = None) -> str:
+    """The text of a conversation, and of the generation prompt, by the chat template."""
+    if tried["system"] and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": tried["system"]}, *messages]
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=tried["template"], tokenize=False,
+        add_generation_prompt=True, **tried["arguments"])
+
+
+def _write_in_child(tokenizer: "PreTrainedTokenizerBase", conversations: list[Messages],
+                    tried: dict[str, Any]) -> list[str]:
+    """The conversations as the chat template writes them, in a child process with limits."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send_text, args=(tokenizer, messages, arguments, sender),
+    child = fork.Process(target=_send_texts, args=(tokenizer, conversations, tried, sender),
                          daemon=True)
     child.start()
     sender.close()
-    text, problem = "", f"gives no text within {TEMPLATE_SECONDS} s"
+    texts, problem = [], f"gives no text within {TEMPLATE_SECONDS} s"
     try:
         if receiver.poll(20 * TEMPLATE_SECONDS):
-            text, problem = receiver.recv()
+            texts, problem = receiver.recv()
     except EOFError:
         pass  # its timer ended the child before it sent anything
     child.kill()
@@ -478,27 +725,43 @@ def _render_in_child(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[s
     receiver.close()
     if problem:
         raise ValueError(f"this tokenizer's chat template {problem}")
-    return text
+    return texts
 
 
-def _send_text(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]],
-               arguments: dict[str, object], sender: Connection) -> None:
-    """In the child process: send the messages' text and "", or "" and what is wrong."""
+def _matched(text: str, outline: list[str],
+             messages: Messages) -> list[tuple[str, dict[str, str] | None]] | None:
+    """`text` cut into the template's parts (`outline`) and the messages between them, which may
+    lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text."""
+    parts = []
+    for before, after, message in zip(outline, outline[1:], messages):
+        content = message["content"]
+        rest = content.rpartition("</think>")[2]
+        forms = [content, content.strip(), rest, rest.lstrip("\n"), rest.strip()]
+        form = next((f for f in forms if text.startswith(before + f + after)), None)
+        if form is None:
+            return None
+        parts += [(before, None), (form, message)]
+        text = text[len(before) + len(form):]
+    return [*parts, (text, None)] if text == outline[-1] else None
+
+
+def _send_texts(tokenizer: "PreTrainedTokenizerBase", conversations: list[Messages],
+                tried: dict[str, Any], sender: Connection) -> None:
+    """In the child process: send the conversations' texts and "", or [] and what is wrong."""
     # The timer's signal ends the process, also within one long operation on a number or a string.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
     try:
         _limit_memory()
-        for name in arguments:
+        for name in tried["arguments"]:
             if name not in _switches(tokenizer):
                 raise ValueError(f"--chat_args: it has no switch '{name}'")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                             **arguments)
-        answer = text, ""
-        if len(text.encode()) > TEMPLATE_LENGTH:
-            answer = "", f"writes more than {TEMPLATE_LENGTH} bytes around three words"
+        texts = [write(tokenizer, messages, tried) for messages in conversations]
+        answer = texts, ""
+        if max(len(text.encode()) for text in texts) > TEMPLATE_LENGTH:
+            answer = [], f"writes more than {TEMPLATE_LENGTH} bytes around three words"
     except Exception as e:  # whatever the template's program raises
-        answer = "", f"fails: {type(e).__name__} {str(e)[:300]}"
+        answer = [], f"fails: {type(e).__name__} {str(e)[:300]}"
     sender.send(answer)
 
 
@@ -523,10 +786,17 @@ def _limit_memory() -> None:
 
 
 class Chat:
-    """A tokenizer's chat template, cut into the pieces that stand between messages.
+    """A tokenizer's chat template: messages as token ids.
 
-    The template is rendered once for a tokenizer, whose attribute `rendered_marks` keeps the text:
-    a template that shows the date would give another one after midnight.
+    The template is tried once for a tokenizer, whose attribute `tried_template` keeps the result
+    (see `try_template`). `prompt` renders a whole conversation by the template, in this process, in
+    transformers' sandbox. Where a conversation only grows, `turns` gives the ids of the messages
+    that follow a reply, from the pieces that the template writes between messages.
+
+    history: "append": the ids of earlier replies stay as they are, also where the template would
+    rewrite them. "template": every prompt is what the template writes. None: "template" where the
+    template drops the thoughts of earlier replies (`drops_thoughts`), else "append", which then is
+    the same.
 
     `end_id` is the end-of-turn token, which the policy samples to finish a reply.
 
@@ -534,14 +804,14 @@ class Chat:
     "analysis", then one to the channel "final". `final_header` is the ids that open the final
     message ([] without channels). The environment gets only the text after it. Before
     `final_header` an end-of-turn token does not end the reply; an end-of-sequence token (GPT-OSS's
-    <|return|>) always does. The trajectory keeps the analysis and the end-of-sequence token. The
+    <|return|>) always does. Within a segment the analysis and the end-of-sequence token stay; the
     template would drop the analysis of earlier turns and write <|end|> instead.
 
     Raises ValueError for a template that fails, that does not show every message exactly once
     and in order, or that ends a reply with an ordinary token: replies would end anywhere.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", history: str | None = None):
         self.tokenizer = tokenizer
         # A copy of the fast tokenizer, because every transformers call resets
         # `encode_special_tokens` on the original. Calling it directly takes half the time.
@@ -550,14 +820,13 @@ class Chat:
             self.encoder.encode_special_tokens = True
             self.encoder.no_truncation()
             self.encoder.no_padding()
-        template = tokenizer.chat_template
-        if getattr(tokenizer, "rendered_template", template) != template:
-            vars(tokenizer).pop("rendered_marks", None)  # its template was replaced
-        if not hasattr(tokenizer, "rendered_marks"):
-            tokenizer.rendered_marks = render_marks(tokenizer)
-            tokenizer.rendered_template = template
+        tried = getattr(tokenizer, "tried_template", None)
+        if tried is None or tried["of"] != tokenizer.chat_template:  # it was replaced
+            tried = tokenizer.tried_template = try_template(tokenizer)
+        self.tried = tried
+        self.outlines: dict[str, list[str]] = {}  # see `_outline`
         # Cut the text at the marks.
-        text = tokenizer.rendered_marks
+        text = tried["marks"]
         pieces = []
         for mark in MARKS:
             if text.count(mark) != 1:
@@ -565,10 +834,9 @@ class Chat:
                     "this tokenizer's chat template does not show each message once, in order")
             piece, text = text.split(mark)
             pieces.append(self._encode_piece(piece))
-        # head: before the instructions. to_reply: between the instructions and the fixed reply.
-        # to_user: between a reply and an observation. to_policy: the generation prompt, between
-        # an observation and a reply.
-        self.head, self.to_reply, self.to_user = pieces
+        # to_reply: between a message and a reply that is not the policy's. to_user: between a reply
+        # and a message. to_policy: the generation prompt, between a message and the policy's reply.
+        _, self.to_reply, self.to_user = pieces
         self.to_policy = self._encode_piece(text)
         if not self.to_user:
             raise ValueError("this tokenizer's chat template writes nothing after a reply, "
@@ -587,6 +855,8 @@ class Chat:
                 "end-of-sequence token: give another template with --chat_template")
         self.final_header = self._find_final_header(special_ids)
         self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
+        self.drops_thoughts = "@thought@" not in tried["thought"] or bool(self.final_header)
+        self.history = history or ("template" if self.drops_thoughts else "append")
 
     def _find_final_header(self, special_ids: set[int]) -> list[int]:
         """The ids of `final_header`; [] for a template without channels.
@@ -621,26 +891,117 @@ class Chat:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def observation(self, text: str, max_ids: int | None = None) -> list[int]:
-        """Token ids of an observation. max_ids: how many there is room for; None: no limit.
+        """Token ids of a message's text. max_ids: how many there is room for; None: no limit.
 
         A text that is certainly longer is cut before it is encoded, which saves encoding
         megabytes. At least `max_ids` ids are still returned, so the caller sees that the
-        observation does not fit.
+        message does not fit.
         """
-        text = text.strip()
         if max_ids is not None and len(text) > max_ids * self.longest_token:
             ids = self._encode(text[: max_ids * self.longest_token])
             if len(ids) >= max_ids:  # fewer: the tokenizer shortens the text before it cuts it
                 return ids
         return self._encode(text)
 
+    def prompt(self, messages: Messages, tools: list[dict] | None = None,
+               sampled: dict[str, list[int]] | None = None,
+               max_ids: int | None = None) -> list[int]:
+        """Ids of a whole conversation and the generation prompt, by the template.
+
+        tools: see `Play`. sampled: the texts of replies that the policy has written -> their ids,
+        which are not encoded again. max_ids: see `observation`. Raises ValueError for messages that
+        the template does not show.
+        """
+        known = sampled or {}
+        ids = []
+        for text, message in self._cut(messages, tools):
+            if message is None:
+                ids += self._encode_piece(text)
+            elif message["role"] == "assistant" and text == message["content"] and text in known:
+                ids += known[text]
+            else:
+                ids += self.observation(text, max_ids)
+        return ids
+
+    def _cut(self, messages: Messages,
+             tools: list[dict] | None) -> list[tuple[str, dict[str, str] | None]]:
+        """The template's text of a conversation, in parts: (text of the template, None), (text of a
+        message, the message), ... No text of a message can be taken for one of the template,
+        because the parts between the messages are known from a conversation of marks."""
+        if self.tried["system"] and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.tried["system"]}, *messages]
+        if messages[0]["role"] == "system" and not self._shows_system:
+            text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+            messages = [messages[1] | {"content": text}, *messages[2:]]
+        text = write(self.tokenizer, messages, self.tried, tools)
+        for is_blank in (lambda text: not text, lambda text: not text.strip()):
+            # A template may write something else around an empty message.
+            shown = [m for m in messages if not is_blank(self._as_history(m))]
+            outline = self._outline(messages, shown, tools)
+            parts = _matched(text, outline, shown)
+            if parts is not None:
+                return parts
+        raise ValueError("this tokenizer's chat template changes the text of a message")
+
+    def _outline(self, messages: Messages, shown: Messages,
+                 tools: list[dict] | None) -> list[str]:
+        """What the template writes before, between and after the messages that it shows, which
+        depends on their roles, and on which are empty."""
+        marks = {id(message): f"@message{number}@" for number, message in enumerate(shown)}
+        marked = [m | {"content": marks.get(id(m), "")} for m in messages]
+        key = json.dumps([marked, tools])
+        if key not in self.outlines:
+            if tools and any(token in json.dumps(tools) for token in self.control_tokens):
+                raise ValueError("the tools of an agent hold a control token")
+            text = write(self.tokenizer, marked, self.tried, tools)
+            pieces = re.split("@message[0-9]+@", text)
+            if re.findall("@message[0-9]+@", text) != list(marks.values()):
+                raise ValueError("this tokenizer's chat template does not show each message once, "
+                                 "in order")
+            self.outlines[key] = pieces
+        return self.outlines[key]
+
+    def _as_history(self, message: dict[str, str]) -> str:
+        """What the template shows of an earlier message, apart from line feeds before it."""
+        if message["role"] == "assistant" and self.drops_thoughts:
+            return message["content"].rpartition("</think>")[2]
+        return message["content"]
+
+    @cached_property
+    def control_tokens(self) -> list[str]:
+        """The texts of the special tokens."""
+        return [str(token) for token in self.tokenizer.added_tokens_decoder.values()
+                if token.special]
+
+    @cached_property
+    def _shows_system(self) -> bool:
+        """Whether the template shows a system message. Where it does not, its text stands before
+        that of the first message."""
+        marked = [{"role": "system", "content": "@system@"}, {"role": "user", "content": "@user@"}]
+        try:
+            return "@system@" in write(self.tokenizer, marked, self.tried)
+        except Exception:  # whatever the template's program raises
+            return False
+
     def start(self, prompt: str, observation: str, max_ids: int | None = None,
               reply: str = FIRST_REPLY) -> list[int]:
         """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
         first observation (see `observation`) and the generation prompt."""
-        ids = self.head + self._encode(prompt)
-        ids += self.to_reply + self._encode(reply)
-        ids += self.to_user + self.observation(observation, max_ids)
+        first = {"role": "user", "content": prompt}
+        return self.prompt([first, assistant(reply), user(observation)], max_ids=max_ids)
+
+    def turns(self, messages: Messages, closed: bool, max_ids: int | None = None) -> list[int]:
+        """Ids of the messages that follow a reply, from the model's side and the other in turns
+        and ending with one to the model, and of the generation prompt.
+
+        closed: whether the policy ended the reply itself (`is_ended`). For a reply that was cut
+        the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
+        loss. max_ids: see `observation`.
+        """
+        ids = self.to_user[1:] if closed else list(self.to_user)
+        for place, message in enumerate(messages):
+            between = (self.to_reply, self.to_user)[message["role"] == "user"] if place else []
+            ids += between + self.observation(message["content"], max_ids)
         return ids + self.to_policy
 
     def reply(self, text: str) -> list[int]:
@@ -666,12 +1027,5 @@ class Chat:
         return (reply[-1] == self.end_id and has_message) or reply[-1] in self.eos_ids
 
     def turn(self, observation: str, closed: bool, max_ids: int | None = None) -> list[int]:
-        """Ids between a reply and the next one: the observation (see `observation`) and the
-        generation prompt.
-
-        closed: whether the policy ended the reply itself (`is_ended`). For a reply that was cut
-        the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
-        loss.
-        """
-        before = self.to_user[1:] if closed else self.to_user
-        return before + self.observation(observation, max_ids) + self.to_policy
+        """Ids between a reply and the next one: see `turns`."""
+        return self.turns([user(observation)], closed, max_ids)

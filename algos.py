@@ -436,7 +436,8 @@ def entropy(logprobs: Tensor) -> Tensor:
 
 
 def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
-              denominator: float | Tensor | None = None) -> Tensor:
+              denominator: float | Tensor | None = None,
+              num_sampled: Tensor | None = None) -> Tensor:
     """Reduce a per-token loss to one number.
 
         token      sum over sampled tokens / number of sampled tokens
@@ -448,6 +449,8 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     `denominator` (a number or a 0-d tensor) replaces the number of tokens or sequences. Pass
     mask.sum() or mask.any(1).sum(), counted over all micro-batches and ranks of an optimizer step:
     then the losses of the micro-batches add up to that of the whole batch.
+    `num_sampled` [B]: where a row is only a part of its sequence, the number of sampled tokens of
+    the whole sequence.
     If no token was sampled, the result is 0 and still attached to the graph.
     Raises ValueError for an unknown mode.
 
@@ -464,7 +467,8 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
         total = x.sum()
         count = mask.sum()
     elif mode == "sequence":
-        sequence_means = x.sum(1) / mask.sum(1).clamp(min=1)  # [B]
+        counts = mask.sum(1) if num_sampled is None else num_sampled
+        sequence_means = x.sum(1) / counts.clamp(min=1)  # [B]
         total = sequence_means.sum()
         count = mask.any(1).sum()
     else:

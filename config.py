@@ -27,10 +27,11 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 
-import agent  # noqa: E402
 import envs  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
+from agent import AGENTS, FORMATS, PARSES, hash_of_sources, load_agent  # noqa: E402
+from agent import read_settings, settings_of  # noqa: E402
 from algos import COMPARE_SAMPLES  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
@@ -257,7 +258,7 @@ def one_of(*choices: str) -> Callable[[str, str], None]:
 
 def chat_arguments(name: str, value: str) -> None:
     """Readable as the arguments of a chat template."""
-    agent.template_arguments(value)
+    read_settings(value, "--chat_args")
 
 
 def check_ranges(cfg: object) -> None:
@@ -336,13 +337,21 @@ class RunConfig:
     horizon: str = arg("", "largest number of turns, by stage: 6,13,20, or per world: "
                            "'babyai=6,13,20 textcraft=10,20,30'")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
-    max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
-    action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
-        None, " | ".join(agent.FORMATS))
-    parse: Annotated[str | None, one_of(*agent.PARSES)] = arg(
+    max_length: Annotated[int | None, positive] = arg(
+        None, "largest segment, tokens: with the agent react the largest trajectory")
+    action_format: Annotated[str | None, one_of(*FORMATS)] = arg(None, " | ".join(FORMATS))
+    parse: Annotated[str | None, one_of(*PARSES)] = arg(
         None, "strict: a reply holds one action, exactly as --action_format has it | lenient: it "
               "is read as AgentGym's client of the world reads it (docs/worlds.md); default: "
               "lenient")
+    agent: str = arg(
+        "react", f"{' | '.join(AGENTS)}, or a generator function of your own: FILE.py:NAME or "
+                 "module:NAME (docs/agents.md)")
+    agent_args: str = arg("", "settings of the agent, NAME=VALUE: keep=2")
+    history: Annotated[str | None, one_of("append", "template")] = arg(
+        None, "append: earlier replies stay in the prompt as they were sampled | template: as the "
+              "chat template writes them, in a new segment where it rewrites them; default: "
+              "template if it drops thoughts")
     prompts: str | None = arg(
         None, "JSON file with other instructions: {WORLD: {'prompt': the whole first message, "
               "'reply': the fixed reply to it}, ...} in JSON's double quotes; default: those of "
@@ -390,6 +399,7 @@ class RunConfig:
     first_model: str = field(init=False)  # what --model was made of, by `first_model`
     # What --prompts holds, by world. --resume and eval.py take it from the run's config.json.
     prompt_texts: dict[str, dict[str, str]] = field(init=False)
+    agent_sha256: str = field(init=False)  # of the agent's source: `agent.hash_of_sources`
 
 
 @dataclass
@@ -446,9 +456,9 @@ class Config(RunConfig):
     deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
     create_deadline: Annotated[float, positive] = arg(
         300.0, "seconds to create an environment; not counted in --deadline")
-    plan: bool = arg(False, "ask for a plan before the first action")
-    reflect: bool = arg(False, "ask what went wrong after an invalid action, and after a failed "
-                               "episode, which is then tried again")
+    plan: bool = arg(False, "agent react: ask for a plan before the first action")
+    reflect: bool = arg(False, "agent react: ask what went wrong after an invalid action, and "
+                               "after a failed episode, which is then tried again")
 
     flag_group("rewards")
     invalid_penalty: Annotated[float | None, not_negative] = arg(
@@ -724,6 +734,10 @@ def fill_in(cfg: RunConfig, weights: dict[str, float], in_this_process: list[str
     if not cfg.horizon:
         cfg.horizon = written_rounds(rounds)
     cfg.prompt_texts = prompt_texts_of(cfg, weights)
+    settings = settings_of(cfg.agent_args, getattr(cfg, "plan", False),
+                           getattr(cfg, "reflect", False))
+    load_agent(cfg.agent, settings)
+    cfg.agent_sha256 = hash_of_sources(cfg.agent, settings)
     if cfg.shard is None:
         cfg.shard = torch.cuda.is_available() and not cfg.lora_rank
 
@@ -916,6 +930,8 @@ def check_run_folder(cfg: RunConfig) -> None:
     if before.get("env_url") and not now["env_url"]:
         raise ValueError(f"{out} was started with --env_url {before['env_url']}: give it again, "
                          "or the address of another such server")
+    if before.get("agent_sha256", "") != now["agent_sha256"]:
+        raise ValueError(f"{out} was started with another source of agent {cfg.agent}")
     for name, value in now.items():
         if name not in MAY_CHANGE and before.get(name, value) != value:
             raise ValueError(f"{out} was started with --{name} {before[name]}, not {value}")

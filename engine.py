@@ -214,11 +214,13 @@ class Ragged:
         """Inside this context the policy's layers call `attend`."""
         return use_attention(self.policy.config, "ragged")
 
-    def best_prefix(self, ids: list[int]) -> tuple[int, int]:
+    def best_prefix(self, ids: list[int], first: int = 0) -> tuple[int, int]:
         """Find the slot that holds the longest prefix of `ids` -> (slot, length of the prefix).
-        The prefix never includes the last id, which must be forwarded for its logits."""
-        best_slot, best_length = 0, 0
-        for slot, held in enumerate(self.ids):
+        The prefix never includes the last id, which must be forwarded for its logits. Of equal
+        prefixes the one in the slot `first` is taken, then that of the smallest number."""
+        best_slot, best_length = first, 0
+        for slot in [first, *range(self.slots)]:
+            held = self.ids[slot]
             # A longer prefix agrees at the next position too. One comparison excludes most slots.
             possible = best_length < min(len(held), len(ids) - 1)
             if possible and held[best_length] == ids[best_length]:

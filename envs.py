@@ -13,6 +13,7 @@ To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -39,8 +40,16 @@ class EnvError(RuntimeError):
     """The environment itself failed (crash, time-out, lost server). Never a reward of 0."""
 
 
-class ItemError(ValueError):
-    """There is no such item: the caller's mistake."""
+class UserError(ValueError):
+    """A mistake of the user, which ends the command with one line."""
+
+
+class ItemError(UserError):
+    """There is no such item."""
+
+
+class AgentError(RuntimeError):
+    """The agent itself failed (a bug in its function). It ends the run."""
 
 
 @dataclass
@@ -133,6 +142,37 @@ WORLDS = {  # name -> "module:class"
 SERVER_WORLDS = {"openenv": "worlds.openenv:OpenEnv"}
 
 
+def load_named(name: str, table: dict[str, str], kind: str) -> Any:
+    """What a name stands for: a row of `table`, name -> "module:attribute", or itself written as
+    "module:attribute" or "FILE.py:attribute". kind: what it is, for messages. Raises ValueError if
+    there is no such thing. An exception of the module's own code passes."""
+    where, _, attribute = table.get(name, name).rpartition(":")
+    module = None
+    try:
+        if where.endswith(".py"):
+            module = _load_file(Path(where)) if Path(where).is_file() else None
+        elif where:
+            module = importlib.import_module(where)
+    except ModuleNotFoundError as e:
+        if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
+            raise
+    if not hasattr(module, attribute):
+        raise ValueError(f"there is no {kind} '{name}': write "
+                         f"{', '.join([*table, 'FILE.py:NAME or module:NAME'])}")
+    return getattr(module, attribute)
+
+
+def _load_file(path: Path) -> Any:
+    """The module that a file is, imported once."""
+    name = f"file:{path.resolve()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
 def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
     """Make the world `name`: in this process, or on the AgentGym server at `url`.
 
@@ -184,14 +224,11 @@ def _make_remote(name, url, kw):
 def world_class(name: str) -> type[Env]:
     """Import the class of a world of `WORLDS` or `SERVER_WORLDS`. Raises ModuleNotFoundError if a
     package that it needs is missing."""
-    module, class_name = {**WORLDS, **SERVER_WORLDS}[name].split(":")
-    return getattr(importlib.import_module(module), class_name)
+    return load_named({**WORLDS, **SERVER_WORLDS}[name], {}, "world")
 
 
 def _missing_package(name, error):
     """The ValueError that says how to install what the world `name` needs."""
-    if (error.name or "").startswith("worlds."):
-        return ValueError(f"environment '{name}': there is no module {error.name}")
     if name in ("babyai", "textcraft"):  # part of a plain install
         install = error.name
     else:  # every other world has an extra of its own name
@@ -430,7 +467,8 @@ class Worker:
         return max(self.began, self.made) + deadline
 
     def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
-        """Wait for the last call -> (its result, "") or (None, what went wrong)."""
+        """Wait for the last call -> (its result, "") or (None, what went wrong). An AgentError
+        passes: it is no fault of the environment."""
         while True:
             seconds_left = self.limit(deadline, create_deadline) - time.monotonic()
             try:
@@ -447,6 +485,8 @@ class Worker:
                     return None, f"timeout: no answer within {deadline:g} s"
             except EnvError as e:
                 return None, f"fault: {e}"
+            except AgentError:
+                raise
             except Exception as e:  # a world's crash is an env_error of its episode alone
                 return None, _crash(e)
 

@@ -25,7 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from logging import ERROR, getLogger
@@ -43,14 +43,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-import agent
 import envs
 import rl
 import schedule
+from agent import FORMATS, PARSES, Chat, load_agent, note_history, settings_of, try_template
 from envs import EnvPool, split_item
 from metrics import write_atomically
 from models.check import find_paths
-from rollout import RolloutConfig, Status, Trajectory, limit_for, rollout
+from rollout import Conversation, RolloutConfig, Status, Trajectory, rollout
 from worlds.agentgym import read_body
 
 # ---- flags ----
@@ -96,12 +96,15 @@ class EvalConfig:
         0.0, "drop tokens below min_p times the largest probability; 0: off")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
-    action_format: Annotated[str | None, one_of(*agent.FORMATS)] = arg(
-        None, " | ".join(agent.FORMATS))
-    parse: Annotated[str | None, one_of(*agent.PARSES)] = arg(
+    action_format: Annotated[str | None, one_of(*FORMATS)] = arg(None, " | ".join(FORMATS))
+    parse: Annotated[str | None, one_of(*PARSES)] = arg(
         None, "strict | lenient, see train.py --help; default: the run's, else lenient")
     prompts: str | None = arg(None, "JSON file with other instructions, see train.py --help; "
                                     "default: the run's; '': none")
+    agent: str | None = arg(None, "as in train.py --help; default: the run's")
+    agent_args: str | None = arg(None, "the agent's settings, NAME=VALUE; default: the run's")
+    history: Annotated[str | None, one_of("append", "template")] = arg(
+        None, "as in train.py --help; default: the run's")
     plan: bool | None = arg(None, "ask for a plan before the first action; default: the run's")
     reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed "
                                      "episodes; default: the run's")
@@ -128,8 +131,8 @@ class EvalConfig:
 
 
 # Flags whose default is the run's value, or else the preset's.
-TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "parse", "plan",
-                  "reflect", "dtype", "system", "chat_args")
+TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "parse", "agent",
+                  "agent_args", "history", "plan", "reflect", "dtype", "system", "chat_args")
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
@@ -151,7 +154,8 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     # The run's settings and the presets. In a mixture each world has limits of its own. The limits
     # of a run that was not trained on this world are those of other worlds.
     default = presets(cfg.model, cfg.env)
-    default |= {"data": "", "plan": False, "reflect": False}
+    default |= {"data": "", "agent": "react", "agent_args": "", "history": None, "plan": False,
+                "reflect": False}
     own = run | run.get("worlds", {}).get(cfg.env, {})
     if cfg.env not in trained_on:
         own = {name: value for name, value in run.items()
@@ -227,6 +231,7 @@ def check_eval_config(cfg: EvalConfig) -> None:
         raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a "
                          "server: give --env_args ''")
     schedule.parse_rounds(cfg.horizon, cfg.env)
+    load_agent(cfg.agent, settings_of(cfg.agent_args, cfg.plan, cfg.reflect))
     check_item_count(cfg)
     check_model_flags(cfg)
     check_output_files(cfg)
@@ -413,8 +418,8 @@ def load_model(
         return ServedModel(name, cfg.base_url, cfg.temperature, cfg.top_p, cfg.max_tokens), None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = rl.load_tokenizer(cfg.model, cfg.chat_template)
-    tokenizer.rendered_marks = agent.render_marks(tokenizer, cfg.system, cfg.chat_args)
-    agent.Chat(tokenizer)  # raises ValueError for a chat template that cannot be used
+    tokenizer.tried_template = try_template(tokenizer, cfg.system, cfg.chat_args)
+    note_history(Chat(tokenizer, cfg.history))
     model = rl.load_model(cfg.model, device, getattr(torch, cfg.dtype))
     find_paths(model, cfg.dtype)
     rl.check_length(model.config, cfg.max_length, cfg.model)
@@ -478,9 +483,9 @@ class TooLong(ConversationRefused):
 class Reply(NamedTuple):
     """What a served model wrote."""
 
-    text: str
-    cut: bool  # whether it ended at max_tokens
-    tokens: int  # of the whole conversation; 0 if the server does not say
+    text: str | None = None  # None: there is no reply yet
+    cut: bool = False  # whether it ended at max_tokens
+    tokens: int = 0  # of the whole conversation; 0 if the server does not say
 
 
 class Failure(NamedTuple):
@@ -623,101 +628,54 @@ class ServedModel:
         return text.replace(self.key, "***") if self.key else text
 
 
-class TextEpisode:
-    """A trajectory while a served model plays it, in the calling thread.
-
-    It has messages but no tokens. When `cancelled` is set, the next request ends the episode with a
-    ModelError.
+def play_text(t: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
+              config: RolloutConfig, cancelled: threading.Event) -> None:
+    """Let a served model play a trajectory, in the calling thread, until its status says how it
+    ended. It has messages but no tokens. When `cancelled` is set, the next request raises
+    ModelError. Raises ModelError if the server fails, ValueError for an item that does not exist.
     """
-
-    def __init__(self, trajectory: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
-                 config: RolloutConfig, cancelled: threading.Event):
-        self.trajectory = trajectory
-        self.model = model
-        self.pool = pool
-        self.horizon = horizon
-        self.config = config
-        self.max_length = limit_for(config.max_length, trajectory.env)
-        self.cancelled = cancelled
-        self.worker = pool.take(trajectory.env)
-        self.dialogue = config.dialogue(trajectory.item, horizon)
-
-    def play(self) -> None:
-        """Play until the trajectory's status says how it ended. Raises ModelError if the server
-        fails, ValueError for an item that does not exist."""
-        t = self.trajectory
-        self.begin()
-        while t.status == Status.RUNNING:
-            reply = self.next_reply()
-            if reply is not None:
-                self.take_turn(reply)
-        if t.status == Status.ENV_ERROR:
-            self.pool.drop(self.worker)
+    worker = pool.take(t.env)
+    episode = Conversation(t, horizon, config, chat=None)
+    reply = Reply()
+    while t.status == Status.RUNNING:
+        future = worker.call(episode.advance, reply.text, (), True, reply.cut)
+        answer, error = worker.outcome(future, config.deadline, config.create_deadline)
+        if error:
+            if not t.messages:  # it was the reset that failed
+                envs.raise_if_item_unknown(future.exception() if future.done() else None)
+            episode.end(Status.ENV_ERROR, error)
+        elif not episode.take(answer):
+            pass
+        elif reply.tokens >= episode.max_length:
+            episode.end(Status.LENGTH)
         else:
-            self.pool.give_back(t.env, self.worker)
+            reply = next_reply(episode, model, worker.env.stop, cancelled)
+    episode.give_back(pool, worker, broken=t.status == Status.ENV_ERROR)
 
-    def begin(self) -> None:
-        """Reset the environment."""
-        result = self.ask_environment(self.dialogue.begin)
-        if result is not None:
-            instructions, observation = result
-            self.trajectory.record_start(instructions, observation.strip(),
-                                         self.dialogue.first_reply)
 
-    def next_reply(self) -> Reply | None:
-        """The model's reply, up to the world's stop strings; None if the server refuses."""
-        t = self.trajectory
-        # A server draws the same random numbers for the same seed, so each turn has its own seed.
-        key = f"{self.config.seed} {t.item} {t.sample} {t.turns}"
-        seed = zlib.crc32(key.encode()) >> 1
-        try:
-            reply = self.model(t.messages, seed, self.cancelled)
-        except TooLong:
-            t.status = Status.LENGTH
-            return None
-        except ConversationRefused as e:  # it says nothing about the model
-            self.fail(f"{REFUSED}{e}")
-            return None
-        # The world's stop string belongs to the reply. A server would leave out its own.
-        text = reply.text
-        for end in self.worker.env.stop:
-            if end in text:
-                text = text.partition(end)[0] + end
-        return reply._replace(text=text)
-
-    def take_turn(self, reply: Reply) -> None:
-        """Pass a reply to the environment, and record the turn."""
-        t = self.trajectory
-        step = self.ask_environment(self.dialogue.reply, reply.text)
-        if step is None:
-            return
-        if reply.cut:
-            t.cut_turns.append(t.turns + 1)
-        step = replace(step, observation=step.observation.strip())
-        t.record_turn(reply.text, step, self.dialogue.restarts)
-        if step.done:
-            t.status = Status.DONE
-        elif t.turns >= self.horizon:
-            t.status = Status.HORIZON
-        elif reply.tokens >= self.max_length:
-            t.status = Status.LENGTH
-
-    def ask_environment(self, function: Callable, *args: object) -> Any:
-        """-> function(environment, *args); None if the environment fails or misses its deadline.
-        Raises ValueError for an item that does not exist."""
-        future = self.worker.call(function, *args)
-        config = self.config
-        result, error = self.worker.outcome(future, config.deadline, config.create_deadline)
-        if not error:
-            return result
-        if not self.trajectory.messages:  # it was the reset that failed
-            envs.raise_if_item_unknown(future.exception() if future.done() else None)
-        self.fail(error)
-        return None
-
-    def fail(self, error: str) -> None:
-        self.trajectory.status = Status.ENV_ERROR
-        self.trajectory.error = error
+def next_reply(episode: Conversation, model: ServedModel, stop: Sequence[str],
+               cancelled: threading.Event) -> Reply:
+    """The model's reply, up to the world's stop strings. If the server refuses the conversation,
+    the trajectory's status says so."""
+    t = episode.trajectory
+    # A server draws the same random numbers for the same seed, so each turn has its own seed.
+    seed = zlib.crc32(f"{episode.config.seed} {t.item} {t.sample} {t.turns}".encode()) >> 1
+    try:
+        reply = model(episode.prompt, seed, cancelled)
+    except TooLong:
+        episode.end(Status.LENGTH)
+        return Reply()
+    except ConversationRefused as e:  # it says nothing about the model
+        episode.end(Status.ENV_ERROR, f"{REFUSED}{e}")
+        return Reply()
+    # The world's stop string belongs to the reply. A server would leave out its own.
+    text = reply.text
+    for end in stop:
+        if end in text:
+            text = text.partition(end)[0] + end
+    if reply.cut:
+        t.cut_turns.append(t.turns + 1)
+    return reply._replace(text=text)
 
 
 def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int,
@@ -773,7 +731,7 @@ def play_with_retries(model: ServedModel, pool: EnvPool, item: str, group: int, 
     A conversation that the server refused is not begun again."""
     for _ in range(config.retries + 1):
         t = Trajectory(item, split_item(item)[0], group=group, sample=sample)
-        TextEpisode(t, model, pool, horizon, config, cancelled).play()
+        play_text(t, model, pool, horizon, config, cancelled)
         if t.status != Status.ENV_ERROR or t.error.startswith(REFUSED):
             break
     return t

@@ -144,6 +144,8 @@ def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
         "truncated/length": mean([t.status == "length" for t in played]),
         "zero_gradient_groups": mean([max(g) == min(g) for g in rewards_of_group.values()]),
     }
+    if any(len(t.starts) > 1 for t in played):
+        row["segments"] = mean([len(t.starts) for t in played])
     return row | common
 
 

@@ -10,6 +10,10 @@ Tokens are canonical. A trajectory's tokens are appended once and never rebuilt 
 written when a token is appended, and the recorded log-prob comes from the very logits that the
 token was drawn from. Each trajectory draws from its own generator, keyed by (seed, step, item,
 sample).
+
+A trajectory is one segment or several, one after the other. Within a segment every prompt extends
+the previous one. Where the agent shows the model something else (a window, a summary), a new
+segment begins with the whole new prompt. A token is sampled, and trained on, in one segment only.
 """
 
 import concurrent.futures
@@ -19,18 +23,20 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import agent
+from agent import FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
+from agent import settings_of, user
 from engine import Padded, Ragged, sample
-from envs import Env, EnvPool, Step, raise_if_item_unknown, split_item
+from envs import AgentError, Env, EnvPool, Step, Worker, raise_if_item_unknown, split_item
 from models.check import find_paths
 from parallel import Dealer, device_of, unsharded
 from rl import common_prefix_length, compute_paths_of, length_dependence
@@ -54,6 +60,9 @@ class Status(str, Enum):
 class Trajectory:
     """One episode as tokens, and what happened in it. T: its number of tokens.
 
+    The tokens are those of one segment or of several, side by side. A segment is a prompt, a reply,
+    what extends them, a reply ...; the next one begins with a whole new prompt.
+
     `mask`, `logprobs`, `entropies` and `rewards` have one entry per token. Log-probs and entropies
     are in nats, of softmax(logits / temperature), and 0 where `mask` is False.
     """
@@ -74,8 +83,10 @@ class Trajectory:
     # Numbers (from 1) of the turns whose reply reached max_tokens.
     cut_turns: list[int] = field(default_factory=list)
     error: str = ""  # the reason, if status is env_error
-    messages: list[dict] = field(default_factory=list)  # the text view, for people
-    tokens: list[int] = field(default_factory=list)  # [T]
+    # The text view, for people: of a new segment only the messages that were not shown before.
+    messages: list[dict] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # [T], of all segments
+    starts: list[int] = field(default_factory=list)  # where in `tokens` each segment begins: 0 ...
     mask: list[bool] = field(default_factory=list)  # [T], True: sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # [T], of each sampled token
     # [T], of softmax(logits / temperature) where each token was sampled, before truncation.
@@ -100,41 +111,45 @@ class Trajectory:
         if behaviour_logprobs is not None:
             missing = len(self.tokens) - len(self.behaviour_logprobs)
             self.behaviour_logprobs += [0.0] * missing + behaviour_logprobs
+        self.starts = self.starts or [0]
         self.tokens += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += zeros if logprobs is None else logprobs
         self.entropies += zeros if entropies is None else entropies
         self.rewards += zeros
 
-    def record_start(self, instructions: str, observation: str,
-                     reply: str = agent.FIRST_REPLY) -> None:
-        """Record the messages before the first reply."""
-        self.messages = [{"role": "user", "content": instructions},
-                         {"role": "assistant", "content": reply},
-                         {"role": "user", "content": observation}]
+    def begin_segment(self) -> None:
+        """Let the tokens that are appended next begin a new segment."""
+        self.starts.append(len(self.tokens))
 
-    def record_turn(self, reply: str, step: Step, restarts: bool,
+    def segment(self) -> list[int]:
+        """The tokens of the newest segment."""
+        return self.tokens[self.starts[-1] :]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, end) of each segment in `tokens`, `end` excluded."""
+        return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
+
+    def record_turn(self, reply: str, turn: Step, forgets: bool = False,
                     invalid_penalty: float = 0.0) -> None:
-        """Credit the environment's answer to the turn that has just been played.
+        """Credit what a reply has earned to it.
 
         The turn's reward goes to the last token in `rewards`, which is the last token sampled in
-        the turn. restarts: the episode failed and will be played again, so what it earned does not
-        count.
+        the turn. forgets: what was earned so far does not count.
         """
         self.turns += 1
-        self.valid_actions += step.valid
-        if not step.valid:
+        self.valid_actions += turn.valid
+        if not turn.valid:
             self.invalid_turns.append(self.turns)
-        self.score = step.score
-        self.success = step.success
-        self.progress.append(step.progress)
-        self.messages += [{"role": "assistant", "content": reply},
-                          {"role": "user", "content": step.observation}]
-        if restarts:
+        self.score = turn.score
+        self.success = turn.success
+        self.progress.append(turn.progress)
+        self.messages.append(assistant(reply))
+        if forgets:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
             return
-        reward = step.reward if step.valid else step.reward - invalid_penalty
+        reward = turn.reward if turn.valid else turn.reward - invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward
@@ -157,17 +172,20 @@ class RolloutConfig:
     seed: int = 0
     slots: int = 128  # trajectories played at a time
     max_tokens: int | dict[str, int] = 512  # of a reply
-    max_length: int | dict[str, int] = 8192  # of a trajectory, in tokens
+    max_length: int | dict[str, int] = 8192  # of a segment, in tokens
     temperature: float = 1.0  # 0: the likeliest token
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
     action_format: str = "react"
     parse: str = "lenient"  # or "strict"; see `agent.parse`
-    # World -> {"prompt", "reply"}, in the place of its own instructions: see `agent.Dialogue`.
+    agent: str | Callable = "react"  # a generator function, or its name: see `agent.load_agent`
+    agent_args: str = ""  # its settings, NAME=VALUE
+    history: str | None = None  # "append", "template": see `agent.Chat`
+    # World -> {"prompt", "reply"}, in the place of its own instructions: see `agent.Play`.
     prompt_texts: dict[str, dict[str, str]] = field(default_factory=dict)
-    plan: bool = False  # ask for a plan before the first action
-    reflect: bool = False  # ask what went wrong after an invalid action and after a failed episode
+    plan: bool = False  # a setting of the agent react
+    reflect: bool = False  # another one
     invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
     record_states: bool = False  # ask the environments for `Trajectory.states`
     deadline: float = 60.0  # seconds that an environment has to answer
@@ -181,8 +199,8 @@ class RolloutConfig:
         rules = {"samples": self.samples >= 1, "slots": self.slots >= 1,
                  "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
                  "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p < 1,
-                 "parse": self.parse in agent.PARSES,
-                 "action_format": self.action_format in agent.FORMATS}
+                 "parse": self.parse in PARSES,
+                 "action_format": self.action_format in FORMATS}
         for name in ("max_tokens", "max_length"):
             limit = getattr(self, name)
             smallest = min(limit.values()) if isinstance(limit, dict) else limit
@@ -203,12 +221,17 @@ class RolloutConfig:
         """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    def dialogue(self, item: str, horizon: int) -> agent.Dialogue:
-        """The conversation of an episode of `item`, "babyai_17"."""
-        world, number = split_item(item)
-        return agent.Dialogue(number, horizon, self.action_format, self.plan, self.reflect,
-                              lenient_as=world if self.parse == "lenient" else "",
-                              texts=self.prompt_texts.get(world))
+    def load_agent(self) -> Callable[[Play], Agent]:
+        """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
+        return load_agent(self.agent, settings_of(self.agent_args, self.plan,
+                                                              self.reflect))
+
+    def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
+        """An episode of `item`, "babyai_17", as its agent sees it."""
+        world, _ = split_item(item)
+        return Play(env, item, horizon, self.load_agent(), self.action_format,
+                          world if self.parse == "lenient" else "", self.prompt_texts.get(world),
+                          step, self.deadline)
 
 
 def limit_for(limit: int | float | dict, world: str) -> int | float:
@@ -234,32 +257,167 @@ def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:
 # ---- one trajectory while it is played ----
 
 
-class Episode:
-    """A trajectory while it is played: its environment, its random numbers, its unfed ids.
+class Answer(NamedTuple):
+    """What comes back for a reply. At the start of an episode `reply` is None."""
 
-    `pending`: ids that the model has not been fed yet. `future`: the environment's answer; it must
-    come within `seconds_left()`. occurrence: 0 for the item's first entry in the step's list,
-    1 for its second. The constructor starts the reset in the environment's thread.
+    reply: str | None  # its text
+    turn: Step  # what it earned
+    forgets: bool  # what was earned before does not count
+    prompt: Messages | None  # to answer next; None: the agent has ended the episode
+    new: Messages  # the messages in it, or the last observation, that are new to the model
+    ids: list[int]  # the ids up to the next reply
+    begins: bool  # they are a whole prompt, which begins a new segment
+    state: str | None  # in which the next reply is written
+
+
+class Conversation:
+    """A trajectory as its agent leads it, whoever writes the replies: the policy (`Episode`), an
+    expert (sft.py) or a model on a server (eval.py).
+
+    `advance` passes a reply on and runs in the environment's thread. It only reads the trajectory,
+    because a thread that missed its deadline may still run. `take` records its answer. chat: None
+    for a trajectory without tokens.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
-                 chat: agent.Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
+                 chat: Chat | None):
         self.trajectory = trajectory
-        self.occurrence = occurrence
         self.horizon = horizon
         self.config = config
         self.chat = chat
+        self.max_length = limit_for(config.max_length, trajectory.env)
+        self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
+        self.play: Play | None = None
+        self.prompt: Messages = []  # what the model was shown last
+        self.sampled: dict[str, list[int]] = {}  # text of a reply -> its ids
+
+    def advance(self, env: Env, reply: str | None = None, ids: Sequence[int] = (),
+                closed: bool = True, cut: bool = False) -> Answer:
+        """Send a reply to the agent (None: start it), and render what the model is to answer.
+
+        ids: the reply's, as later prompts show it. closed: whether its end-of-turn token was
+        written. cut: whether it reached --max_tokens. Raises AgentError for a bug of the agent.
+        """
+        t = self.trajectory
+        if reply is None:
+            self.play = self.config.play(t.item, env, self.horizon, t.step)
+        else:
+            self.sampled[reply] = list(ids)
+        play = self.play
+        prompt = play.send(reply, cut)
+        if prompt is None or play.turns >= self.horizon or self.chat is None:
+            ids, begins = [], False
+        else:
+            ids, begins = self._render(prompt, reply, closed)
+        return Answer(reply, play.turn, play.forgets, prompt, self._new_in(prompt, reply), ids,
+                      begins, self._state_of(env) if prompt else None)
+
+    def _render(self, prompt: Messages, reply: str | None,
+                closed: bool) -> tuple[list[int], bool]:
+        """-> the ids that lead to the next reply, and whether they begin a new segment."""
+        if self.chat.history == "append" and reply is not None:
+            shown = [*self.prompt, assistant(reply)]
+            new = prompt[len(shown):]
+            roles = [message["role"] for message in new]
+            in_turns = roles == (["user", "assistant"] * len(new))[: len(new)]
+            if prompt[: len(shown)] == shown and new and in_turns:
+                return self.chat.turns(new, closed, self.max_length), False
+        try:
+            ids = self.chat.prompt(prompt, self.play.tools, self.sampled, self.max_length)
+        except Exception as e:  # whatever the template's program raises
+            raise AgentError(f"cannot render the agent's messages: {type(e).__name__}: {e}") from e
+        held = self.trajectory.segment() if reply is not None else []
+        if held and ids[: len(held)] == held:
+            return ids[len(held):], False
+        return ids, True
+
+    def _new_in(self, prompt: Messages | None, reply: str | None) -> Messages:
+        """The messages of a prompt that the model sees for the first time: those after its reply
+        or, if the prompt does not show it, those after what it shares with the prompt before."""
+        if prompt is None:  # the last observation, which the model is not shown
+            last = self.play.turn.observation
+            return [user(last)] if last else []
+        for place in range(len(prompt), 0, -1):
+            if reply is not None and prompt[place - 1] == assistant(reply):
+                return prompt[place:]
+        return prompt[common_prefix_length(self.prompt, prompt):]
+
+    def _state_of(self, env: Env) -> str | None:
+        """The state in which the next reply is written. What is asked for is part of it: a plan and
+        the action that follows are written in different states."""
+        state = env.state() if self.config.record_states else None
+        if state is None or not self.play.kind:
+            return state
+        return f"{self.play.kind}: {state}"
+
+    def take(self, answer: Answer) -> bool:
+        """Record an answer -> whether the trajectory goes on."""
+        t = self.trajectory
+        if answer.reply is not None:
+            t.record_turn(answer.reply, answer.turn, answer.forgets, self.invalid_penalty)
+        t.messages += answer.new
+        if answer.prompt is None:
+            return self.end(Status.DONE)
+        if t.turns >= self.horizon:
+            return self.end(Status.HORIZON)
+        self.prompt = answer.prompt
+        if self.chat is None:
+            return True
+        held = 0 if answer.begins else len(t.segment())
+        if held + len(answer.ids) >= self.max_length:  # no room for a single token of a reply
+            return self.end(Status.LENGTH)
+        if answer.begins:
+            t.begin_segment()
+        t.append(answer.ids)
+        if self.config.record_states:
+            t.states.append(answer.state)
+        return True
+
+    def end(self, status: Status, error: str = "") -> bool:
+        """Record how the trajectory has ended -> False."""
+        t = self.trajectory
+        t.status = status
+        t.error = error
+        if t.rewards:
+            # An exactly rounded sum: equal rewards must compare equal, in whichever turns they
+            # came.
+            t.reward = math.fsum(t.rewards)
+        return False
+
+
+    def give_back(self, pool: EnvPool, worker: Worker, broken: bool) -> None:
+        """Close the agent, in the thread of its environment, and give the environment back. A
+        broken one is dropped, and a hung thread is left behind."""
+        if self.play is not None and self.play.agent.gi_frame is not None:  # it has not returned
+            worker.call(lambda env: self.play.close())
+        if broken:
+            pool.drop(worker)
+        else:
+            pool.give_back(self.trajectory.env, worker)
+
+
+class Episode(Conversation):
+    """A trajectory while the policy plays it: its environment, its random numbers, its unfed ids.
+
+    `pending`: ids that the model has not been fed yet; the whole of a new segment, if `begins`.
+    `future`: the environment's answer; it must come within `seconds_left()`. occurrence: 0 for the
+    item's first entry in the step's list, 1 for its second. The constructor starts the reset in the
+    environment's thread.
+    """
+
+    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
+                 chat: Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
+        super().__init__(trajectory, horizon, config, chat)
+        self.occurrence = occurrence
         self.pool = pool
         self.on_cpu = on_cpu
         self.max_tokens = limit_for(config.max_tokens, trajectory.env)
-        self.max_length = limit_for(config.max_length, trajectory.env)
-        self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
         self.uniforms = self._uniforms()
         self.pending: list[int] = []
+        self.begins = False
         self._begin_reply()
-        self.dialogue = config.dialogue(trajectory.item, horizon)
         self.worker = pool.take(trajectory.env)
-        self._call(self._reset)
+        self._call(self.advance)
 
     def _uniforms(self) -> Iterator[float]:
         """The trajectory's random numbers: no rank, slot or batch enters the key."""
@@ -286,36 +444,10 @@ class Episode:
         limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
         return limit - time.monotonic()
 
-    # The next three run in the environment's thread, so that the main thread does not tokenize.
-    # Exception: steps of an instant world on a CPU, see `add_token`.
-
-    def _reset(self, env: Env) -> tuple[str, str, list[int], str | None]:
-        instructions, observation = self.dialogue.begin(env)
-        ids = self.chat.start(instructions, observation, self.max_length,
-                              self.dialogue.first_reply)
-        return instructions, observation, ids, self._state_of(env)
-
-    def _step(self, env: Env, reply: list[int],
-              closed: bool) -> tuple[str, Step, list[int], str | None]:
-        """-> the reply's text, the environment's step, the ids up to the next reply, the state."""
-        message = self.chat.final_message(reply[:-1] if closed else reply)
-        text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
-        step = self.dialogue.reply(env, text)
-        ids = self.chat.turn(step.observation, closed, self.max_length)
-        return text, step, ids, self._state_of(env)
-
-    def _state_of(self, env: Env) -> str | None:
-        """The state in which the next reply is written. The phase is part of it: a plan and the
-        action that follows are written in different states."""
-        state = env.state() if self.config.record_states else None
-        if state is None or self.dialogue.phase is agent.Phase.ACT:
-            return state
-        return f"{self.dialogue.phase.name}: {state}"
-
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never is: the
         environment computes while the GPU does."""
-        return self.on_cpu and self.worker.env.instant
+        return self.on_cpu and self.worker.env.instant and self.play.is_instant
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
@@ -341,16 +473,23 @@ class Episode:
         # Threads of one process take turns at running Python. For an instant world a change of
         # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
-        self._call(self._step, self.reply, closed, here=here)
+        self._call(self._pass_on, self.reply, closed, cut, here=here)
         self._begin_reply()
         return True
+
+    def _pass_on(self, env: Env, reply: list[int], closed: bool, cut: bool) -> Answer:
+        """In the environment's thread, so that the main thread does not tokenize."""
+        message = self.chat.final_message(reply[:-1] if closed else reply)
+        text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
+        return self.advance(env, text, message, closed, cut)
 
     def reply_is_complete(self) -> bool:
         """Whether the reply is complete: the policy ended it, a token limit is reached, or it
         contains one of the world's stop strings."""
         if self.chat.is_ended(self.reply) or len(self.reply) >= self.max_tokens:
             return True
-        if len(self.trajectory.tokens) + len(self.reply) >= self.max_length:
+        t = self.trajectory
+        if len(t.tokens) - t.starts[-1] + len(self.reply) >= self.max_length:
             return True
         stop_strings = self.worker.env.stop
         if not stop_strings:
@@ -361,46 +500,23 @@ class Episode:
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        t = self.trajectory
-        result, error = self.worker.outcome(self.future, self.config.deadline,
+        answer, error = self.worker.outcome(self.future, self.config.deadline,
                                             self.config.create_deadline)
-        resetting = not t.messages
         if error:
-            if resetting:
+            if not self.trajectory.messages:  # it was the reset that failed
                 raise_if_item_unknown(self.future.exception() if self.future.done() else None)
-            return self._end(Status.ENV_ERROR, error)
-        if resetting:
-            instructions, observation, ids, state = result
-            t.record_start(instructions, observation, self.dialogue.first_reply)
+            self.end(Status.ENV_ERROR, error)
+        goes_on = not error and self.take(answer)
+        if goes_on:
+            self.pending = answer.ids if answer.begins else self.pending + answer.ids
+            self.begins = answer.begins
         else:
-            reply, step, ids, state = result
-            t.record_turn(reply, step, self.dialogue.restarts, self.invalid_penalty)
-            if step.done:
-                return self._end(Status.DONE)
-            if t.turns >= self.horizon:
-                return self._end(Status.HORIZON)
-        if len(t.tokens) + len(ids) >= self.max_length:  # no room for a single token of a reply
-            return self._end(Status.LENGTH)
-        t.append(ids)
-        if self.config.record_states:
-            t.states.append(state)
-        self.pending += ids
-        return True
-
-    def _end(self, status: Status, error: str = "") -> bool:
-        self.trajectory.status = status
-        self.trajectory.error = error
-        # An exactly rounded sum: equal rewards must compare equal, in whichever turns they came.
-        self.trajectory.reward = math.fsum(self.trajectory.rewards)
-        self.leave(broken=bool(error))
-        return False
+            self.leave(broken=bool(error))
+        return goes_on
 
     def leave(self, broken: bool = True) -> None:
-        """Give the environment back. A broken one is dropped, and a hung thread is left behind."""
-        if broken:
-            self.pool.drop(self.worker)
-        else:
-            self.pool.give_back(self.trajectory.env, self.worker)
+        """End with the environment: see `give_back`."""
+        self.give_back(self.pool, self.worker, broken)
 
 
 # ---- all trajectories of a call ----
@@ -532,12 +648,11 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     """Play every item `samples` times, at most `horizon` turns each.
 
     A reply ends with the chat template's end-of-turn token, with one of the world's stop strings,
-    or at `max_tokens` or `max_length`. A trajectory ends when its environment is done, after
-    `horizon` turns, or when `max_length` leaves no room for another reply. An episode whose
-    environment fails or misses its deadline is played again up to `retries` times; then the
-    trajectory has status "env_error". Environments' answers are collected at fixed decode steps, so
-    a seeded run repeats bit for bit. With `arrival_order` they are collected as they come, and it
-    does not.
+    or at `max_tokens` or `max_length`. A trajectory ends when its agent returns, after `horizon`
+    turns, or when `max_length` leaves no room for another reply. An episode whose environment fails
+    or misses its deadline is played again up to `retries` times; then the trajectory has status
+    "env_error". Environments' answers are collected at fixed decode steps, so a seeded run repeats
+    bit for bit. With `arrival_order` they are collected as they come, and it does not.
 
     policy: a causal LM; it is put into eval mode.
     items: ids such as "babyai_17".
@@ -547,24 +662,25 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     engine: "ragged"; a `Ragged` of this policy, whose memory is reused; or "hf": the model's own
         attention, all trajectories in lockstep.
     stats: these counts are added to it: "forwarded" (token positions computed, padding included),
-        "steps" (forward passes that were sampled from), "busy" (slots fed, summed over the steps)
-        and "usable" (slots that could have been fed: at most the unfinished trajectories).
+        "steps" (forward passes that were sampled from), "busy" (slots fed, over all steps) and
+        "usable" (slots that could have been fed: at most the unfinished trajectories).
     on_end: called with each trajectory when it has ended.
     on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
         the same items.
 
     -> the trajectories in the order of items, the samples of an item side by side; with a dealer
-    those that this rank has played. Raises ValueError for a bad item, FloatingPointError if the
-    policy's logits are not finite.
+    those that this rank has played. Raises ValueError for a bad item, AgentError for a bug of the
+    agent, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or RolloutConfig(), **changes)
+    config.load_agent()  # before any episode: it may not exist
     shortest = min(horizon.values()) if isinstance(horizon, dict) else horizon
     if shortest < 1:
         raise ValueError(f"a horizon is at least 1, not {shortest}")
     stats = {} if stats is None else stats
     occurrences = count_earlier(items)
-    chat = agent.Chat(tokenizer)
+    chat = Chat(tokenizer, config.history)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
 
@@ -682,9 +798,13 @@ class Decoder:
         """Take the answer for the episode in `slot`, which frees the slot if the trajectory
         ends."""
         del self.waiting[slot]
-        if not self.playing[slot].take_answer():
+        episode = self.playing[slot]
+        if not episode.take_answer():
             self.queue.end(self.playing.pop(slot))
             self.free.append(slot)
+        elif episode.begins:
+            ids = episode.pending
+            episode.pending = self.engine.begin(slot, ids, *self.engine.best_prefix(ids, slot))
 
     def room(self) -> int:
         """How many more trajectories this rank can take: some in advance, for slots that become
@@ -755,6 +875,11 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
         while rows:
             write_replies(cache, rows, queue)
             rows = collect_answers(cache, rows, queue)
+            if any(e.begins for e in rows):  # compute all rows anew
+                forwarded += cache.forwarded
+                cache = Padded(policy)
+                for episode in rows:
+                    episode.pending = episode.trajectory.segment()
         forwarded += cache.forwarded
 
 

@@ -36,7 +36,7 @@ from agent import Chat
 from envs import Env, EnvPool, split_item
 from metrics import memory_gb, write_atomically
 from parallel import StopSignals, Terminated, end_process, of_rank_0, on_any_rank
-from rollout import RolloutConfig, Status, Trajectory
+from rollout import Conversation, RolloutConfig, Status, Trajectory
 from train import Run
 from update import Batch, collate, map_rows, optimizer_step
 
@@ -121,7 +121,6 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
     options = envs.env_options(cfg.env_args, cfg.worlds).get(world, {})
     names = envs.items(world, split, cfg.data or None)
     random.Random(cfg.seed).shuffle(names)
-    max_length = cfg.worlds[world].max_length
     found = []
     env = None
     fault = ""  # the last fault of an environment, as the end of a message
@@ -134,7 +133,7 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
         try:
             env = env or envs.make_env(world, **options)
             t = demonstrate(env, item, chat, cfg, noise, rng)
-        except envs.ItemError:
+        except (envs.UserError, envs.AgentError):
             raise
         except Exception as e:  # a world's crash costs one episode, as in a rollout
             fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
@@ -142,7 +141,7 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
                 envs.close_quietly(env)
             env = None
             continue
-        if t.success and len(t.tokens) <= max_length and any(t.mask):
+        if t.success and any(t.mask):
             t.sample = epoch
             found.append(t)
             bar.update()
@@ -161,20 +160,22 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     valid or refused, takes the place of the expert's with probability `noise`, in worlds that list
     them; its tokens are masked out."""
     world, _ = split_item(item)
-    horizon = cfg.worlds[world].rounds[-1]
-    dialogue = RolloutConfig.from_flags(cfg).dialogue(item, horizon)
+    own = cfg.worlds[world]
+    t = Trajectory(item, world)
+    config = RolloutConfig.from_flags(cfg, max_length=own.max_length)
+    episode = Conversation(t, own.rounds[-1], config, chat)
     try:
-        instructions, observation = dialogue.begin(env)
+        answer = episode.advance(env)
     except ValueError as e:
         envs.raise_if_item_unknown(e)
         raise
-    t = Trajectory(item, world)
-    t.record_start(instructions, observation, dialogue.first_reply)
-    t.append(chat.start(instructions, observation, reply=dialogue.first_reply))
-    t.status = Status.HORIZON
-    for _ in range(horizon):
+    while episode.take(answer):
+        if episode.play.kind:
+            raise envs.UserError(f"agent {cfg.agent} asks for {episode.play.kind}, and an expert "
+                                 "only acts")
         action = env.expert()
         if action is None:
+            episode.end(Status.HORIZON)
             break
         random_actions = []
         if rng.random() < noise:
@@ -186,12 +187,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
             text = agent.reply_with(action, cfg.action_format, thing_named(action))
         ids = chat.reply(text)
         t.append(ids, None if random_actions else [0.0] * len(ids))
-        step = dialogue.reply(env, text)
-        t.record_turn(text, step, restarts=False)
-        if step.done:
-            t.status = Status.DONE
-            break
-        t.append(chat.turn(step.observation, closed=True))
+        answer = episode.advance(env, text, chat.final_message(ids[:-1]))
     return t
 
 
@@ -235,6 +231,7 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
                 check_format(found, action_format)
             for t in found:
                 t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # SFT needs none
+                t.starts = t.starts or [0] * bool(t.tokens)  # of one segment, in older files
                 check_fields(t, len(chat.tokenizer))
     except OSError as e:
         raise ValueError(f"cannot read {path}: {e.strerror}") from e
@@ -259,8 +256,10 @@ def check_fields(t: Trajectory, vocab_size: int) -> None:
         wrong = "tokens that are not in the vocabulary"
     elif not len(t.tokens) == len(t.mask) == len(t.logprobs):
         wrong = "tokens, mask and logprobs of different lengths"
-    elif t.mask and t.mask[0]:
-        wrong = "a mask that is true at the first token"
+    elif t.tokens and not (t.starts == sorted({0, *t.starts}) and t.starts[-1] < len(t.tokens)):
+        wrong = "starts that do not cut its tokens into segments"
+    elif any(t.mask[start] for start in t.starts):
+        wrong = "a mask that is true at the first token of a segment"
     elif type(t.reward) not in (int, float):
         wrong = "a reward that is not a number"
     elif not {type(x) for x in (*t.logprobs, *t.entropies, *t.behaviour_logprobs)} <= {int, float}:
@@ -278,7 +277,7 @@ def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory
     found = []
     for t in trajectories:
         limit = cfg.worlds[t.env].max_length if t.env in cfg.worlds else longest
-        if len(t.tokens) <= limit:
+        if max((end - start for start, end in t.spans()), default=0) <= limit:
             found.append(t)
     if not found:
         raise ValueError(f"every trajectory of {cfg.trajectories} is longer than --max_length")
@@ -293,8 +292,9 @@ def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: 
     tokens that the trajectory begins with."""
     for t in trajectories:
         if t.messages and t.tokens:
-            prompt, reply, observation = (message["content"] for message in t.messages[:3])
-            start = chat.start(prompt, observation, reply=reply)
+            roles = [message["role"] for message in t.messages]
+            has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
+            start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
             if t.tokens[: len(start)] != start:
                 raise ValueError(f"{t.item} was written with another tokenizer or chat template")
 
@@ -333,7 +333,8 @@ def from_conversation(entry: dict, chat: Chat) -> Trajectory:
         raise ValueError(f"{entry['item_id']}: its messages should be from human and gpt in turns")
     t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0], reward=1.0, score=1.0,
                    success=True, status=Status.DONE)
-    t.record_start(said[0], said[2], said[1])
+    t.messages = [{"role": role, "content": text}
+                  for role, text in zip(("user", "assistant", "user"), said)]
     t.append(chat.start(said[0], said[2], reply=said[1]))
     for place in range(3, len(said), 2):
         ids = chat.reply(said[place])

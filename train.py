@@ -361,12 +361,15 @@ def check_rows(teacher: nn.Module, policy: nn.Module, name: str) -> None:
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None,
                          cfg: RunConfig) -> None:
-    """Render the chat template once for the whole run: a resumed run takes the text that its
-    checkpoint holds. Raises ValueError for a template that cannot be used."""
+    """Try the chat template once for the whole run: a resumed run takes the template, and the time
+    that it shows, from its checkpoint. Raises ValueError for a template that cannot be used."""
     saved = rl.read_state(newest)[0] if newest else {}
-    tokenizer.rendered_marks = saved.get("rendered_marks") or of_rank_0(
-        lambda: agent.render_marks(tokenizer, cfg.system, cfg.chat_args))
-    agent.Chat(tokenizer)
+    tokenizer.tried_template = saved.get("tried_template") or of_rank_0(
+        lambda: agent.try_template(tokenizer, cfg.system, cfg.chat_args))
+    tokenizer.chat_template = tokenizer.tried_template["of"]
+    chat = agent.Chat(tokenizer, cfg.history)
+    if ranks()[0] == 0:
+        agent.note_history(chat)
 
 
 def trainable(model: nn.Module, lr: float, cfg: RunConfig,
@@ -556,15 +559,24 @@ def decode_stats(trajectories: list[Trajectory], stats: list[dict[str, int]],
     stats: for each rank, the `stats` of `rollout`. slots: how many each rank has (--slots).
     """
     tokens = sum(len(t.tokens) for t in trajectories)
+    kept = sum(num_distinct(t) for t in trajectories)
     forwarded = sum(counts.get("forwarded", 0) for counts in stats)
     # A rank that finishes early waits for the others, so its slots count in their steps, too.
     slot_steps = max(1, slots * max(counts.get("steps", 0) for counts in stats))
     occupancies = [counts.get("busy", 0) / slot_steps for counts in stats]
-    row = {"forwarded_per_kept": forwarded / max(1, tokens),
+    row = {"forwarded_per_kept": forwarded / max(1, kept),
            "occupancy": sum(occupancies) / len(occupancies), "tokens": tokens}
     if len(occupancies) > 1:
         row |= {f"occupancy/rank{rank}": share for rank, share in enumerate(occupancies)}
     return row
+
+
+def num_distinct(t: Trajectory) -> int:
+    """The number of a trajectory's tokens, without those that a segment begins with as the one
+    before it does."""
+    segments = [t.tokens[start:end] for start, end in t.spans()]
+    shared = sum(map(rl.common_prefix_length, segments, segments[1:]))
+    return len(t.tokens) - shared
 
 
 def evaluate_held_out(run: Run, pool: EnvPool, signals: StopSignals) -> dict[str, float]:
@@ -597,6 +609,9 @@ def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
             save_checkpoint(run, run.step)
         sys.exit(f"train.py: every environment failed at step {run.step}; --resume repeats this "
                  f"step; the first error: {trajectories[0].error}")
+    if getattr(run.cfg, "loss", "") == "gspo" and any(len(t.starts) > 1 for t in trajectories):
+        sys.exit("train.py: --loss gspo compares whole trajectories, and this agent's have several "
+                 "segments: give --loss gspo_turn or ppo")
     for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns) and not run.step:
@@ -668,7 +683,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint from which training continues at `step`, and redraw the curves."""
     run.saved = step
     rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
-            {"step": step, "rendered_marks": run.tokenizer.rendered_marks,
+            {"step": step, "tried_template": run.tokenizer.tried_template,
              "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         rl.drop_old(run.folder, run.cfg.keep)

@@ -7,6 +7,8 @@ over however many ranks.
 
 A batch is a dict of tensors with one row a trajectory: "ids", "mask", "old_logprobs" and further
 columns, all [B, T] and padded on the right, and "lengths" [B], the number of tokens of each row.
+Algorithms see whole trajectories. A model sees segments, since a segment's tokens know nothing of
+earlier ones: `by_segment` cuts the rows where "segments" [B, T], a token's segment, changes.
 """
 
 import math
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 import algos
@@ -367,7 +370,8 @@ def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
             loss = loss + cfg.kl_coef * kl
     if cfg.entropy_coef:
         loss = loss - cfg.entropy_coef * entropy
-    return algos.aggregate(loss, mask, cfg.aggregation, denominator), stats
+    return algos.aggregate(loss, mask, cfg.aggregation, denominator,
+                           part.get("num_sampled")), stats
 
 
 def value_objective(critic: rl.Critic, cfg: "Config", denominator: int,
@@ -377,7 +381,8 @@ def value_objective(critic: rl.Critic, cfg: "Config", denominator: int,
     with rl.compute_in(cfg.dtype, part["ids"].device):
         values = critic(part["ids"], mask)
     loss = algos.value_loss(values, part["old_values"], part["returns"], mask, cfg.value_clip)
-    return algos.aggregate(loss, mask, cfg.aggregation, denominator), {}
+    return algos.aggregate(loss, mask, cfg.aggregation, denominator,
+                           part.get("num_sampled")), {}
 
 
 def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, float]:
@@ -409,8 +414,33 @@ def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
     """
-    return pad_rows([t.tokens for t in trajectories], [t.mask for t in trajectories], device,
-                    old_logprobs=[t.logprobs for t in trajectories], **columns)
+    batch = pad_rows([t.tokens for t in trajectories], [t.mask for t in trajectories], device,
+                     old_logprobs=[t.logprobs for t in trajectories], **columns)
+    if any(len(t.starts) > 1 for t in trajectories):
+        batch["segments"] = torch.zeros_like(batch["ids"])
+        for row, t in zip(batch["segments"], trajectories):
+            for start in t.starts[1:]:
+                row[start:] += 1
+    return batch
+
+
+def by_segment(batch: Batch) -> tuple[Batch, list[tuple[int, int, int]]]:
+    """A batch with one row a segment, and (row, start, end) of each segment in `batch`.
+
+    "num_sampled" [R]: the number of sampled tokens of a segment's whole trajectory.
+    """
+    lengths = batch["lengths"].tolist()
+    if "segments" not in batch:
+        return batch, [(b, 0, length) for b, length in enumerate(lengths)]
+    spans = []
+    for b, length in enumerate(lengths):
+        cuts = (batch["segments"][b, :length].diff().nonzero().flatten() + 1).tolist()
+        spans += zip([b] * (len(cuts) + 1), [0, *cuts], [*cuts, length])
+    parts = {name: pad_sequence([x[b, start:end] for b, start, end in spans], batch_first=True)
+             for name, x in batch.items() if x.dim() == 2 and name != "segments"}
+    rows = torch.tensor([b for b, _, _ in spans])
+    return parts | {"lengths": torch.tensor([end - start for _, start, end in spans]),
+                    "num_sampled": batch["mask"].sum(1)[rows]}, spans
 
 
 def pad_rows(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]],
@@ -540,8 +570,9 @@ def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.
     function(model, ids [b, t], mask [b, t]) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
     """
     mine = []
-    for rows, is_repeat in own_micro_batches(model, ids_of(batch), max_tokens):
-        part = select(batch, rows, device_of(model))
+    segments, spans = by_segment(batch)
+    for rows, is_repeat in own_micro_batches(model, ids_of(segments), max_tokens):
+        part = select(segments, rows, device_of(model))
         result = function(model, part["ids"], part["mask"]).cpu()
         if not is_repeat:
             mine.append((rows, result))
@@ -549,7 +580,9 @@ def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.
         model.reshard()  # otherwise done by the backward pass
     out = torch.zeros(batch["mask"].shape)
     for rows, result in gather(mine):
-        out[rows, : result.shape[1]] = result
+        for i, values in zip(rows, result):
+            b, start, end = spans[i]
+            out[b, start:end] = values[: end - start]
     return out
 
 
@@ -568,9 +601,10 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
     # Forward and backward pass of each of this rank's micro-batches.
     _, num_ranks = ranks()
     total: dict[str, Tensor | float] = {}
-    ids = ids_of(select(batch, rows, batch["ids"].device)) if rows else []
+    segments = by_segment(select(batch, rows, batch["ids"].device))[0] if rows else {}
+    ids = ids_of(segments) if rows else []
     for cut, is_repeat in own_micro_batches(model, ids, max_tokens):
-        part = select(batch, [rows[i] for i in cut], device_of(model))
+        part = select(segments, cut, device_of(model))
         loss, stats = loss_of(part)
         scale = 1.0
         if sharded(model):  # FSDP averages gradients over ranks, but the loss is a sum over ranks

@@ -30,7 +30,7 @@ import requests
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import agent  # noqa: E402
-from envs import make_env, split_item  # noqa: E402
+from envs import make_env  # noqa: E402
 
 
 ACTION_FORMAT = "react"  # of the built-in model in BabyAI
@@ -246,11 +246,13 @@ def replay(path, env):
     kept = [row for row in rows if row["status"] != "env_error"]
     different = 0
     for row in kept:
-        dialogue = agent.Dialogue(split_item(row["item"])[1], 100, ACTION_FORMAT,
-                                  lenient_as=row["env"])
+        play = agent.Play(env, row["item"], 100, action_format=ACTION_FORMAT,
+                          lenient_as=row["env"])
         said = [message["content"] for message in row["messages"]]
-        seen = [dialogue.begin(env)[1]]
-        seen += [dialogue.reply(env, reply).observation for reply in said[3::2]]
+        seen = [play.send()[-1]["content"]]
+        for reply in said[3::2]:
+            messages = play.send(reply)
+            seen.append(messages[-1]["content"] if messages else play.turn.observation)
         different += any(a.strip() != b.strip() for a, b in zip(seen, said[2::2]))
     return len(kept), different, len(rows)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import agent
-from agent import Chat, Dialogue, Phase, instructions, parse
+from agent import Chat, Play, instructions, parse
 from envs import Env, Step
 
 # ---- chat rendering ----
@@ -77,6 +77,9 @@ def test_a_template_that_repeats_a_message_is_refused():
     class Repeating:
         chat_template = "repeats"
 
+        def get_chat_template(self):
+            return self.chat_template
+
         def apply_chat_template(self, messages, **options):
             return "".join(message["content"] * 2 for message in messages)
 
@@ -88,8 +91,7 @@ def with_template(tokenizer, template):
     """A copy of a tokenizer with another chat template."""
     other = copy.deepcopy(tokenizer)
     other.chat_template = template
-    for name in ("rendered_marks", "rendered_template"):
-        vars(other).pop(name, None)
+    vars(other).pop("tried_template", None)
     return other
 
 
@@ -143,7 +145,8 @@ def test_a_template_that_shows_the_time_shows_one_time(tiny):
     first = Chat(tokenizer)
     time.sleep(0.001)
     assert Chat(tokenizer).start("Play.", "A wall.") == first.start("Play.", "A wall.")
-    assert Chat(with_template(tokenizer, template)).head != first.head  # a run of its own
+    another = Chat(with_template(tokenizer, template))  # a run of its own
+    assert another.start("Play.", "A wall.") != first.start("Play.", "A wall.")
 
 
 @pytest.mark.parametrize("after_reply, token", [
@@ -171,15 +174,16 @@ SWITCHED = ("{% if not thinking | default(true) %}no thoughts\n{% endif %}"
 
 def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
     tokenizer = with_template(tiny[1], SWITCHED)
-    plain = agent.render_marks(tokenizer)
+    plain = agent.try_template(tokenizer)["marks"]
     messages = [{"role": role, "content": mark} for mark, role in agent.MARKS.items()]
     assert plain == tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
-    said = agent.render_marks(tokenizer, system=" Be brief.\n")
-    assert said == "<|im_start|>system\nBe brief.<|im_end|>\n" + plain
+    said = agent.try_template(tokenizer, system=" Be brief.\n")
+    assert said["marks"] == "<|im_start|>system\nBe brief.<|im_end|>\n" + plain
     for switch in ("thinking=false", "thinking=False", ' {"thinking": false}'):
-        assert agent.render_marks(tokenizer, chat_args=switch) == "no thoughts\n" + plain
-    tokenizer.rendered_marks = said
+        tried = agent.try_template(tokenizer, chat_args=switch)
+        assert tried["marks"] == "no thoughts\n" + plain
+    tokenizer.tried_template = said
     start = Chat(tokenizer).start("Play.", "A wall.")
     beginning = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nPlay."
     assert tokenizer.decode(start).startswith(beginning)
@@ -190,21 +194,21 @@ def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
     ("think=false", "no switch 'think'"),
     ("add_generation_prompt=false", "no switch 'add_generation_prompt'"),
     ("messages=1", "no switch 'messages'"),
-    ("thinking", "cannot read --chat_args 'thinking'; write enable_thinking=false"),
+    ("thinking", "cannot read --chat_args 'thinking'; write NAME=VALUE"),
     ("a-b=1", "cannot read --chat_args 'a-b=1'"),
     ('{"thinking": }', "--chat_args is not a JSON object: "),
     ('{"a":' * 100_000, "--chat_args is not a JSON object: "),
 ])
 def test_arguments_that_a_template_does_not_take_are_refused(tiny, chat_args, says):
     with pytest.raises(ValueError) as refused:
-        agent.render_marks(with_template(tiny[1], SWITCHED), chat_args=chat_args)
+        agent.try_template(with_template(tiny[1], SWITCHED), chat_args=chat_args)
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_system_message_that_a_template_leaves_out_is_refused(tiny):
     template = SWITCHED.replace("in messages", "in messages if m.role != 'system'")
     with pytest.raises(ValueError, match="does not show the text of --system"):
-        agent.render_marks(with_template(tiny[1], template), system="Be brief.")
+        agent.try_template(with_template(tiny[1], template), system="Be brief.")
 
 
 # ---- templates with channels ----
@@ -463,12 +467,13 @@ class Door(Env):
                     success=success, score=0.25, progress=0.75)
 
 
-def test_a_dialogue_reads_replies_as_it_is_told_to():
+def test_an_agent_reads_replies_as_it_is_told_to():
     for lenient_as, seen in (("", ["reset 3", "[right]."]), ("babyai", ["reset 3", "right"])):
         env = Door()
-        dialogue = Dialogue(3, 5, "react", lenient_as=lenient_as)
-        dialogue.begin(env)
-        assert dialogue.reply(env, "Action: [right].").success == bool(lenient_as)
+        play = Play(env, "door_3", 5, action_format="react", lenient_as=lenient_as)
+        play.send()
+        play.send("Action: [right].")
+        assert play.turn.success == bool(lenient_as)
         assert env.seen == seen
 
 
@@ -477,47 +482,54 @@ def test_given_texts_are_the_whole_first_message_and_the_fixed_reply(whole_reply
     env = Door()
     env.whole_reply = whole_reply
     texts = {"prompt": " Choose a door.\n\n", "reply": "Ok."}
-    dialogue = Dialogue(3, 5, "react", texts=texts)
-    assert dialogue.begin(env) == (" Choose a door.\n\n", "Two doors.")
-    assert dialogue.first_reply == "Ok."
-    ours = Dialogue(3, 5, "react")
-    assert ours.begin(env)[0].startswith("Choose.") and ours.first_reply == "OK"
+    said = [m["content"] for m in Play(env, "door_3", 5, texts=texts).send()]
+    assert said == [" Choose a door.\n\n", "Ok.", "Two doors."]
+    said = [m["content"] for m in Play(env, "door_3", 5).send()]
+    assert said[0].startswith("Choose.") and said[1] == "OK"
 
 
-def test_a_plan_is_the_first_phase_and_the_environment_does_not_see_it():
+reflecting = agent.load_agent("react", {"reflect": True})
+
+
+def last(messages):
+    return messages[-1]["content"]
+
+
+def earned(play):
+    return play.turn.reward, play.turn.score, play.turn.progress, play.turn.valid
+
+
+def test_a_plan_comes_first_and_the_environment_does_not_see_it():
     env = Door()
-    dialogue = Dialogue(3, horizon=5, plan=True)
-    assert dialogue.begin(env) == ("Choose.", "Two doors." + agent.PLAN)
-    assert dialogue.phase is Phase.PLAN
-    assert dialogue.reply(env, "right, I think") == Step(agent.ACT)
-    assert dialogue.phase is Phase.ACT
-    assert dialogue.reply(env, "right").success
+    play = Play(env, "door_3", 5, agent.load_agent("react", {"plan": True}))
+    assert last(play.send()) == "Two doors." + agent.PLAN and play.kind == "PLAN"
+    assert last(play.send("right, I think")) == agent.ACT and play.kind == ""
+    assert earned(play) == (0.0, 0.0, 0.0, True)
+    assert play.send("right") is None and play.turn.success
     assert env.seen == ["reset 3", "right"]
 
 
 def test_a_reflection_on_an_invalid_action_keeps_score_and_progress():
     env = Door()
-    dialogue = Dialogue(3, horizon=5, reflect=True)
-    dialogue.begin(env)
-    assert dialogue.reply(env, "up").observation == "No such door." + agent.REFLECT
-    assert dialogue.phase is Phase.REFLECT and not dialogue.restarts
-    assert dialogue.reply(env, "I misread.") == Step(agent.ACT, score=0.25, progress=0.5)
-    assert dialogue.phase is Phase.ACT
+    play = Play(env, "door_3", 5, reflecting)
+    play.send()
+    assert last(play.send("up")) == "No such door." + agent.REFLECT
+    assert play.kind == "REFLECT" and not play.forgets and not play.turn.valid
+    assert last(play.send("I misread.")) == agent.ACT
+    assert earned(play) == (0.0, 0.25, 0.5, True) and play.kind == ""
     assert env.seen == ["reset 3", "up"]
 
 
 def test_the_episode_restarts_after_the_reflection_on_a_failure_and_only_once():
     env = Door()
-    dialogue = Dialogue(3, horizon=9, reflect=True)
-    dialogue.begin(env)
-    assert not dialogue.restarts
-    step = dialogue.reply(env, "left")
-    assert step.observation == "A wall." + agent.REFLECT_ON_ALL and not step.done
-    assert dialogue.phase is Phase.RETRY and dialogue.restarts
-    assert dialogue.reply(env, "Not left.") == Step(agent.AGAIN + "Two doors.", score=0.25)
-    assert dialogue.phase is Phase.ACT and not dialogue.restarts
-    assert dialogue.reply(env, "left").done
-    assert dialogue.phase is Phase.ACT and not dialogue.restarts
+    play = Play(env, "door_3", 9, reflecting)
+    play.send()
+    assert not play.forgets
+    assert last(play.send("left")) == "A wall." + agent.REFLECT_ON_ALL
+    assert play.kind == "RETRY" and play.forgets
+    assert last(play.send("Not left.")) == agent.AGAIN + "Two doors."
+    assert earned(play) == (0.0, 0.25, 0.0, True) and play.kind == "" and not play.forgets
+    assert play.send("left") is None and not play.forgets
     assert env.seen == ["reset 3", "left", "reset 3", "left"]
 
 
@@ -525,7 +537,7 @@ def test_the_episode_restarts_after_the_reflection_on_a_failure_and_only_once():
 def test_a_reflection_leaves_a_turn_to_act_in(action):
     for horizon, asked in ((2, False), (3, True)):
         env = Door()
-        dialogue = Dialogue(3, horizon, reflect=True)
-        dialogue.begin(env)
-        dialogue.reply(env, action)
-        assert (dialogue.phase is not Phase.ACT) == asked
+        play = Play(env, "door_3", horizon, reflecting)
+        play.send()
+        play.send(action)
+        assert bool(play.kind) == asked

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import ROOT
 
+import agent
 import eval as evaluation
 from envs import EnvError, EnvPool, items
 from eval import ModelError, ServedModel, play_served, summarise
@@ -392,7 +393,7 @@ def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
     for body in heard:
         sampling = (body["temperature"], body["top_p"], body["max_tokens"])
         assert sampling == (0.5, 0.25, 7)
-        assert body["messages"][2]["content"].endswith(evaluation.agent.PLAN.strip())
+        assert body["messages"][2]["content"].endswith(agent.PLAN.strip())
         assert "Thought:" not in body["messages"][0]["content"]
 
 

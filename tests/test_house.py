@@ -36,7 +36,7 @@ USES_WEBSITES = "worlds.webarena"
 
 # Modules that are loaded by their names: (module that loads, the name).
 LOADED_BY_NAME = {
-    ("envs", "module"),  # the class of a world, from the registry
+    ("envs", "where"), ("envs", "name"),  # what a table names, in a module or a file
     ("envs", "'worlds.agentgym'"),  # the client of servers, which imports envs
     ("envs", "f'worlds.{command}'"),  # python envs.py serve | play
     ("bench", "f'benches.{name}'"),  # python bench.py NAME

@@ -103,9 +103,8 @@ def test_the_logprobs_of_a_truncated_distribution_are_recorded_beside_the_full_o
 def test_the_state_before_each_reply_is_recorded_if_it_is_asked_for(tiny, pool, more):
     """The oracle: an environment of one's own that gets the same replies. A plan or a reflection
     begins in another state than the action after it, though the world's state is the same."""
-    def state_of(env, dialogue):
-        phase = dialogue.phase.name
-        return env.state() if phase == "ACT" else f"{phase}: {env.state()}"
+    def state_of(env, play):
+        return f"{play.kind}: {env.state()}" if play.kind else env.state()
 
     settings = SETTINGS | more
     items = ["babyai_8", "textcraft_3"]
@@ -114,13 +113,13 @@ def test_the_state_before_each_reply_is_recorded_if_it_is_asked_for(tiny, pool, 
     for t in rollout(*tiny, pool, items, 5, record_states=True, **settings):
         assert len(t.states) == len(reply_spans(t)) > 1
         env = envs.make_env(t.env)
-        dialogue = RolloutConfig(**more).dialogue(t.item, 5)
-        dialogue.begin(env)
-        states = [state_of(env, dialogue)]
+        play = RolloutConfig(**more).play(t.item, env, 5)
+        play.send()
+        states = [state_of(env, play)]
         said = [m["content"] for m in t.messages if m["role"] == "assistant"][-len(t.states):]
         for reply in said[:-1]:
-            dialogue.reply(env, reply)
-            states.append(state_of(env, dialogue))
+            play.send(reply)
+            states.append(state_of(env, play))
         assert t.states == states
         assert None not in t.states
         if more:
@@ -570,13 +569,14 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
 def test_the_analysis_is_sampled_and_kept_and_is_no_action(channels, monkeypatch, replies, says):
     model, tokenizer = channels
     chat = agent.Chat(tokenizer)
+    assert chat.history == "template"  # by default the analysis is not in later prompts
     written = [tokenizer.encode(reply) for reply in replies]
     rest = iter([token for ids in written for token in ids])
     scripted(monkeypatch, rest)
     monkeypatch.setattr(Doors, "stop", ("</door>",), raising=False)
     with EnvPool(make=lambda name: Doors()) as pool:
         (t,) = rollout(model, tokenizer, pool, ["doors_1"], 2, max_tokens=60, engine="hf",
-                       action_format="plain")
+                       action_format="plain", history="append")
     assert next(rest, None) is None
     assert [message["content"] for message in t.messages[3::2]] == says
     assert [t.tokens[start:end] for start, end in reply_spans(t)] == written
@@ -694,10 +694,10 @@ def test_a_rollout_begins_with_the_texts_that_it_is_given(tiny, pool):
 def test_a_rollout_reads_replies_as_it_is_told_to(parse, wins):
     config = RolloutConfig(parse=parse)
     env = BabyAI()
-    dialogue = config.dialogue("babyai_88", 9)
-    dialogue.begin(env)
-    step = dialogue.reply(env, "Action: [turn right].")
-    assert step.valid == wins
+    play = config.play("babyai_88", env, 9)
+    play.send()
+    play.send("Action: [turn right].")
+    assert play.turn.valid == wins
 
 
 @pytest.mark.parametrize("action_format", agent.FORMATS)
@@ -726,7 +726,7 @@ def test_a_world_may_answer_with_numpys_numbers(field, value):
     t = Trajectory("babyai_1", "babyai")
     t.append([1])
     t.append([2], [0.0])
-    t.record_turn("x", Step("o", **{field: value}), restarts=False)
+    t.record_turn("x", Step("o", **{field: value}))
     assert json.loads(json.dumps(t.to_json()))["turns"] == 1
     assert json.dumps(Step("o", **{field: value}).__dict__)  # as worlds/serve.py sends it
 

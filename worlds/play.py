@@ -5,42 +5,45 @@
 """
 
 import sys
+from collections.abc import Callable
 
 import agent
 from envs import WORLDS, CommandParser, EnvError, items, make_env, split_item
 
 
-def play(name: str, item: int | None = None, horizon: int = 100, hint: bool = False) -> None:
+def play(name: str, item: int | None = None, horizon: int = 100, hint: bool = False,
+         make_agent: Callable[[agent.Play], agent.Agent] = agent.react) -> None:
     """Play an episode of the world `name` for at most `horizon` turns; an empty line ends it.
 
     item: its number (default: the first of the held-out set).
     hint: show the expert's action with every observation.
+    make_agent: shows the person what it would show a model, see `agent.load_agent`.
     """
     env = make_env(name)
     try:
         if item is None:
             item = split_item(items(name, "test")[0])[1]
-        observation = env.reset(item)
-        print(agent.instructions(env.prompt), "", observation, sep="\n")
+        episode = agent.Play(env, f"{name}_{item}", horizon, make_agent)
+        messages = episode.send()
+        print(messages[0]["content"], "", messages[-1]["content"], sep="\n")
         if hasattr(env, "homepage"):  # a world with web pages
             address = env.homepage()
             print(f"\nIn your own browser, the same sites in the same state: {address}")
         total = 0.0
-        for turn in range(1, horizon + 1):
+        while episode.turns < horizon:
             if hint:
                 print(f"[hint: {env.expert() or 'none'}]")
-            reply = input(f"\n[turn {turn}; an empty line ends] > ")
+            reply = input(f"\n[turn {episode.turns + 1}; an empty line ends] > ")
             if not reply.strip():
                 return
-            action = reply if env.whole_reply else agent.parse(reply)
-            step = env.step(action)
-            total += step.reward
-            print(step.observation)
-            note = "" if step.valid else "; that was no action"
-            rewards = f"reward {step.reward:g}, {total:g} so far"
-            print(f"[{rewards}; score {step.score:g}{note}]")
-            if step.done:
-                print("You did it." if step.success else "It is over.")
+            messages = episode.send(reply)
+            turn = episode.turn
+            total += turn.reward
+            print(turn.observation if messages is None else messages[-1]["content"])
+            note = "" if turn.valid else "; that was no action"
+            print(f"[reward {turn.reward:g}, {total:g} so far; score {turn.score:g}{note}]")
+            if messages is None:
+                print("You did it." if turn.success else "It is over.")
                 return
         print("Out of turns.")
     finally:
@@ -69,12 +72,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--env", help=f"{', '.join(WORLDS)}; default: the item's, else babyai")
     add("--item", help="a number, or a name such as textcraft_3; default: the first of the "
                        "held-out set")
+    add("--agent", default="react", help="as in train.py --help")
+    add("--agent_args", default="", help="the agent's settings: keep=2")
     add("--horizon", type=int, default=100, help="largest number of turns")
     add("--hint", action="store_true", help="show the action that an expert would take")
     try:
         args = parser.parse_args(argv)
         world, number = read_item(args.item, args.env)
-        play(world, number, args.horizon, args.hint)
+        play(world, number, args.horizon, args.hint,
+             agent.load_agent(args.agent, agent.settings_of(args.agent_args)))
     except (EOFError, KeyboardInterrupt):
         pass
     except (EnvError, ValueError, ImportError) as e:

@@ -32,12 +32,12 @@ class World:
         self._env = envs.make_env(WORLD)
 
     def reset(self, item: str, **kw) -> str:
-        self._dialogue = agent.Dialogue(envs.split_item(item)[1], JOB["horizon"],
-                                        JOB["action_format"], lenient_as=WORLD)
+        self._play = agent.Play(self._env, item, JOB["horizon"],
+                                action_format=JOB["action_format"], lenient_as=WORLD)
         self._return = 0.0
         self._turns = 0
         self._done = False
-        return self._dialogue.begin(self._env)[1]
+        return self._play.send()[-1]["content"]
 
     def act(self, reply: str) -> str:
         """
@@ -51,11 +51,11 @@ class World:
         """
         if self._done:
             raise ValueError("The episode is over.")
-        step = self._dialogue.reply(self._env, reply)
-        self._return += step.reward
+        messages = self._play.send(reply)
+        self._return += self._play.turn.reward
         self._turns += 1
-        self._done = step.done
-        return step.observation
+        self._done = messages is None
+        return self._play.turn.observation if self._done else messages[-1]["content"]
 
     def get_reward(self) -> float:
         return self._return

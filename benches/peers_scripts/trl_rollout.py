@@ -37,9 +37,9 @@ def play(prompts, trainer):
     names = [prompt[0]["content"] for prompt in prompts]
     while len(worlds) < len(names):
         worlds.append(envs.make_env(WORLD))
-    dialogues = [agent.Dialogue(envs.split_item(name)[1], JOB["horizon"], JOB["action_format"],
-                                lenient_as=WORLD) for name in names]
-    prompt_ids = [chat.start(*dialogue.begin(world)) for dialogue, world in zip(dialogues, worlds)]
+    plays = [agent.Play(world, name, JOB["horizon"], action_format=JOB["action_format"],
+                        lenient_as=WORLD) for world, name in zip(worlds, names)]
+    prompt_ids = [chat.prompt(play.send()) for play in plays]
     completions = [[] for _ in names]
     masks = [[] for _ in names]
     rewards = [0.0] * len(names)
@@ -51,10 +51,10 @@ def play(prompts, trainer):
         for i, reply in zip(running, replies):
             completions[i] += reply
             masks[i] += [1] * len(reply)
-            step = dialogues[i].reply(worlds[i], tokenizer.decode(reply, skip_special_tokens=True))
-            rewards[i] += step.reward
-            if not step.done and turn + 1 < JOB["horizon"]:
-                observation = chat.turn(step.observation, closed=chat.is_ended(reply))
+            messages = plays[i].send(tokenizer.decode(reply, skip_special_tokens=True))
+            rewards[i] += plays[i].turn.reward
+            if messages is not None and turn + 1 < JOB["horizon"]:
+                observation = chat.turns(messages[-1:], closed=chat.is_ended(reply))
                 completions[i] += observation
                 masks[i] += [0] * len(observation)
                 still_running.append(i)
@@ -62,7 +62,7 @@ def play(prompts, trainer):
         if not running:
             break
     trainer.model.train()
-    turns[:] = [dialogue.turns for dialogue in dialogues]
+    turns[:] = [play.turns for play in plays]
     return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None,
             "env_mask": masks, "reward": rewards}
 

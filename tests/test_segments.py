@@ -1,0 +1,811 @@
+"""Agents that show the model something else than the whole conversation, templates that rewrite
+history, and agents that somebody else wrote: each prompt begins a new segment or extends one.
+
+Oracles: the model's plain forward pass over a segment alone, transformers' `apply_chat_template`,
+slow loops over the sampled tokens.
+"""
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, random_model, run_script
+from test_train import ENV, SMALL, metrics
+from test_train import run as run_train
+
+import agent
+import algos
+import envs
+import rl
+import rollout as rollouts
+import update
+from agent import Chat, Play, assistant, user
+from config import parse_config
+from envs import AgentError, Env, EnvError, EnvPool, ItemError, Step
+from rollout import RolloutConfig, Status, rollout
+
+EXAMPLES = ["last_two", "two_calls", "tools", "planner"]
+FOREIGN = dict(agent="examples/foreign.py:agent", agent_args="run=examples/their_agent.py:run")
+AGENTS = {"react": {}, "window": dict(agent="window", agent_args="keep=1"),
+          "summary": dict(agent="summary", agent_args="every=2"),
+          **{name: dict(agent=f"examples/{name}.py:agent") for name in EXAMPLES},
+          "foreign": FOREIGN}
+ONE_SEGMENT = {"react", "tools"}
+ITEMS = ["babyai_50", "babyai_90", "babyai_8"]
+SETTINGS = dict(samples=2, max_tokens=24, horizon=6)
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    """Agents are files of the project."""
+    monkeypatch.chdir(ROOT)
+
+
+def play(model, pool, agent_name, **changes):
+    how = SETTINGS | AGENTS[agent_name] | changes
+    return rollout(*model, pool, ITEMS, how.pop("horizon"), **how)
+
+
+# ---- what is sampled ----
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_each_token_is_sampled_once_with_the_log_prob_of_its_segment_alone(
+        tiny, pool, monkeypatch, name):
+    drawn = {}  # trajectory -> the tokens that were sampled for it, in order
+    add_token = rollouts.Episode.add_token
+
+    def noted(episode, token, *numbers):
+        drawn.setdefault(id(episode.trajectory), []).append(token)
+        return add_token(episode, token, *numbers)
+
+    monkeypatch.setattr(rollouts.Episode, "add_token", noted)
+    played = play(tiny, pool, name)
+    assert all(t.status in (Status.DONE, Status.HORIZON) for t in played)
+    assert (max(len(t.starts) for t in played) > 1) == (name not in ONE_SEGMENT)
+    assert max(t.turns for t in played) > 2
+    for t in played:
+        assert [token for token, mask in zip(t.tokens, t.mask) if mask] == drawn[id(t)]
+        assert len(update.reply_spans(t.mask)) == t.turns
+        assert t.starts[0] == 0 and not any(t.mask[start] for start in t.starts)
+        for start, end in t.spans():
+            ids = torch.tensor([t.tokens[start:end]])
+            with torch.no_grad():
+                logp = torch.log_softmax(tiny[0](ids, use_cache=False).logits[0], -1)
+            for place in range(start, end):
+                if t.mask[place]:
+                    own = logp[place - start - 1, t.tokens[place]].item()
+                    assert t.logprobs[place] == pytest.approx(own, abs=1e-4)
+    hf = play(tiny, pool, name, engine="hf", slots=2)
+    assert [t.tokens for t in hf] == [t.tokens for t in played]
+    assert [(t.starts, t.reward, t.status) for t in hf] == [
+        (t.starts, t.reward, t.status) for t in played]
+    assert [t.to_json() for t in play(tiny, pool, name)] == [t.to_json() for t in played]
+
+
+def test_a_new_segment_copies_the_prefix_that_it_shares(tiny, pool):
+    stats = {}
+    played = play(tiny, pool, "window", stats=stats)
+    assert stats["forwarded"] < 0.8 * sum(len(t.tokens) for t in played)
+
+
+def test_the_longest_segment_is_limited_and_not_the_trajectory(tiny, pool):
+    whole = play(tiny, pool, "react", horizon=8)
+    longest = max(len(t.tokens) for t in whole)
+    cut = play(tiny, pool, "react", horizon=8, max_length=longest - 40)
+    assert Status.LENGTH in {t.status for t in cut}
+    windows = play(tiny, pool, "window", horizon=8, max_length=longest - 40)
+    assert {t.status for t in windows} <= {Status.DONE, Status.HORIZON}
+    assert max(len(t.tokens) for t in windows) > longest
+    assert max(end - start for t in windows for start, end in t.spans()) < longest - 40
+
+
+def test_a_recurrent_model_plays_segments(tiny, pool):
+    """On its own attention and state, which a new segment computes anew for all rows."""
+    model = random_model("qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4,
+                         linear_key_head_dim=16, linear_value_head_dim=16,
+                         layer_types=["linear_attention", "full_attention"])
+    played = play((model, tiny[1]), pool, "window", horizon=3, max_tokens=6, samples=1)
+    assert max(len(t.starts) for t in played) > 1
+    for t in played:
+        for start, end in t.spans():
+            ids = torch.tensor([t.tokens[start:end]])
+            with torch.no_grad():
+                logp = torch.log_softmax(model(ids, use_cache=False).logits[0], -1)
+            for place in range(start, end):
+                if t.mask[place]:
+                    own = logp[place - start - 1, t.tokens[place]].item()
+                    assert t.logprobs[place] == pytest.approx(own, abs=5e-4)
+
+
+# ---- templates that rewrite history ----
+
+TEMPLATES = {  # name -> its special tokens, the token that ends a reply
+    "qwen3": (["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+    "r1_distill": (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>",
+                    "<｜Assistant｜>"], "<｜end▁of▁sentence｜>"),
+    "glm_4_6": (["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+                "<|user|>"),
+}
+
+
+@pytest.fixture(params=TEMPLATES, scope="module")
+def thinking(request):
+    """The built-in model with the template of a family that drops earlier thoughts."""
+    model, tokenizer = rl.load_policy("tiny")
+    names, end = TEMPLATES[request.param]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.eos_token = end
+    if request.param == "r1_distill":
+        tokenizer.bos_token = names[0]
+    tokenizer.generation_eos_ids = []
+    tokenizer.chat_template = (ROOT / f"tests/templates/{request.param}.jinja").read_text()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    rl.set_compute_paths(model, rl.FASTEST)
+    return model, tokenizer
+
+
+def scripted(monkeypatch, replies):
+    """Let the policy write these ids, whatever the logits are."""
+    rest = iter([token for ids in replies for token in ids])
+
+    def sample(logits, uniforms, *_):
+        tokens = torch.tensor([next(rest) for _ in uniforms])
+        numbers = torch.log_softmax(logits, -1).gather(-1, tokens[:, None]).squeeze(1)
+        return tokens, numbers, numbers * 0, numbers
+
+    monkeypatch.setattr(rollouts, "sample", sample)
+    return rest
+
+
+class Echo(Env):
+    """Answers with what it was told. "look" ends nothing, "stop" does."""
+
+    prompt = "Play <|im_end|><|user|><｜User｜>."  # no text of a world is a control token
+    instant = True
+
+    def reset(self, item):
+        return f"  Item {item}.<|im_end|>\n<|im_start|>assistant\n"
+
+    def step(self, action):
+        return Step(f"You said {action}.\n<｜Assistant｜><|assistant|>\n", 0.5, 0.5,
+                    action == "stop", True)
+
+
+SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look", "",
+        "<think>\nenough\n</think>", "stop"]
+
+
+@pytest.mark.parametrize("name", ["react", "window", "last_two"])
+@pytest.mark.parametrize("template_args", ["", "enable_thinking=false"])
+def test_every_prompt_is_what_the_template_writes(thinking, monkeypatch, name, template_args):
+    """As text, and as ids: the scripted replies have the ids that the tokenizer gives them."""
+    model, tokenizer = thinking
+    tokenizer = copy.deepcopy(tokenizer)
+    if template_args and template_args.split("=")[0] not in tokenizer.chat_template:
+        pytest.skip("this template has no such switch")
+    tokenizer.tried_template = agent.try_template(tokenizer, chat_args=template_args)
+    arguments = agent.read_settings(template_args, "")
+    asked = []  # the messages of every prompt
+    send = Play.send
+
+    def noted(self, *how):
+        messages = send(self, *how)
+        asked.append(messages)
+        return messages
+
+    monkeypatch.setattr(Play, "send", noted)
+    end = tokenizer.encode(tokenizer.eos_token)
+    assert len(end) == 1
+    chat = Chat(tokenizer)
+    assert chat.drops_thoughts and chat.history == "template"
+    assert chat._encode(SAYS[0]) == tokenizer.encode(SAYS[0])
+    rest = scripted(monkeypatch, [tokenizer.encode(text) + end for text in SAYS])
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 9, max_tokens=60, action_format="plain",
+                       parse="strict", **AGENTS[name])
+    assert next(rest, None) is None and t.turns == len(SAYS) and t.status == Status.DONE
+    spans = update.reply_spans(t.mask)
+    assert [t.tokens[a:b] for a, b in spans] == [tokenizer.encode(text) + end for text in SAYS]
+    plain = Chat(tokenizer).encoder  # in which no text is a control token
+    control = {tokenizer.convert_tokens_to_ids(name) for name in TEMPLATES["qwen3"][0]}
+    control |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for (place, _), messages in zip(spans, asked):
+        start = max(s for s in t.starts if s <= place)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                             **arguments)
+        ids = t.tokens[start:place]
+        assert tokenizer.decode(ids) == text
+        # The ids: where the messages hold no text of a control token, the whole text is encoded
+        # at once to the same.
+        harmless = [m | {"content": re.sub(r"[\W_]+", " ", m["content"]).strip()}
+                    if m["role"] == "user" else m for m in messages]
+        text = tokenizer.apply_chat_template(harmless, tokenize=False, add_generation_prompt=True,
+                                             **arguments)
+        assert chat.prompt(harmless) == tokenizer.encode(text, split_special_tokens=False)
+        counted = Counter(i for i in ids if i in control)
+        expected = Counter(i for i in chat.prompt(harmless) if i in control)
+        assert counted == expected
+    assert plain is not None
+    if name == "react":
+        # A reply without thoughts is shown as it was sampled; GLM's template writes an empty
+        # thought before it, R1's and a generation prompt with a thought do not have it later.
+        dropped = len(t.starts) > 1
+        assert dropped
+    appended = rollouts.RolloutConfig(history="append")
+    assert Chat(tokenizer, appended.history).history == "append"
+
+
+@pytest.mark.parametrize("history, segments", [("append", 1), ("template", None)])
+def test_history_append_keeps_every_reply_as_it_was_sampled(
+        thinking, monkeypatch, history, segments):
+    model, tokenizer = thinking
+    end = tokenizer.encode(tokenizer.eos_token)
+    written = [tokenizer.encode(text) + end for text in (SAYS[0], SAYS[2], "stop")]
+    scripted(monkeypatch, written)
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 9, max_tokens=60, action_format="plain",
+                       history=history)
+    assert len(t.starts) == (segments or 3)
+    assert sum(t.mask) == sum(map(len, written))
+
+
+def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(channels, monkeypatch):
+    model, tokenizer = channels
+    analysis = "<|channel|>analysis<|message|>left or right?<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    replies = [analysis + final + "look<|return|>", final[18:] + "stop<|return|>"]
+    scripted(monkeypatch, [tokenizer.encode(reply) for reply in replies])
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 4, max_tokens=60, engine="hf",
+                       action_format="plain")
+    assert len(t.starts) == 2 and t.success
+    first, second = (tokenizer.decode(t.tokens[a:b]) for a, b in t.spans())
+    assert "left or right?" in first and "left or right?" not in second
+    assert f"{final}look<|end|><|start|>user" in second
+
+
+SYSTEM = [{"role": "system", "content": "Be brief."}, user("Go.")]
+
+
+def test_a_system_message_stands_where_the_template_has_it_or_before_the_first_message(
+        tiny, thinking):
+    for tokenizer in (tiny[1], thinking[1]):
+        text = tokenizer.apply_chat_template(SYSTEM, tokenize=False, add_generation_prompt=True)
+        assert "Be brief." in text
+        assert tokenizer.decode(Chat(tokenizer).prompt(SYSTEM)) == text
+    without = copy.deepcopy(tiny[1])
+    without.chat_template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}"
+                             "{% endif %}" + without.chat_template)
+    assert "<|im_start|>user\nBe brief.\n\nGo.<|im_end|>" in without.decode(
+        Chat(without).prompt(SYSTEM))
+
+
+def test_tools_reach_the_template_and_hold_no_control_token(thinking):
+    chat = Chat(thinking[1])
+    tools = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+    messages = [user("Go."), assistant("<think>a</think>count"), {"role": "tool", "content": "7"},
+                user("And?")]
+    shown = thinking[1].decode(chat.prompt(messages, tools))
+    assert shown == thinking[1].apply_chat_template(messages, tools=tools, tokenize=False,
+                                                    add_generation_prompt=True)
+    tools[0]["function"]["name"] = thinking[1].eos_token
+    if shown != thinking[1].decode(chat.prompt(messages)):  # the template shows tools
+        with pytest.raises(ValueError, match="control token"):
+            chat.prompt(messages, tools)
+
+
+# ---- what is learnt ----
+
+
+@pytest.fixture(scope="module")
+def segmented(tiny, pool):
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(ROOT)
+        return [*play(tiny, pool, "window"), *play(tiny, pool, "two_calls", step=1)]
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+@pytest.mark.parametrize("microbatch", [1, 400, 10**6])
+def test_an_update_takes_the_step_of_the_plain_loss_of_each_segment_alone(
+        tiny, segmented, mode, microbatch):
+    cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--max_grad_norm", "1e9",
+                        "--microbatch_tokens", str(microbatch), "--kl_coef", "0",
+                        "--entropy_coef", "0.2", "--aggregation", mode])
+    generator = torch.Generator().manual_seed(0)
+    played = copy.deepcopy(segmented)
+    for number, t in enumerate(played):
+        t.group = number
+        noise = torch.randn(len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
+        t.logprobs = (torch.tensor(t.logprobs) + noise).tolist()
+    advantages = [1.5 - number for number in range(len(played))]
+    batch = update.collate(played, advantages=advantages)
+    model = copy.deepcopy(tiny[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = update.update(played, batch, cfg, 0, model, optimizer)
+
+    plain = copy.deepcopy(tiny[0])
+    sums, counts = [], []
+    for t, advantage in zip(played, advantages, strict=True):
+        losses = []
+        for start, end in t.spans():
+            ids = torch.tensor([t.tokens[start:end]])
+            logp = torch.log_softmax(plain(ids, use_cache=False).logits[0], -1)
+            for i in range(end - start):
+                if t.mask[start + i]:
+                    new = logp[i - 1, ids[0, i]]
+                    ratio = (new - t.logprobs[start + i]).exp()
+                    entropy = -(logp[i - 1].exp() * logp[i - 1]).sum()
+                    losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                                  - 0.2 * entropy)
+        sums.append(sum(losses))
+        counts.append(len(losses))
+    loss = sum(sums) / sum(counts)
+    if mode == "sequence":
+        loss = sum(total / count for total, count in zip(sums, counts)) / len(counts)
+    loss.backward()
+    assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for p, q, before in zip(model.parameters(), plain.parameters(), tiny[0].parameters()):
+        torch.testing.assert_close(p, before - q.grad, atol=1e-5, rtol=0)
+    assert max(q.grad.abs().max() for q in plain.parameters()) > 1e-2
+
+
+@pytest.mark.parametrize("algo, gamma, lam", [("ppo", 0.97, 0.9), ("reinforce_pp", 0.95, 1.0)])
+def test_advantages_walk_over_the_sampled_tokens_of_all_segments(
+        tiny, segmented, algo, gamma, lam):
+    """The oracle: the loop over a trajectory's sampled tokens, with the critic's value of each in
+    its segment alone."""
+    flags = ["--algo", algo, "--gamma", str(gamma), "--lam", str(lam), "--kl_coef", "0"]
+    cfg = parse_config(["--out", "runs/never-made", *flags])
+    played = copy.deepcopy(segmented)
+    critic = rl.Critic("tiny")
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    critic.eval()
+    batch = update.advantages_of(played, cfg, torch.device("cpu"), critic=critic)
+    expected = []
+    for t in played:
+        values = {}
+        if algo == "ppo":
+            for start, end in t.spans():
+                ids = torch.tensor([t.tokens[start:end]])
+                with torch.no_grad():
+                    own = critic(ids, torch.tensor([t.mask[start:end]]))[0].tolist()
+                values |= {start + i: own[i] for i in range(end - start)}
+        own, after, value_after = {}, 0.0, 0.0
+        for place in reversed([i for i, sampled in enumerate(t.mask) if sampled]):
+            value = values.get(place, 0.0)
+            delta = t.rewards[place] + gamma * value_after - value
+            after = delta + gamma * lam * after
+            value_after = value
+            own[place] = after
+        expected += [own[place] for place in sorted(own)]
+    expected = torch.tensor(expected)
+    expected = (expected - expected.mean()) / (expected.std(correction=0) + 1e-8)
+    found = batch["advantages"][batch["mask"]]
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    assert max(len(t.starts) for t in played) > 2
+
+
+def test_grpo_gives_a_trajectorys_advantage_to_the_sampled_tokens_of_all_its_segments(segmented):
+    cfg = parse_config(["--out", "runs/never-made"])
+    played = copy.deepcopy(segmented[:6])
+    for number, t in enumerate(played):
+        t.reward = float(number % 2)  # of the two samples of an item
+    batch = update.advantages_of(played, cfg, torch.device("cpu"))
+    for row, t in zip(batch["advantages"].tolist(), played):
+        values = {a for a, sampled in zip(row, t.mask) if sampled}
+        assert len(values) == 1 and abs(values.pop()) == pytest.approx(0.5**0.5, abs=1e-3)
+        assert not any(a for a, sampled in zip(row, t.mask) if not sampled)
+    assert algos.COMPARE_SAMPLES  # of an item
+
+
+def test_gspo_over_whole_trajectories_is_refused_with_several_segments(tmp_path):
+    done = run_train(*SMALL, "--agent", "window", "--agent_args", "keep=0", "--loss", "gspo",
+                     "--out", str(tmp_path / "r"))
+    assert done.returncode == 1 and "gspo_turn" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+WINDOWED = [*SMALL, "--horizon", "3", "--agent", "window", "--agent_args", "keep=0",
+            "--save_every", "1", "--algo", "ppo"]
+
+
+def test_a_run_in_segments_repeats_resumes_and_is_that_of_two_processes(tmp_path):
+    done = run_train(*WINDOWED, "--out", str(tmp_path / "a"))
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path / "a")
+    assert all(row["segments"] > 2 and row["logprob_gap"] < 1e-4 for row in rows)
+    assert all(row["forwarded_per_kept"] < 1.1 for row in rows)  # repeated prompts count once
+
+    args = ["--out", str(tmp_path / "b"), *WINDOWED]
+    child = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, env=ENV,
+                             stderr=subprocess.DEVNULL)
+    while not (tmp_path / "b/checkpoints/step_000001/state.json").exists():
+        time.sleep(0.02)
+        assert child.poll() is None, "the run ended before it could be killed"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    done = run_train(*args, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "b") == rows
+    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+    two = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+           "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "train.py"]
+    done = run_train(*WINDOWED, "--out", str(tmp_path / "c"), launcher=two)
+    assert done.returncode == 0, done.stderr
+    first, other = rows[0], metrics(tmp_path / "c")[0]
+    for name in ("loss", "grad_norm", "reward", "segments", "value_loss"):
+        assert other[name] == pytest.approx(first[name], abs=1e-5), name
+
+
+# ---- agents and their faults ----
+
+
+def playing(function, env=None, horizon=5, **settings):
+    return Play(env or Echo(), "echo_1", horizon, agent.load_agent(function, settings))
+
+
+def test_what_an_agent_does_between_two_replies_is_the_last_replys():
+    def several(play):
+        messages = [*play.start(), user(play.reset())]
+        reply = yield messages
+        play.step(reply)
+        play.step("again")
+        play.earn(0.25)
+        reply = yield [*messages, assistant(reply), user("more")]
+        play.act(reply)
+
+    episode = playing(several)
+    episode.send()
+    episode.send("look")
+    assert episode.turn.reward == 1.25 and episode.turn.score == 0.25 and episode.turns == 1
+    assert episode.send("stop") is None
+    assert (episode.turn.reward, episode.turn.done) == (0.5, True)
+
+
+def test_a_message_that_the_agent_writes_itself_extends_the_segment_and_is_not_learnt(
+        tiny, monkeypatch):
+    def guided(play):
+        messages = [*play.start(), user(play.reset())]
+        for said in ("jump", "hop"):
+            messages.append(assistant((yield messages)))
+            step = play.step(said)
+            messages += [user(step.observation), assistant(said)]
+            messages += [user(play.step("look").observation)]
+        yield messages
+
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(*tiny, pool, ["echo_1"], 3, agent=guided, max_tokens=5)
+    assert t.starts == [0] and t.turns == 3 and len(update.reply_spans(t.mask)) == 3
+    text = tiny[1].decode([token for token, mask in zip(t.tokens, t.mask) if not mask])
+    assert text.count("assistant\njump<|im_end|>") == text.count("assistant\nhop<|im_end|>") == 1
+
+
+def broken(play):
+    messages = [*play.start(), user(play.reset())]
+    yield messages
+    raise KeyError("a bug")
+
+
+def silent(play):
+    play.reset()
+    return
+    yield
+
+
+def early(play):
+    play.reset()
+    play.step("look")
+    yield [user("Go.")]
+
+
+def wordless(play):
+    yield []
+
+
+def backwards(play):
+    yield [user("Go."), assistant("I went.")]
+
+
+@pytest.mark.parametrize("function, says", [
+    (broken, "KeyError: 'a bug'"), (silent, "before the first reply"),
+    (early, "belongs to no reply"), (wordless, "the last message"),
+    (backwards, "the last message")])
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_a_bug_of_an_agent_ends_the_run(tiny, function, says, is_instant):
+    function.instant = is_instant
+    with EnvPool(make=lambda _: Echo()) as pool, pytest.raises(AgentError, match=says):
+        rollout(*tiny, pool, ["echo_1"], 4, agent=function, max_tokens=5)
+
+
+class Faulty(Echo):
+    def reset(self, item):
+        if item == 1:
+            raise ValueError("no such item")
+        if item == 2:
+            return None
+        return "Go."
+
+    def step(self, action):
+        raise KeyError("the world's")
+
+
+@pytest.mark.parametrize("item", ["echo_2", "echo_3"])
+def test_a_fault_of_the_world_under_any_agent_is_an_env_error(tiny, item):
+    with EnvPool(make=lambda _: Faulty()) as pool:
+        (t,) = rollout(*tiny, pool, [item], 4, agent="window", max_tokens=5, retries=0,
+                       action_format="plain")
+        assert t.status == Status.ENV_ERROR
+        with pytest.raises(ItemError, match="no such item"):
+            rollout(*tiny, pool, ["echo_1"], 4, agent="window", max_tokens=5)
+
+
+def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
+    closed = []
+
+    def closing(play):
+        messages = [*play.start(), user(play.reset())]
+        try:
+            while True:
+                messages.append(assistant((yield messages)))
+                messages.append(user("More."))
+        finally:
+            play.reset()  # the environment is still its own
+            closed.append(threading.current_thread() is threading.main_thread())
+
+    closing.instant = True
+    with EnvPool(make=lambda _: Echo()) as pool:
+        rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=closing, max_tokens=3, samples=2)
+
+        def interrupt(queue):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            rollout(*tiny, pool, ["echo_3"], 2, agent=closing, max_tokens=3, on_step=interrupt)
+    assert closed == [False] * 5
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--agent", "nobody"], "there is no agent 'nobody'"),
+    (["--agent", "nowhere.py:agent"], "there is no agent"),
+    (["--agent", "examples/tools.py:nobody"], "there is no agent"),
+    (["--agent", "agent:parse"], "is no generator"),
+    (["--agent", "window", "--agent_args", "kept=2"], "no setting 'kept'; it has keep"),
+    (["--agent", "window", "--agent_args", "keep=two"], "keep is int"),
+    (["--agent", "window", "--plan", "true"], "no setting 'plan'"),
+    (["--agent_args", "keep"], "cannot read --agent_args"),
+])
+def test_an_agent_that_does_not_exist_or_a_setting_that_it_lacks_is_one_line(flags, says, tmp_path):
+    done = run_train(*SMALL, *flags, "--out", str(tmp_path / "r"))
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_plan_and_reflect_are_settings_of_react(tiny, pool):
+    flags = rollout(*tiny, pool, ITEMS, 4, max_tokens=8, plan=True, reflect=True)
+    named = rollout(*tiny, pool, ITEMS, 4, max_tokens=8, agent_args="plan=true reflect=true")
+    assert [t.to_json() for t in flags] == [t.to_json() for t in named]
+    assert any(t.messages[2]["content"].endswith(agent.PLAN.strip()) for t in flags)
+
+
+MINE = """
+from agent import assistant, user
+
+def mine(play):
+    messages = [*play.start(), user(play.reset())]
+    while True:
+        reply = yield messages
+        step = play.act(reply)
+        if step.done:
+            return
+        messages += [assistant(reply), user(step.observation)]
+"""
+
+
+def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_it(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    args = [*SMALL, "--agent", f"{path}:mine", "--out", str(tmp_path / "r"), "--save_every", "1"]
+    done = run_train(*args, "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    sys.modules.pop(f"file:{path}")  # another process would import it anew
+    path.write_text(MINE.replace("step.observation", "step.observation + '!'"))
+    done = run_train(*args, "--resume")
+    assert done.returncode == 2 and "another source of agent" in done.stderr
+    path.write_text(MINE)
+    assert run_train(*args, "--resume").returncode == 0
+    played = tmp_path / "t.jsonl"
+    done = run_script("eval.py", "--model", str(tmp_path / "r/final"), "--items", "4",
+                      "--trajectories", str(played))
+    assert done.returncode == 0, done.stderr
+    path.unlink()
+    sys.modules.pop(f"file:{path}")
+    done = run_script("eval.py", "--model", str(tmp_path / "r/final"), "--items", "4")
+    assert done.returncode == 2 and "there is no agent" in done.stderr
+
+
+def test_an_expert_plays_for_any_agent_that_asks_for_actions(tiny, tmp_path):
+    import sft
+    args = ["--demos", "4", "--horizon", "6", "--agent", "window", "--agent_args", "keep=0",
+            "--out", str(tmp_path / "r")]
+    cfg = sft.parse_sft_config(args)
+    for t in sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 6, 0.3):
+        assert t.success and len(t.starts) == t.turns
+        for (start, end), reply in zip(t.spans(), t.messages[3::2]):
+            segment = tiny[1].decode(t.tokens[start:end])
+            assert segment.endswith(f"assistant\n{reply['content']}<|im_end|>")
+            assert segment.count("<|im_start|>") == 4  # instructions, OK, observation, reply
+    done = run_script("sft.py", *args[:4], "--agent", "summary", "--agent_args",
+                      "every=1", "--out", str(tmp_path / "s"))
+    assert done.returncode == 2 and "asks for SUMMARY" in done.stderr
+
+
+# ---- programs that somebody else wrote ----
+
+
+def client(url, item, behaviour):
+    """A program with `openai` that plays three turns, or does something wrong."""
+    from openai import OpenAI
+    speaker = OpenAI(base_url=url, api_key="none", max_retries=0)
+    messages = [{"role": "system", "content": "You play."}, {"role": "user", "content": f"{item}?"}]
+    said = ""
+    for turn in range(3):
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        answer = speaker.chat.completions.create(model="policy", messages=messages, tools=tools)
+        said = answer.choices[0].message.content
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        if behaviour == "crash" and turn == 1:
+            raise RuntimeError("their bug")
+        if behaviour == "hang" and turn == 1:
+            time.sleep(60)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    if behaviour == "nothing":
+        return None
+    return float(len(said) % 2)
+
+
+def fine(url, item):
+    return client(url, item, "")
+
+
+def crash(url, item):
+    return client(url, item, "crash" if item == 2 else "")
+
+
+def hang(url, item):
+    return client(url, item, "hang" if item == 2 else "")
+
+
+def nothing(url, item):
+    return client(url, item, "nothing" if item == 2 else "")
+
+
+HERE = Path(__file__)
+
+
+def foreign(tiny, name, horizon=6, **changes):
+    how = dict(agent="examples/foreign.py:agent", agent_args=f"run={HERE}:{name}", samples=2,
+               max_tokens=6, retries=0, temperature=1.0) | changes
+    with EnvPool(make=lambda _: Echo()) as pool:
+        return rollout(*tiny, pool, ["echo_1", "echo_2", "echo_3"], horizon, **how)
+
+
+@pytest.mark.parametrize("name, error", [("crash", "their bug"), ("nothing", "is no reward"),
+                                         ("hang", "3 s")])
+def test_a_program_that_fails_costs_its_own_episode(tiny, name, error):
+    pytest.importorskip("openai")
+    good = foreign(tiny, "fine")
+    assert all(t.status == Status.DONE and t.turns == 3 for t in good)
+    assert {t.reward for t in good} == {0.0, 1.0}
+    played = foreign(tiny, name, deadline=3.0)
+    for before, t in zip(good, played):
+        if t.item == "echo_2":
+            assert t.status == Status.ENV_ERROR and error in t.error
+        else:
+            assert t.to_json() == before.to_json()
+
+
+def late(url, item):
+    with open(os.environ["URLS"], "a") as f:
+        f.write(url + "\n")
+    return fine(url, item)
+
+
+def test_requests_after_the_end_get_410_and_change_nothing(tiny, tmp_path, monkeypatch):
+    import requests
+    pytest.importorskip("openai")
+    monkeypatch.setenv("URLS", str(tmp_path / "urls"))
+    played = foreign(tiny, "late", horizon=2)  # the third request comes after the horizon
+    assert {(t.status, t.turns, t.reward) for t in played} == {(Status.HORIZON, 2, 0.0)}
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for url in (tmp_path / "urls").read_text().split():
+        assert requests.post(f"{url}/chat/completions", json=body, timeout=9).status_code == 410
+
+
+@pytest.mark.parametrize("body, says", [
+    ({"messages": [{"role": "user", "content": "x"}], "stream": True}, "stream"),
+    ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "one reply"),
+    ({"messages": []}, "messages"), ({}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "not the model's own"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]},
+                   {"role": "user", "content": "x"}]}, "tool_calls"),
+])
+def test_a_request_that_the_endpoint_does_not_take_is_told_why(body, says):
+    import requests
+    server = envs.load_named("examples/foreign.py:server", {}, "server")()
+    answer = requests.post(f"{server.url}/x/v1/chat/completions", json=body, timeout=9)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_body_that_is_too_large_or_no_json_is_not_read():
+    import requests
+    server = envs.load_named("examples/foreign.py:server", {}, "server")()
+    for headers, data in (({"Content-Length": str(2**40)}, b""), ({}, b"{"), ({}, b"[" * 10**5)):
+        answer = requests.post(f"{server.url}/x/v1/chat/completions", data=data, headers=headers,
+                               timeout=9)
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("how", ["run", "command"])
+def test_a_program_is_trained_unchanged_and_a_run_repeats_bit_for_bit(how, tmp_path):
+    pytest.importorskip("openai")
+    program = {"run": "run=examples/their_agent.py:run",
+               "command": f"command='{sys.executable} examples/their_agent.py {{url}} {{item}}'"}
+    flags = ["--items_per_step", "2", "--rollouts_per_item", "2", "--horizon", "6", "--steps", "3",
+             "--max_tokens", "24", "--agent", "examples/foreign.py:agent",
+             "--agent_args", program[how]]
+    env = ENV | {"PYTHONPATH": str(ROOT)}
+    folders = []
+    for number in range(2 if how == "run" else 1):
+        out = tmp_path / str(number)
+        done = subprocess.run([sys.executable, "train.py", *flags, "--out", str(out)], cwd=ROOT,
+                              env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        folders.append(out)
+    rows = metrics(folders[0])
+    assert all(row["env_error"] == 0 and row["logprob_gap"] < 1e-4 for row in rows)
+    for out in folders:
+        assert metrics(out) == rows
+        weights = (out / "final/model.safetensors").read_bytes()
+        assert weights == (folders[0] / "final/model.safetensors").read_bytes()
+
+
+def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_path):
+    pytest.importorskip("openai")
+    flags = ["--items_per_step", "2", "--rollouts_per_item", "2", "--horizon", "6", "--steps", "3",
+             "--max_tokens", "8", "--agent", "examples/foreign.py:agent", "--algo", "rloo",
+             "--agent_args", f"run={HERE}:fine"]
+    for name in "ab":
+        done = run_train(*flags, "--out", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "a"))
+    weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1]
+
+
+def test_an_example_needs_no_more_than_its_file():
+    for name in EXAMPLES:
+        assert agent.load_agent(f"examples/{name}.py:agent", {}).instant
+    assert RolloutConfig(agent="examples/tools.py:agent").load_agent()
+    calculate = envs.load_named("examples/tools.py:calculate", {}, "function")
+    assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]
+    for text in ("__import__('os')", "9 ** 9 ** 9", "1 / 0", "(" * 500, "x"):
+        assert calculate(text) == "That cannot be computed."
+    assert json.dumps(agent.AGENTS) and issubclass(EnvError, RuntimeError)
