@@ -64,21 +64,40 @@ function texts(ids, vocabulary) {
   });
 }
 
-// Cut a trajectory where sampled tokens (a reply) and others (the environment's) meet.
-// -> [{sampled, start, end, turn}]; the environment's part before turn k has turn k, too.
+// Cut a trajectory where sampled tokens (a reply) and others (the environment's) meet, and where a
+// segment begins. -> [{sampled, start, end, turn, segment, known}]; the environment's part before
+// turn k has turn k, too. segment: the number of the segment that begins here, 2 or more; known: the
+// end of what the model had been shown in the segment before.
 function segmentsOf(trajectory) {
+  const {ids, mask, starts} = trajectory;
   const found = [];
   let start = 0;
   let turn = 1;
-  while (start < trajectory.ids.length) {
-    const sampled = Boolean(trajectory.mask[start]);
-    let end = start;
-    while (end < trajectory.ids.length && Boolean(trajectory.mask[end]) === sampled) end++;
-    found.push({sampled, start, end, turn});
+  while (start < ids.length) {
+    const sampled = Boolean(mask[start]);
+    let end = start + 1;
+    while (end < ids.length && Boolean(mask[end]) === sampled && !starts.includes(end)) end++;
+    const place = starts.indexOf(start);
+    const part = {sampled, start, end, turn};
+    found.push(place > 0
+      ? {...part, segment: place + 1, known: knownUntil(ids, starts[place - 1], found.at(-1), part)}
+      : part);
     if (sampled) turn += 1;
     start = end;
   }
   return found;
+}
+
+// What is new in the prompt of a segment stands after the last reply or, if the prompt does not show
+// it, after what both segments begin with.
+function knownUntil(ids, before, reply, {start, end}) {
+  const said = ids.slice(reply.start, reply.end - 1);  // without the token that ended it
+  for (let at = end - said.length; said.length && at > start; at--) {
+    if (said.every((id, k) => ids[at + k] === id)) return at + said.length;
+  }
+  let same = 0;
+  while (start + same < end && ids[before + same] === ids[start + same]) same++;
+  return start + same;
 }
 
 // ---- search ----

@@ -6,7 +6,7 @@ run in this process and give the same episode for the same item and actions.
 
 from typing import Any
 
-from agent import PLAN, REFLECT, REFLECT_ON_ALL, parse
+from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, category_of, has_known_categories, make_env, split_item
 
 # A cell as the simulator encodes it is (kind of object, colour, state).
@@ -70,6 +70,8 @@ class Replay:
     def scenes(self, trajectory: dict) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
         world = self.worlds.get(trajectory["env"])
+        if self.config.get("agent", "react") not in AGENTS:  # what it did is not known
+            return None
         messages = trajectory["messages"]
         if world is None or not messages or not isinstance(messages, list):
             return None
@@ -90,7 +92,7 @@ class Replay:
             asked = observation["content"]
             if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
                 world.reset(number)
-            elif not asked.endswith((PLAN, REFLECT)):
+            elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
                 world.step(parse(reply["content"], self.config["action_format"], lenient_as))
             drawn.append(draw(world))
         return drawn

@@ -24,7 +24,7 @@ LAST_REPLY = 100  # characters of the last reply in the table
 NEEDED = {"step": int, "env": str, "item": str, "group": int, "status": str,
           "reward": (int, float), "success": (bool, int, float), "turns": int, "tokens": list,
           "mask": list, "logprobs": list, "rewards": list, "advantage": (int, float, list)}
-DEFAULTS = {"sample": 0, "score": None, "error": "", "messages": [], "entropies": [],
+DEFAULTS = {"sample": 0, "score": None, "error": "", "messages": [], "starts": [0], "entropies": [],
             "invalid_turns": None, "cut_turns": []}
 COPIED = ("step", "env", "item", "group", "sample", "status", "turns")
 COLUMNS = (*COPIED, "category", "reward", "success", "tokens", "invalid", "last_reply")
@@ -273,6 +273,7 @@ class Run:
         has_all_turns = replies in (trajectory["turns"], trajectory["turns"] + 1)
         found = {
             "ids": trajectory["tokens"],
+            "starts": whole_numbers(trajectory["starts"]) or [0],
             "mask": [int(sampled) for sampled in trajectory["mask"]],
             "logprobs": rounded(trajectory["logprobs"], 5),
             "rewards": [x if is_number(x) else 0.0 for x in trajectory["rewards"]],

@@ -166,11 +166,18 @@ function article(trajectory, row, marks) {
   return element;
 }
 
-// The text of the environment before a reply.
-function environment(trajectory, row, {start, end, turn}, next, marks) {
+// The text of the environment before a reply; of a new segment, first what is known already.
+function environment(trajectory, row, {start, end, turn, segment, known}, next, marks) {
   const box = make("div", {className: "turn user"},
     make("div", {className: "who", textContent: "environment"}));
-  const written = trajectory.pieces.slice(start, end).join("");
+  if (segment) {
+    box.classList.add("segment");
+    box.append(make("details", {},
+      make("summary", {textContent: `segment ${segment} begins: ${known - start} tokens that the `
+        + "model was shown before"}),
+      trajectory.pieces.slice(start, known).join("")));
+  }
+  const written = trajectory.pieces.slice(known ?? start, end).join("");
   if (marks) {
     for (const [k, word] of words(written).entries()) {
       box.append(marks[k] ? make("span", {className: "differs", textContent: word}) : word);
@@ -249,8 +256,8 @@ const words = text => text.match(/\s+|[\w']+|[^\s\w]/g) ?? [];
 // -> [marks of a, marks of b]
 function differences(a, b) {
   const [ofA, ofB] = [segmentsOf(a), segmentsOf(b)];
-  const parts = (trajectory, {sampled, start, end}) => {
-    const pieces = trajectory.pieces.slice(start, end);
+  const parts = (trajectory, {sampled, start, end, known}) => {
+    const pieces = trajectory.pieces.slice(known ?? start, end);
     return sampled ? pieces : words(pieces.join(""));
   };
   const marks = [[], []];

@@ -350,6 +350,37 @@ def test_turns_have_their_reward_advantage_and_marks(folder, browser):
     assert not wrong
 
 
+def test_a_segments_border_is_drawn_and_what_is_new_in_it(browser, tmp_path):
+    """A window agent: each prompt repeats the instructions and one turn. What is shown beside the
+    fold is the message that is new, as in the record's messages."""
+    out = tmp_path / "r"
+    done = run_script("train.py", "--items_per_step", "2", "--rollouts_per_item", "2", "--steps",
+                      "1", "--horizon", "5", "--agent", "window", "--agent_args", "keep=1",
+                      "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert run_script("view.py", out).returncode == 0
+    played = [json.loads(line) for line in played_in(out)]
+    t = max(played, key=lambda t: len(t["starts"]))
+    assert len(t["starts"]) > 2
+    page, wrong = opened(browser, out / "view.html")
+    page.goto(f"{page.url}#{t['step']}/{t['item']}/{t['sample']}")
+    wait_for_articles(page, 1)
+    boxes = page.locator("article .turn.user")
+    borders = page.locator("article .turn.segment")
+    assert borders.count() == len(t["starts"]) - 1
+    new = [message["content"] for message in t["messages"][2::2]]
+    for place in range(t["turns"]):
+        text = boxes.nth(place).inner_text()
+        assert new[place] in text
+        if place:  # instructions and earlier observations are folded, or in the segment before
+            assert t["messages"][0]["content"][:40] not in text
+            assert new[place - 1] not in text or new[place - 1] == new[place]
+    page.locator("article .turn.segment summary").first.click()
+    assert t["messages"][0]["content"][:40] in borders.first.inner_text()
+    assert page.locator("article svg.room").count() >= t["turns"]
+    assert not wrong
+
+
 def test_a_token_says_its_probability_and_entropy(folder, browser):
     page, wrong = opened(browser, folder / "view.html")
     open_pair(page)

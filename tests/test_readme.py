@@ -34,6 +34,21 @@ def test_the_world_in_the_readme_plays(tiny):
     assert t.status in ("done", "horizon") and t.turns >= 1
 
 
+def test_the_agent_in_the_readme_trains_as_the_readme_says(tmp_path):
+    (block,) = (block for block in BLOCKS if "def diary" in block)
+    (tmp_path / "mine.py").write_text(block)
+    flags = "--agent mine.py:diary --agent_args most=3"
+    assert flags in (ROOT / "README.md").read_text()
+    command = [sys.executable, ROOT / "train.py", *flags.split(), "--steps", "2", "--out", "run",
+               "--items_per_step", "4", "--horizon", "4"]
+    done = subprocess.run(command, cwd=tmp_path, env=RUN, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(row["env_error"] == 0 and row["segments"] == row["turns"] for row in rows)
+    assert all(row["logprob_gap"] < 1e-4 for row in rows)
+
+
 def test_the_world_in_the_readme_trains_as_the_readme_says(tmp_path):
     repo = tmp_path / "repo"
     left_out = shutil.ignore_patterns(".*", "runs", "tests", "*.egg-info", "__pycache__")
