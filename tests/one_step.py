@@ -56,13 +56,19 @@ def loss_of(part):
 
 
 def plain_step():
-    """The same step as by `optimizer_step`, with the logits of all positions."""
-    ids, mask = batch["ids"], batch["mask"]
-    logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    loss = -chosen * batch["advantages"][:, 1:] - 0.1 * entropy
-    loss = loss[mask[:, 1:]].sum() / denominator
+    """The same step as by `optimizer_step`, with the logits of all positions, segment by
+    segment."""
+    losses = []
+    for t, advantage in zip(played, advantages):
+        for start, end in t.spans():
+            ids = torch.tensor([t.tokens[start:end]])
+            mask = torch.tensor([t.mask[start + 1:end]])
+            logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
+            entropy = -(logp.exp() * logp).sum(-1)
+            chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+            loss = -chosen * torch.tensor([advantage[start + 1:end]]) - 0.1 * entropy
+            losses.append(loss[mask].sum())
+    loss = sum(losses) / denominator
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
     optimizer.step()

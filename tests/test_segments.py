@@ -579,6 +579,27 @@ def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
     assert closed == [False] * 5
 
 
+def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
+    in_main_thread = []
+
+    def waiting(play):
+        messages = [*play.start(), user(play.reset())]
+        while True:
+            in_main_thread.append(threading.current_thread() is threading.main_thread())
+            reply = yield messages
+            if play.number == 2:
+                time.sleep(4)
+            messages += [assistant(reply), user(play.act(reply).observation)]
+
+    began = time.monotonic()
+    with EnvPool(make=lambda _: Echo()) as pool:
+        played = rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=waiting, max_tokens=3,
+                         deadline=1.0, retries=0)
+        assert time.monotonic() - began < 4
+    assert [t.status for t in played] == [Status.HORIZON, Status.ENV_ERROR]
+    assert "timeout" in played[1].error and in_main_thread and not any(in_main_thread)
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--agent", "nobody"], "there is no agent 'nobody'"),
     (["--agent", "nowhere.py:agent"], "there is no agent"),
