@@ -48,9 +48,9 @@ import rl
 import schedule
 from agent import FORMATS, PARSES, Chat, load_agent, note_history, settings_of, try_template
 from envs import EnvPool, split_item
-from metrics import write_atomically
 from models.check import find_paths
-from rollout import Conversation, RolloutConfig, Status, Trajectory, rollout
+from rollout import Conversation, RolloutConfig, rollout
+from trajectory import Status, Trajectory, write_atomically, write_trajectories
 from worlds.agentgym import read_body
 
 # ---- flags ----
@@ -889,7 +889,8 @@ def save_trajectories(cfg: EvalConfig, played: dict[int, list[Trajectory]],
         if keep_older and path.exists():
             names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
             path.rename(next(name for name in names if not name.exists()))
-        write_file(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_trajectories(path, trajectories)
 
 
 def tables(results: list[dict]) -> str:

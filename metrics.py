@@ -1,7 +1,6 @@
 """What a run reports: the lines at its start, a bar for a long rollout, a step's row of metrics,
 the curves of a run, and when training cannot go on."""
 
-import json
 import math
 import os
 import resource
@@ -21,9 +20,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from trajectory import Trajectory, read_objects
+
 if TYPE_CHECKING:
     from config import Config
-    from rollout import Trajectory, TrajectoryQueue
+    from rollout import TrajectoryQueue
     from train import Run
 
 # ---- what is said while a run goes on ----
@@ -112,7 +113,7 @@ def mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def rollout_metrics(trajectories: "Sequence[Trajectory]") -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Statistics of a step's trajectories. Failed environments are left out; their share is
     `env_error`. If all have failed, the row has only the shares of failures and the number of
     trajectories."""
@@ -153,7 +154,7 @@ WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_action
                  "zero_gradient_groups", "mutual_information")
 
 
-def world_metrics(trajectories: "Sequence[Trajectory]",
+def world_metrics(trajectories: Sequence[Trajectory],
                   horizons: dict[str, int],
                   information: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
     """World -> the statistics of its own trajectories, its horizon, and its mutual information if
@@ -238,28 +239,6 @@ def reporter(cfg: "Config", step: int = 0) -> Callable[[dict], object]:
 # ---- files ----
 
 
-def read_objects(path: Path) -> tuple[list[dict], int]:
-    """The JSON objects of a .jsonl file, one a line -> (objects, number of lines that hold none).
-
-    A process that was killed may have left half a line. Empty lines are not counted.
-    """
-    found = []
-    damaged = 0
-    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        else:
-            damaged += 1
-    return found, damaged
-
-
 def is_number(x: object) -> bool:
     """Whether x is a finite number.
 
@@ -267,14 +246,6 @@ def is_number(x: object) -> bool:
     (True, False, False, False)
     """
     return isinstance(x, (int, float)) and abs(x) < 1e300  # false for NaN
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file's content by `text`. If the process is killed, the file is either unchanged
-    or complete."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 # ---- curves ----

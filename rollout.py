@@ -25,7 +25,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -40,127 +39,9 @@ from envs import AgentError, Env, EnvPool, Step, Worker, raise_if_item_unknown, 
 from models.check import find_paths
 from parallel import Dealer, device_of, unsharded
 from rl import common_prefix_length, compute_paths_of, length_dependence
+from trajectory import Status, Trajectory
 
-# ---- trajectories and settings ----
-
-
-class Status(str, Enum):
-    """How a trajectory ended. A member is equal to its text, which is what JSON files hold."""
-
-    RUNNING = "running"
-    DONE = "done"  # the environment ended the episode
-    HORIZON = "horizon"  # out of turns
-    LENGTH = "length"  # out of tokens
-    ENV_ERROR = "env_error"  # the environment failed
-
-    __str__ = str.__str__
-
-
-@dataclass
-class Trajectory:
-    """One episode as tokens, and what happened in it. T: its number of tokens.
-
-    The tokens are those of one segment or of several, side by side. A segment is a prompt, a reply,
-    what extends them, a reply ...; the next one begins with a whole new prompt.
-
-    `mask`, `logprobs`, `entropies` and `rewards` have one entry per token. Log-probs and entropies
-    are in nats, of softmax(logits / temperature), and 0 where `mask` is False.
-    """
-
-    item: str  # "babyai_17"
-    env: str
-    step: int = 0  # training step it was sampled at
-    group: int = 0  # trajectories of one item in one step share it
-    sample: int = 0  # 0, 1, 2 ... within the group
-    status: str = Status.RUNNING
-    reward: float = 0.0  # sum of `rewards`: the return, penalties included
-    score: float = 0.0  # the world's own measure, 0..1
-    success: bool = False
-    turns: int = 0
-    valid_actions: int = 0
-    # Numbers (from 1) of the turns whose action was not valid.
-    invalid_turns: list[int] = field(default_factory=list)
-    # Numbers (from 1) of the turns whose reply reached max_tokens.
-    cut_turns: list[int] = field(default_factory=list)
-    error: str = ""  # the reason, if status is env_error
-    # The text view, for people: of a new segment only the messages that were not shown before.
-    messages: list[dict] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # [T], of all segments
-    starts: list[int] = field(default_factory=list)  # where in `tokens` each segment begins: 0 ...
-    mask: list[bool] = field(default_factory=list)  # [T], True: sampled by the policy
-    logprobs: list[float] = field(default_factory=list)  # [T], of each sampled token
-    # [T], of softmax(logits / temperature) where each token was sampled, before truncation.
-    entropies: list[float] = field(default_factory=list)
-    # Log-probs after top_p, top_k or min_p, up to the last sampled token; [] without truncation.
-    behaviour_logprobs: list[float] = field(default_factory=list)
-    # [T], a turn's reward stands on its last sampled token.
-    rewards: list[float] = field(default_factory=list)
-    progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
-    states: list[str | None] = field(default_factory=list)  # `Env.state` before each reply, or []
-    advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
-
-    def append(self, ids: list[int], logprobs: list[float] | None = None,
-               entropies: list[float] | None = None,
-               behaviour_logprobs: list[float] | None = None) -> None:
-        """Append prompt or observation tokens or, with `logprobs`, tokens that the policy sampled.
-
-        The lists have one entry for each of `ids`. behaviour_logprobs: given for every reply of a
-        trajectory, or for none.
-        """
-        zeros = [0.0] * len(ids)
-        if behaviour_logprobs is not None:
-            missing = len(self.tokens) - len(self.behaviour_logprobs)
-            self.behaviour_logprobs += [0.0] * missing + behaviour_logprobs
-        self.starts = self.starts or [0]
-        self.tokens += ids
-        self.mask += [logprobs is not None] * len(ids)
-        self.logprobs += zeros if logprobs is None else logprobs
-        self.entropies += zeros if entropies is None else entropies
-        self.rewards += zeros
-
-    def begin_segment(self) -> None:
-        """Let the tokens that are appended next begin a new segment."""
-        self.starts.append(len(self.tokens))
-
-    def segment(self) -> list[int]:
-        """The tokens of the newest segment."""
-        return self.tokens[self.starts[-1] :]
-
-    def spans(self) -> list[tuple[int, int]]:
-        """(start, end) of each segment in `tokens`, `end` excluded."""
-        return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
-
-    def record_turn(self, reply: str, turn: Step, forgets: bool = False,
-                    invalid_penalty: float = 0.0) -> None:
-        """Credit what a reply has earned to it.
-
-        The turn's reward goes to the last token in `rewards`, which is the last token sampled in
-        the turn. forgets: what was earned so far does not count.
-        """
-        self.turns += 1
-        self.valid_actions += turn.valid
-        if not turn.valid:
-            self.invalid_turns.append(self.turns)
-        self.score = turn.score
-        self.success = turn.success
-        self.progress.append(turn.progress)
-        self.messages.append(assistant(reply))
-        if forgets:
-            self.rewards = [0.0] * len(self.rewards)
-            self.reward = 0.0
-            return
-        reward = turn.reward if turn.valid else turn.reward - invalid_penalty
-        self.reward += reward
-        if self.rewards:  # a trajectory that was played as text has no tokens
-            self.rewards[-1] = reward
-
-    def to_json(self) -> dict:
-        """All fields; log-probs are rounded to five decimals, entropies to three."""
-        behaviour = [round(x, 5) for x in self.behaviour_logprobs]
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"logprobs": [round(x, 5) for x in self.logprobs],
-                         "behaviour_logprobs": behaviour,
-                         "entropies": [round(x, 3) for x in self.entropies]}
+# ---- settings ----
 
 
 @dataclass(frozen=True)
@@ -242,16 +123,6 @@ def limit_for(limit: int | float | dict, world: str) -> int | float:
     if world not in limit:
         raise ValueError(f"{world} has no entry in {limit}")
     return limit[world]
-
-
-def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a trajectory coloured by its mask: sampled (trained on) in green, the rest in grey."""
-    green, grey, reset = "\033[1;32m", "\033[90m", "\033[0m"
-    pairs = zip(trajectory.mask, trajectory.tokens)
-    for sampled, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        text = tokenizer.decode([token for _, token in run])
-        print((green if sampled else grey) + text + reset, end="")
-    print(f"\n[{trajectory.status}: {trajectory.turns} turns, reward {trajectory.reward:g}]")
 
 
 # ---- one trajectory while it is played ----

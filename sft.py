@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -34,10 +34,11 @@ import rl
 import train
 from agent import Chat
 from envs import Env, EnvPool, split_item
-from metrics import memory_gb, write_atomically
+from metrics import memory_gb
 from parallel import StopSignals, Terminated, end_process, of_rank_0, on_any_rank
-from rollout import Conversation, RolloutConfig, Status, Trajectory
+from rollout import Conversation, RolloutConfig
 from train import Run
+from trajectory import Status, Trajectory, read_trajectories, write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
 
 # ---- flags ----
@@ -211,8 +212,8 @@ def thing_named(action: str) -> str:
 # ---- recorded trajectories ----
 
 
-def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
-                      action_format: str = "") -> list[Trajectory]:
+def read_demonstrations(path: str | Path, chat: Chat, min_reward: float | None,
+                        action_format: str = "") -> list[Trajectory]:
     """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
     list of AgentGym's conversations. Those whose environment failed, that have a reward below
     `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
@@ -222,17 +223,10 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
         if text.lstrip()[:1] == "[":
             found = [from_conversation(entry, chat) for entry in json.loads(text)]
         else:
-            known = {f.name for f in fields(Trajectory)}
-            # Not splitlines(), which also splits at characters that may stand inside a JSON string.
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-            found = [Trajectory(**{k: v for k, v in row.items() if k in known}) for row in rows]
-            check_tokenizer(path, found, chat)
+            found = read_trajectories(path)
+            check_tokenizer(found, chat)
             if action_format:
                 check_format(found, action_format)
-            for t in found:
-                t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # SFT needs none
-                t.starts = t.starts or [0] * bool(t.tokens)  # of one segment, in older files
-                check_fields(t, len(chat.tokenizer))
     except OSError as e:
         raise ValueError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
@@ -247,27 +241,6 @@ def read_trajectories(path: str | Path, chat: Chat, min_reward: float | None,
             why = f" ({without_tokens} have no tokens, as those of a served model)"
         raise ValueError(f"no trajectory of {path} is left to learn from{why}")
     return found
-
-
-def check_fields(t: Trajectory, vocab_size: int) -> None:
-    """Raise ValueError unless a trajectory from a file can be learnt from."""
-    wrong = ""
-    if not all(type(token) is int and 0 <= token < vocab_size for token in t.tokens):
-        wrong = "tokens that are not in the vocabulary"
-    elif not len(t.tokens) == len(t.mask) == len(t.logprobs):
-        wrong = "tokens, mask and logprobs of different lengths"
-    elif t.tokens and not (t.starts == sorted({0, *t.starts}) and t.starts[-1] < len(t.tokens)):
-        wrong = "starts that do not cut its tokens into segments"
-    elif any(t.mask[start] for start in t.starts):
-        wrong = "a mask that is true at the first token of a segment"
-    elif type(t.reward) not in (int, float):
-        wrong = "a reward that is not a number"
-    elif not {type(x) for x in (*t.logprobs, *t.entropies, *t.behaviour_logprobs)} <= {int, float}:
-        wrong = "logprobs or entropies that are not numbers"
-    elif not isinstance(t.env, str):
-        wrong = "an env that is not text"
-    if wrong:
-        raise ValueError(f"{t.item} has {wrong}")
 
 
 def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
@@ -287,10 +260,12 @@ def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory
     return found
 
 
-def check_tokenizer(path: str | Path, trajectories: Iterable[Trajectory], chat: Chat) -> None:
-    """Raise ValueError unless this tokenizer encodes the first messages of each trajectory to the
-    tokens that the trajectory begins with."""
+def check_tokenizer(trajectories: Iterable[Trajectory], chat: Chat) -> None:
+    """Raise ValueError unless this tokenizer has the tokens of each trajectory, and encodes its
+    first messages to the tokens that it begins with."""
     for t in trajectories:
+        if t.tokens and not 0 <= min(t.tokens) <= max(t.tokens) < len(chat.tokenizer):
+            raise ValueError(f"{t.item} has tokens that are not in the vocabulary")
         if t.messages and t.tokens:
             roles = [message["role"] for message in t.messages]
             has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
@@ -392,8 +367,8 @@ def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], lis
         return demos, held_out
     demos = []
     if cfg.trajectories:
-        demos += drop_long(read_trajectories(cfg.trajectories, chat, cfg.min_reward,
-                                             cfg.action_format), cfg)
+        demos += drop_long(read_demonstrations(cfg.trajectories, chat, cfg.min_reward,
+                                               cfg.action_format), cfg)
     held_out = []
     try:
         with signals:
@@ -410,15 +385,14 @@ def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], lis
 
 def read_if_present(path: Path, chat: Chat) -> list[Trajectory]:
     """The trajectories of a run's own file; [] if there is none."""
-    return read_trajectories(path, chat, None) if path.exists() else []
+    return read_demonstrations(path, chat, None) if path.exists() else []
 
 
 def write_demos(run: Run, *parts: list[Trajectory]) -> None:
     """Keep what is learnt in the run folder, for --resume."""
     for name, part in zip(DEMO_FILES, parts):
         if run.rank == 0 and part:
-            lines = [json.dumps(t.to_json()) + "\n" for t in part]
-            write_atomically(run.folder / name, "".join(lines))
+            write_trajectories(run.folder / name, part)
 
 
 def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,

@@ -40,13 +40,13 @@ import schedule
 from engine import Ragged
 from envs import EnvPool
 from metrics import alarm, banner, draw_curves, held_out_summary, memory_gb, mixture_columns
-from metrics import read_objects, reporter, rollout_bar, rollout_metrics, world_metrics
-from metrics import write_atomically
+from metrics import reporter, rollout_bar, rollout_metrics, world_metrics
 from models.check import find_paths
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
 from parallel import end_process, init_distributed, is_mapped, of_rank_0, on_any_rank
 from parallel import ranks, shard, unsharded
-from rollout import RolloutConfig, Trajectory, make_engine, rollout
+from rollout import RolloutConfig, make_engine, rollout
+from trajectory import Trajectory, read_objects, write_atomically, write_trajectories
 from update import advantages_of, item_information, shape_rewards, update
 
 EARLIER_FINAL = "earlier_final"  # a run's final/ while the run takes more steps
@@ -639,8 +639,7 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     """Write the trajectories, then the row of metrics: a step with a row is complete."""
     if run.rank > 0:
         return
-    lines = [json.dumps(t.to_json()) + "\n" for t in trajectories]
-    write_atomically(trajectory_file(run, row["step"]), "".join(lines))
+    write_trajectories(trajectory_file(run, row["step"]), trajectories)
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write(json.dumps(row) + "\n")
     run.report(row)

@@ -28,10 +28,10 @@ import rl
 from envs import category_of, has_known_categories
 from metrics import explained_variance
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
+from trajectory import Trajectory, reply_spans
 
 if TYPE_CHECKING:
     from config import Config
-    from rollout import Trajectory
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -43,19 +43,7 @@ INFORMATION_ITEMS = 8  # of each world in `item_information`: 64 short rows
 # ---- rewards and advantages of a step ----
 
 
-def reply_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
-    """The runs of sampled tokens in a mask [T] -> (start, end) of each, `end` excluded.
-
-    >>> reply_spans([False, True, True, False, True])
-    [(1, 3), (4, 5)]
-    """
-    edges = np.diff(np.array([False, *mask, False]).astype(int))
-    starts = (edges == 1).nonzero()[0]
-    ends = (edges == -1).nonzero()[0]
-    return list(zip(starts.tolist(), ends.tolist()))
-
-
-def shape_rewards(trajectories: "Sequence[Trajectory]", shaping: str = "none",
+def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
                   turn_cost: float = 0.0, gamma: float = 1.0) -> None:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
     subtract --turn_cost from it. Changes `rewards` and `reward` of the trajectories in place."""
@@ -109,7 +97,7 @@ def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma
             for old, new, length in zip(before, after, lengths)]
 
 
-def outcome_rewards(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tensor, Tensor]:
+def outcome_rewards(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
     """-> outcomes [B], groups [B] long, valid [B] bool: False where the environment failed.
 
     An outcome is `Trajectory.reward`, an exactly rounded sum. The rounding of a plain sum over
@@ -121,7 +109,7 @@ def outcome_rewards(trajectories: "Sequence[Trajectory]") -> tuple[Tensor, Tenso
     return outcomes, groups, valid
 
 
-def turns_by_state(trajectories: "Sequence[Trajectory]") -> Tensor:
+def turns_by_state(trajectories: Sequence[Trajectory]) -> Tensor:
     """Which turns `algos.turn_advantage` compares with each other: those of an item's trajectories
     that begin in the same state -> ids [B, K] long, for at most K turns. A turn whose state is
     unknown is a group of its own."""
@@ -135,7 +123,7 @@ def turns_by_state(trajectories: "Sequence[Trajectory]") -> Tensor:
     return out
 
 
-def advantages_of(trajectories: "Sequence[Trajectory]", cfg: "Config", device: torch.device,
+def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
                   teacher: PreTrainedModel | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
@@ -214,7 +202,7 @@ def logprobs_of(model: PreTrainedModel, batch: Batch, cfg: "Config") -> Tensor:
         return map_rows(of_rows, model, batch, cfg.microbatch_tokens)
 
 
-def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedModel,
+def item_information(trajectories: Sequence[Trajectory], policy: PreTrainedModel,
                      cfg: "Config") -> dict[str, float]:
     """World -> the mutual information of an item and the first reply to it, in nats
     (`algos.mutual_information`), over up to INFORMATION_ITEMS items of the step.
@@ -259,7 +247,7 @@ def item_information(trajectories: "Sequence[Trajectory]", policy: PreTrainedMod
     return found
 
 
-def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor,
+def record_advantages(trajectories: Sequence[Trajectory], advantages: Tensor,
                       per_token: bool) -> None:
     """Set `Trajectory.advantage` from advantages [B, T]: a list, or the one number of its sampled
     tokens."""
@@ -274,7 +262,7 @@ def record_advantages(trajectories: "Sequence[Trajectory]", advantages: Tensor,
 # ---- the passes over a step's trajectories ----
 
 
-def update(trajectories: "Sequence[Trajectory]", batch: Batch, cfg: "Config", step: int,
+def update(trajectories: Sequence[Trajectory], batch: Batch, cfg: "Config", step: int,
            policy: PreTrainedModel, optimizer: torch.optim.Optimizer,
            critic: rl.Critic | None = None,
            critic_optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
@@ -407,7 +395,7 @@ def update_metrics(sums: dict[str, float], steps: int, gap: float) -> dict[str, 
 # ---- batches and micro-batches ----
 
 
-def collate(trajectories: "Sequence[Trajectory]", device: str | torch.device = "cpu",
+def collate(trajectories: Sequence[Trajectory], device: str | torch.device = "cpu",
             **columns: Sequence[Sequence[float] | float]) -> Batch:
     """Pad on the right -> {"ids" [B, T] long, "mask" [B, T] bool, "old_logprobs" [B, T],
     name: [B, T] ..., "lengths" [B] long}.

@@ -21,9 +21,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from envs import CommandParser
-from metrics import draw_curves, is_number, write_atomically
+from metrics import draw_curves, is_number
 from page.live import HOST, Server
 from page.run import Run
+from trajectory import write_atomically
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("elements", "data", "curves", "table", "trajectory", "scenes", "main")

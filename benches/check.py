@@ -1,4 +1,4 @@
-"""`python bench.py check --model NAME`: the ways in which a model is computed, and their gaps.
+"""`python -m benches check --model NAME`: the ways in which a model is computed, and their gaps.
 
 A rollout and an update each have a fast way and slower ones. Each is tried on a copy of the model's
 first layers until one has the log-probs of the model's plain forward pass; the gap is the largest

@@ -1,4 +1,4 @@
-"""`python bench.py growth`: how the cost of rollouts and updates grows, one quantity at a time.
+"""`python -m benches growth`: how the cost of rollouts and updates grows, one quantity at a time.
 
     turns          rollout of 64 trajectories of 4 to 64 turns, and one optimizer step on them;
                    per token

@@ -1,10 +1,10 @@
-"""`python bench.py limit`: rollouts and updates against a bare loop of their matrix products.
+"""`python -m benches limit`: rollouts and updates against a bare loop of their matrix products.
 
 The bare loop repeats all matrix products and attention calls of a rollout or an update, in their
 order and on tensors of the same shapes and strides, with nothing in between. It reads the same
 weights and the same cache. Its time is what the arithmetic alone costs with PyTorch's kernels.
 
-    rollout   16 or 64 slots, replies of 3 to 20 tokens, as in `bench.py rollout`
+    rollout   16 or 64 slots, replies of 3 to 20 tokens, as in `benches rollout`
     update    one optimizer step on trajectories of that rollout, without its optimizer
 
 Models: the built-in one, and with --full random weights in the shape of SmolLM2-135M. `share` is

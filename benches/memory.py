@@ -1,11 +1,11 @@
-"""`python bench.py memory`: peak memory of log-probs with vocabularies from 2k to 152k tokens.
+"""`python -m benches memory`: peak memory of log-probs with vocabularies from 2k to 152k tokens.
 
 It measures the forward and backward pass through the head, for 16,384 sampled tokens, without the
 weights and their gradients. `all_logits` is the same with all [tokens, vocabulary] logits at once.
 Each measurement runs in a process of its own, whose malloc returns freed memory to the system at
 once. Otherwise a fragmented heap would grow, and not the memory in use.
 
-`python bench.py memory --model NAME --gpus N`: what training needs on each GPU, from the config
+`python -m benches memory --model NAME --gpus N`: what training needs on each GPU, from the config
 alone (no weights are read). NAME is a folder, a hub id, or one of the names that it lists. An
 estimate, not a measurement.
 """

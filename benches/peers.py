@@ -1,4 +1,4 @@
-"""`python bench.py peers`: the same training job here and in other programs, on a CPU.
+"""`python -m benches peers`: the same training job here and in other programs, on a CPU.
 
 GRPO on BabyAI and on TextCraft with the built-in model: the same items, samples, horizon, limit of
 a reply, temperature 1, learning rate, AdamW, one optimizer step a training step. All play this

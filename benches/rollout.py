@@ -1,4 +1,4 @@
-"""`python bench.py rollout`: our rollouts against three ways of playing with Hugging Face.
+"""`python -m benches rollout`: our rollouts against three ways of playing with Hugging Face.
 
     reprefill    `generate` on the whole history in every turn, all rows in lock-step
     cached       `generate` with the KV cache kept across turns, all rows in lock-step

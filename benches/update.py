@@ -1,4 +1,4 @@
-"""`python bench.py update`: one optimizer step of ours against the padded way with all logits.
+"""`python -m benches update`: one optimizer step of ours against the padded way with all logits.
 
     ours     trajectories in one row without padding, the head on sampled positions only
     padded   every row as long as the longest one, as many rows at a time as fill the same number
@@ -11,7 +11,7 @@ Trajectories, model, machine and loss are the same, and the losses must agree to
     agent    128 trajectories of the model (--model; a trained one ends early where it succeeds)
              in TextCraft, 8 turns at most
     long     128 trajectories of 1 to 8 turns, with replies of 5 to 300 tokens, log-uniform, as in
-             `bench.py rollout`
+             `benches rollout`
 """
 
 import statistics
@@ -28,7 +28,8 @@ import update
 from benches.rollout import load_models, script
 from envs import EnvPool, items
 from models.check import find_paths
-from rollout import Trajectory, rollout
+from rollout import rollout
+from trajectory import Trajectory
 
 TRAJECTORIES, POSITIONS = 128, 8192
 TARGETS = {"agent": 2, "long": 2}  # workload -> ratio_padded that must be reached, tiny model

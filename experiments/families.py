@@ -10,7 +10,7 @@ steps (the mean difference between rollout and update), or the line with which t
 refused. Exit status 1 if a family is neither trained exactly nor refused.
 
 --speed: instead, the tokens a second of the engine over those of the model's own attention in
-lockstep, both in the same run, for each family that the engine plays: bench.py's workload `long`,
+lockstep, both in the same run, for each family that the engine plays: benches' workload `long`,
 48 trajectories of three turns, 16 slots. Where the first ratio is below 3.6 both are run twice
 more, alternately, and the row has the medians. Exit status 1 if a ratio is below 3.
 """

@@ -3,7 +3,7 @@
     python experiments/gpu.py [--model NAME] [--out FILE.json]
 
 Prints one line for each check: what, measured, expected, verdict. Exit status 1 if a check fails, 2
-without a GPU. The model has random weights and the shape of NAME (see `bench.py memory`).
+without a GPU. The model has random weights and the shape of NAME (see `benches memory`).
 
 check    models/check.py: the engine and the packed update have the log-probs of the model's plain
          forward pass, in float32 and in bfloat16.
@@ -12,7 +12,7 @@ decode   tokens/s of the engine with 1, 32 and 256 slots of 1,024 tokens, as a s
          bandwidth of a copy. Whether the steps were CUDA graphs.
 update   MFU of forward, backward and AdamW step with gradient checkpointing: 6 operations per
          parameter and token and those of attention, over the speed of a large matrix product.
-memory   the update's peak over the estimate of `bench.py memory`.
+memory   the update's peak over the estimate of `benches memory`.
 ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
 
 The expected shares are goals: docs/gpus.md says what an H100 reaches.

@@ -26,7 +26,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
-    r"bench.py rollout|bench.py update|kill.py|load.py|experiments/gpu": MEASUREMENT,
+    r"benches rollout|benches update|kill.py|load.py|experiments/gpu": MEASUREMENT,
     r"study.py|test_time.py": "hours",
 }
 QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}  # pattern -> added flags

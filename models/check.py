@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import engine
 import rl
-from metrics import write_atomically
 from parallel import device_of
+from trajectory import write_atomically
 
 LARGEST_GAP = 1e-4  # of a log-prob, in float32
 LARGEST_GAP_RECURRENT = 5e-4

@@ -15,8 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from tqdm import tqdm
 
-from metrics import read_objects
 from page.run import Run, complete, flaw
+from trajectory import read_objects
 
 HOST = "127.0.0.1"
 LOCAL_NAMES = ("127.0.0.1", "localhost")

@@ -11,9 +11,10 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from metrics import all_columns, horizon_changes, is_number, read_objects
+from metrics import all_columns, horizon_changes, is_number
 from page.replay import Replay
 from rl import checkpoints, location, model_path, step_in
+from trajectory import read_objects
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "mutual_information", "kl",
           "kl_behaviour", "grad_norm", "valid_actions", "zero_gradient_groups",

@@ -22,7 +22,7 @@ import algos
 import rl
 import update
 from parallel import end_process, init_distributed, ranks, shard
-from rollout import Trajectory
+from trajectory import Trajectory
 
 trajectory_file, out = sys.argv[1:3]
 flags = sys.argv[3].split(",")

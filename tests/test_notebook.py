@@ -1,4 +1,4 @@
-"""notebook.py runs, and notebook.ipynb holds its cells and what they print and draw today."""
+"""notebooks/one_step.py runs, and its .ipynb holds its cells and what they print and draw."""
 
 import base64
 import json
@@ -9,11 +9,11 @@ import sys
 import pytest
 from conftest import ROOT
 
-SCRIPT = (ROOT / "notebook.py").read_text()
-NOTEBOOK = json.loads((ROOT / "notebook.ipynb").read_text())
+SCRIPT = (ROOT / "notebooks/one_step.py").read_text()
+NOTEBOOK = json.loads((ROOT / "notebooks/one_step.ipynb").read_text())
 CELLS = NOTEBOOK["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
-MAKE_AGAIN = "python experiments/render_notebook.py makes notebook.ipynb again"
+MAKE_AGAIN = "python notebooks/render.py makes notebooks/one_step.ipynb again"
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]\d+)?")
 
 
@@ -54,9 +54,9 @@ def test_the_rendered_notebook_has_the_cells_of_the_script():
 def test_the_script_prints_what_the_rendered_notebook_shows():
     """The same words; numbers to 0.01, which other processors and threads may need."""
     env = {"PATH": "/usr/bin:/bin", "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1",
-           "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "notebook.py"], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300, env=env)
+           "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "notebooks/one_step.py"], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "largest difference" in done.stdout
     assert "better than their group +" in done.stdout

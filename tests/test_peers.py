@@ -1,4 +1,4 @@
-"""`bench.py peers`: reading the reports of other programs. None of them is needed here."""
+"""`benches peers`: reading the reports of other programs. None of them is needed here."""
 
 import json
 from pathlib import Path
@@ -76,16 +76,16 @@ def test_every_script_of_a_program_exists_and_ends_with_its_measurements():
 
 
 def test_the_command_explains_itself_and_refuses_an_unknown_program():
-    done = run_script("bench.py", "peers", "--help")
+    done = run_script("benches/__main__.py", "peers", "--help")
     assert done.returncode == 0
     assert "--envs" in done.stdout and "GRPOTrainer" in done.stdout
-    done = run_script("bench.py", "peers", "--programs", "nothing")
+    done = run_script("benches/__main__.py", "peers", "--programs", "nothing")
     assert done.returncode == 2
     assert "unknown program 'nothing'; choose from ours, trl_environment" in done.stderr
-    done = run_script("bench.py", "peers", "--models", "nothing")
+    done = run_script("benches/__main__.py", "peers", "--models", "nothing")
     assert done.returncode == 2
     assert "neither data/nothing nor nothing is a model's folder" in done.stderr
-    done = run_script("bench.py", "peers", "--data", "nothing")
+    done = run_script("benches/__main__.py", "peers", "--data", "nothing")
     assert done.returncode == 2 and "nothing/AgentItemId/babyai_train.json" in done.stderr
 
 

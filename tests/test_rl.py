@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import rl
 import update
-from rollout import Trajectory, rollout
+from rollout import rollout
+from trajectory import Trajectory
 
 
 @pytest.fixture(scope="module")

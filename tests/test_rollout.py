@@ -15,7 +15,8 @@ import envs
 import rollout as ro
 from envs import Env, EnvError, EnvPool, Step
 from parallel import Terminated
-from rollout import RolloutConfig, Trajectory, rollout, sample
+from rollout import RolloutConfig, rollout, sample
+from trajectory import Trajectory
 from worlds.babyai import BabyAI
 
 ITEMS = ["babyai_8", "textcraft_3", "babyai_50", "babyai_19"]

@@ -32,7 +32,8 @@ import update
 from agent import Chat, Play, assistant, user
 from config import parse_config
 from envs import AgentError, Env, EnvError, EnvPool, ItemError, Step
-from rollout import RolloutConfig, Status, rollout
+from rollout import RolloutConfig, rollout
+from trajectory import Status
 
 EXAMPLES = ["last_two", "two_calls", "tools", "planner"]
 FOREIGN = dict(agent="examples/foreign.py:agent", agent_args="run=examples/their_agent.py:run")

@@ -20,7 +20,7 @@ import rl
 import sft
 from agent import Chat
 from envs import EnvError
-from rollout import Trajectory
+from trajectory import Trajectory
 from update import collate
 
 SMALL = ["--demos", "12", "--epochs", "2", "--batch", "4", "--horizon", "4", "--max_length", "900"]
@@ -180,12 +180,12 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
 
 def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny):
     chat = Chat(tiny[1])
-    found = sft.read_trajectories(reference / "demos.jsonl", chat, None)
+    found = sft.read_demonstrations(reference / "demos.jsonl", chat, None)
     rows = read_jsonl(reference / "demos.jsonl")
     assert [(t.item, t.tokens, t.mask) for t in found] == [
         (row["item"], row["tokens"], row["mask"]) for row in rows]
     with pytest.raises(ValueError, match="no trajectory"):
-        sft.read_trajectories(reference / "demos.jsonl", chat, 1.5)
+        sft.read_demonstrations(reference / "demos.jsonl", chat, 1.5)
 
 
 def test_empty_lines_and_line_separators_in_texts_are_no_damage(reference, tiny, tmp_path):
@@ -194,7 +194,7 @@ def test_empty_lines_and_line_separators_in_texts_are_no_damage(reference, tiny,
     first["messages"][-1]["content"] += "\u2028end"
     path = tmp_path / "t"
     path.write_text("\n".join([json.dumps(first, ensure_ascii=False), "", *lines[1:], ""]) + "\n")
-    found = sft.read_trajectories(path, Chat(tiny[1]), None)
+    found = sft.read_demonstrations(path, Chat(tiny[1]), None)
     assert len(found) == len(lines)
     assert found[0].messages[-1]["content"].endswith("\u2028end")
 
@@ -207,19 +207,19 @@ def test_a_resumed_run_does_not_need_the_file_that_it_began_with(tiny, tmp_path)
         sft.parse_sft_config(flags)
     # A run that has saved nothing begins anew, and does need it.
     with pytest.raises(ValueError, match="cannot read .*moved.jsonl: No such file"):
-        sft.read_trajectories(tmp_path / "moved.jsonl", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "moved.jsonl", Chat(tiny[1]), None)
 
 
 def test_trajectories_of_another_action_format_are_refused(reference, tiny, tmp_path):
     path, chat = reference / "demos.jsonl", Chat(tiny[1])
-    assert sft.read_trajectories(path, chat, None, "react")
+    assert sft.read_demonstrations(path, chat, None, "react")
     for other in ("plain", "json"):
         with pytest.raises(ValueError, match=f"played with --action_format react, not {other}"):
-            sft.read_trajectories(path, chat, None, other)
+            sft.read_demonstrations(path, chat, None, other)
     # A world that takes whole replies has no other format.
     changed = [json.loads(line) | {"env": "searchqa"} for line in path.read_text().splitlines()]
     (tmp_path / "t").write_text("\n".join(map(json.dumps, changed)))
-    assert sft.read_trajectories(tmp_path / "t", chat, None, "plain")
+    assert sft.read_demonstrations(tmp_path / "t", chat, None, "plain")
 
 
 def test_instructions_of_the_users_own_say_nothing_of_the_action_format(monkeypatch):
@@ -256,7 +256,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     conversations[3]["loss"] = False
     path = tmp_path / "traj.json"
     path.write_text(json.dumps([{"item_id": "babyai_7", "conversations": conversations}]))
-    (t,) = sft.read_trajectories(path, chat, None)
+    (t,) = sft.read_demonstrations(path, chat, None)
     assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
     ids = chat.start("Play.", "A wall.", reply="OK. I'll play.")
     ids += chat.reply(said[3]) + chat.turn("A ball.", True)
@@ -278,7 +278,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
 def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, message):
     (tmp_path / "t").write_text(text)
     with pytest.raises(ValueError, match=message):
-        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "t", Chat(tiny[1]), None)
 
 
 @pytest.mark.parametrize("field, value, message", [
@@ -287,8 +287,8 @@ def test_a_file_that_cannot_be_learnt_from_is_one_line(tiny, tmp_path, text, mes
     ("mask", [True, False, False, True], "true at the first token"),
     ("tokens", [5, 6, 7, 99999], "not in the vocabulary"),
     ("tokens", [5, 6, 7, -7], "not in the vocabulary"),
-    ("tokens", [5, 6, 7, 1.5], "not in the vocabulary"),
-    ("reward", "x", "not a number"),
+    ("tokens", [5, 6, 7, 1.5], "whole numbers"),
+    ("reward", "x", "another kind"),
 ])
 def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, field, value, message):
     t = Trajectory("babyai_7", "babyai")
@@ -296,10 +296,10 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, field, val
     t.append([8], [0.0])
     chat = Chat(tiny[1])
     (tmp_path / "t").write_text(json.dumps(t.to_json()))
-    assert len(sft.read_trajectories(tmp_path / "t", chat, 0.0)) == 1
+    assert len(sft.read_demonstrations(tmp_path / "t", chat, 0.0)) == 1
     (tmp_path / "t").write_text(json.dumps(t.to_json() | {field: value}))
     with pytest.raises(ValueError, match=f"babyai_7 has .*{message}"):
-        sft.read_trajectories(tmp_path / "t", chat, 0.0)
+        sft.read_demonstrations(tmp_path / "t", chat, 0.0)
 
 
 def test_trajectories_of_another_tokenizer_are_refused(tiny, tmp_path):
@@ -309,11 +309,11 @@ def test_trajectories_of_another_tokenizer_are_refused(tiny, tmp_path):
     t.append([8], [0.0])
     (tmp_path / "t").write_text(json.dumps(t.to_json()))
     with pytest.raises(ValueError, match="another tokenizer"):
-        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "t", Chat(tiny[1]), None)
 
 
 def test_recorded_trajectories_that_are_too_long_are_left_out(reference, tiny, capsys):
-    found = sft.read_trajectories(reference / "demos.jsonl", Chat(tiny[1]), None)
+    found = sft.read_demonstrations(reference / "demos.jsonl", Chat(tiny[1]), None)
     lengths = sorted(len(t.tokens) for t in found)
     limit = lengths[len(lengths) // 2]
     flags = ["--trajectories", str(reference / "demos.jsonl"), "--out", "runs/never-made"]
@@ -426,7 +426,7 @@ def test_conversations_in_another_order_are_refused(tiny, tmp_path, roles):
     said = [{"from": role, "value": f"This is number {n}."} for n, role in enumerate(roles)]
     (tmp_path / "t").write_text(json.dumps([{"item_id": "babyai_7", "conversations": said}]))
     with pytest.raises(ValueError, match="babyai_7: .* in turns"):
-        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "t", Chat(tiny[1]), None)
 
 
 @pytest.mark.parametrize("change", [{"logprobs": [0.0, 0.0, None]}, {"env": ["babyai"]},
@@ -437,10 +437,10 @@ def test_a_trajectory_that_cannot_be_written_again_is_one_line(tiny, tmp_path, c
     t.append([7], [0.0])
     (tmp_path / "t").write_text(json.dumps(t.to_json() | change))
     with pytest.raises(ValueError, match="babyai_7 has"):
-        sft.read_trajectories(tmp_path / "t", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "t", Chat(tiny[1]), None)
 
 
 def test_a_file_that_is_no_text_is_named(tiny, tmp_path):
     (tmp_path / "t.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     with pytest.raises(ValueError, match="t.jsonl.gz holds no trajectories"):
-        sft.read_trajectories(tmp_path / "t.jsonl.gz", Chat(tiny[1]), None)
+        sft.read_demonstrations(tmp_path / "t.jsonl.gz", Chat(tiny[1]), None)

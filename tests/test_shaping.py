@@ -6,7 +6,7 @@ import random
 import pytest
 
 from envs import make_env
-from rollout import Trajectory
+from trajectory import Trajectory
 from update import potential_rewards, shape_rewards
 from worlds.textcraft import goal_depth, solution
 

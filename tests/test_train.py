@@ -30,8 +30,8 @@ from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
 from models import check
-from rollout import Trajectory
 from schedule import adaptive_horizon, adaptive_start
+from trajectory import Trajectory
 from worlds.textcraft import TextCraft
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3",

@@ -14,7 +14,8 @@ import algos
 import rl
 import update
 from config import parse_config
-from rollout import Status, Trajectory, rollout
+from rollout import rollout
+from trajectory import Status, Trajectory
 
 NO_RUN = ["--out", "runs/never-made"]
 

@@ -1,14 +1,14 @@
 """Performance figures, each against its baseline in the same run on the same machine.
 
-    python bench.py rollout [--full] [--scale]   multi-turn rollouts against Hugging Face's ways
-    python bench.py update [--full]              the update against padded rows with all logits
-    python bench.py limit [--full]               the share of a bare loop of matrix products
-    python bench.py growth [--full]              how cost grows: turns, slots, vocabulary, ranks ...
-    python bench.py memory                       peak memory of log-probs, vocabularies 2k to 152k
-    python bench.py memory --model Qwen/Qwen2.5-7B-Instruct --gpus 8
+    python -m benches rollout [--full] [--scale] multi-turn rollouts against Hugging Face's ways
+    python -m benches update [--full]             the update against padded rows with all logits
+    python -m benches limit [--full]              the share of a bare loop of matrix products
+    python -m benches growth [--full]             how cost grows: turns, slots, vocabulary ...
+    python -m benches memory                      peak memory of log-probs, vocabularies 2k to 152k
+    python -m benches memory --model Qwen/Qwen2.5-7B-Instruct --gpus 8
                                                  what a GPU needs, from the config alone
-    python bench.py check --model NAME           in which ways the model is computed, and their gaps
-    python bench.py peers                        the same training job in other programs, on a CPU
+    python -m benches check --model NAME          the ways in which a model is computed
+    python -m benches peers                       the same training job in other programs, on a CPU
 
 --out F.json writes the figures. Exit code 1 if a ratio that the project states is missed.
 """
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
         figures, missed = args.measure(args)
     except ValueError as e:
-        print("bench.py:", " ".join(str(e).split()), file=sys.stderr)
+        print("benches:", " ".join(str(e).split()), file=sys.stderr)
         return 2
     if args.out:
         Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # One training step, by hand
 # A rollout, its mask, the advantages of each algorithm, one update, and what the update changed.
-# `notebook.ipynb` shows what the cells of `notebook.py` print and draw; after a change,
-# `python experiments/render_notebook.py` makes it again. `python notebook.py` is the same as a
+# `one_step.ipynb` shows what the cells of `one_step.py` print and draw; after a change,
+# `python notebooks/render.py` makes it again. `python notebooks/one_step.py` is the same as a
 # script. It takes half a minute on a laptop and downloads nothing.
 
 # %%
@@ -13,7 +13,8 @@ import torch
 import algos
 import rl
 from envs import EnvPool, items, make_env
-from rollout import rollout, show
+from rollout import rollout
+from trajectory import show
 from update import collate
 
 model, tokenizer = rl.load_policy("tiny")  # or a folder, or a hub id

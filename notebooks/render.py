@@ -1,6 +1,6 @@
-"""Write notebook.ipynb: the cells of notebook.py with what they print and draw.
+"""Write notebooks/one_step.ipynb: the cells of notebooks/one_step.py with what they print and draw.
 
-    python experiments/render_notebook.py
+    python notebooks/render.py
 
 Jupyter is not needed. The value of a cell's last line is not shown, and stderr is left out. On one
 machine, with one number of threads, the same code gives the same bytes.
@@ -40,7 +40,7 @@ def run(source, names):
     """Run a cell with the names of the cells before it -> its outputs, in Jupyter's format."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(source, "notebook.py", "exec"), names)
+        exec(compile(source, "notebooks/one_step.py", "exec"), names)
     outputs = []
     if printed.getvalue():
         text = printed.getvalue().splitlines(keepends=True)
@@ -76,8 +76,8 @@ def main():
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         return
-    made = notebook((ROOT / "notebook.py").read_text())
-    path = ROOT / "notebook.ipynb"
+    made = notebook((ROOT / "notebooks/one_step.py").read_text())
+    path = ROOT / "notebooks/one_step.ipynb"
     path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
