@@ -163,7 +163,8 @@ def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch,
 
 
 def test_the_command_prints_the_gaps(tmp_path):
-    done = run_script("benches/__main__.py", "check", "--model", "tiny", "--out", tmp_path / "check.json")
+    done = run_script("benches/__main__.py", "check", "--model", "tiny", "--out",
+                      tmp_path / "check.json")
     assert done.returncode == 0, done.stderr
     assert "ragged" in done.stdout
     figures = json.loads((tmp_path / "check.json").read_text())
