@@ -12,7 +12,6 @@ its ids there.
 
 import ast
 import copy
-import functools
 import hashlib
 import inspect
 import json
@@ -20,7 +19,6 @@ import math
 import multiprocessing
 import re
 import resource
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -34,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 
-from envs import AgentError, Env, EnvError, Step, load_named, split_item
+from envs import AgentError, Env, EnvError, Step, load_named, read_settings, split_item
+from envs import with_settings
 
 if TYPE_CHECKING:  # transformers is not needed to play by hand
     from transformers import PreTrainedTokenizerBase
@@ -567,16 +566,7 @@ def load_agent(agent: str | Callable[..., Agent], settings: dict[str, Any]
     name = agent if isinstance(agent, str) else function.__name__
     if not inspect.isgeneratorfunction(function):
         raise ValueError(f"agent {name} is no generator function: it should yield messages")
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    del defaults[next(iter(defaults))]  # `play`
-    for key, value in settings.items():
-        if key not in defaults:
-            has = ", ".join(defaults) or "none"
-            raise ValueError(f"agent {name} has no setting '{key}'; it has {has}")
-        kind = type(defaults[key])
-        if kind in (bool, int, str) and type(value) is not kind:
-            raise ValueError(f"agent {name}: {key} is {kind.__name__}, not {value!r}")
-    return functools.update_wrapper(functools.partial(function, **settings), function)
+    return with_settings(function, settings, f"agent {name}")
 
 
 def settings_of(agent_args: str, plan: bool = False, reflect: bool = False) -> dict[str, Any]:
@@ -613,38 +603,6 @@ THOUGHT = {"@first@": "user", "<think>\n@thought@\n</think>\n\n@reply@": "assist
 TEMPLATE_SECONDS = 2  # of processor time: a busy machine makes no template fail
 TEMPLATE_MEMORY = 2**29  # bytes
 TEMPLATE_LENGTH = 2**20  # bytes of text
-
-
-def read_settings(text: str, flag: str) -> dict[str, Any]:
-    """NAME=VALUE pairs, or a JSON object, as a dict. Raises ValueError for what cannot be read.
-
-    >>> read_settings("enable_thinking=false reasoning_effort=low keep=2", "--chat_args")
-    {'enable_thinking': False, 'reasoning_effort': 'low', 'keep': 2}
-    >>> read_settings("command='python a.py {url}'", "--agent_args")
-    {'command': 'python a.py {url}'}
-    >>> read_settings('{"enable_thinking": false}', "--chat_args")
-    {'enable_thinking': False}
-    """
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{flag} is not a JSON object: {e}") from e
-    settings = {}
-    try:
-        parts = shlex.split(text)
-    except ValueError as e:
-        raise ValueError(f"cannot read {flag}: {e}") from e
-    for part in parts:
-        name, equals, value = part.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"cannot read {flag} '{part}'; write NAME=VALUE, several with spaces "
-                             "between them, or a JSON object")
-        try:
-            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except (ValueError, RecursionError):
-            settings[name] = value
-    return settings
 
 
 def try_template(tokenizer: "PreTrainedTokenizerBase", system: str = "",

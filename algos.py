@@ -19,14 +19,21 @@ Differences from the papers or from the usual implementations:
   step infinite.
 """
 
-import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-COMPARE_SAMPLES = ("grpo", "rloo")  # algorithms that compare the trajectories of an item
+# name -> "module:function". An advantage takes an `update.Gathered`, a loss a micro-batch, and both
+# take settings as keyword arguments. Attributes of a function say what it needs: several
+# trajectories of an item (`compares_samples`), a critic (`needs_critic`), `Trajectory.states`
+# (`needs_states`), models that its settings name (`needs_models`). `one_a_trajectory`: all tokens
+# of a trajectory have one advantage.
+ALGOS = {"grpo": "algos:grpo", "rloo": "algos:rloo", "reinforce_pp": "algos:reinforce_pp",
+         "ppo": "algos:ppo"}
+LOSSES = {"ppo": "algos:ppo_loss"}
 
 
 def _as_float(x: Tensor) -> Tensor:
@@ -210,79 +217,34 @@ def turn_numbers(mask: Tensor) -> Tensor:
     return torch.where(mask, starts.cumsum(1) - 1, -1)
 
 
-@torch.no_grad()
-def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """The return from each turn on: R_k = r_k + gamma R_{k+1}, where r_k is the turn's reward.
-
-    rewards [B, T] float, mask [B, T] bool -> [B, K] for at most K turns, 0 after the last turn of
-    a row. gamma discounts once per turn. Sums are rounded to five decimals, so that float32's
-    rounding does not make equal returns unequal.
-
-    >>> mask = torch.tensor([[False, True, True, False, True]])
-    >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), mask, gamma=0.5)
-    tensor([[2., 2.]])
-    """
-    _check_mask(mask, rewards)
-    turns = turn_numbers(mask)
-    num_turns = int(turns.max()) + 1 if turns.numel() else 0
-    returns = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
-    row, column = mask.nonzero(as_tuple=True)
-    returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
-    for k in reversed(range(num_turns - 1)):
-        returns[:, k] += gamma * returns[:, k + 1]
-    return returns.round(decimals=5).to(_as_float(rewards).dtype)
+# The functions of ALGOS: step -> advantages [B, T].
 
 
-@torch.no_grad()
-def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Tensor | None = None,
-                   gamma: float = 1.0,
-                   compare: Callable[..., Tensor] = grpo_advantage) -> Tensor:
-    """An advantage for each turn: its return, compared with the returns of its group of turns.
-
-    turn_groups [B, K] long: arbitrary ids; K is at least the largest number of turns. With an id
-    for each (item, state of the environment before the turn) this is the step-level advantage of
-    GiGPO (arXiv 2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner
-    is better.
-    rewards [B, T] float, mask [B, T] bool; valid [B] bool as for `grpo_advantage`. compare:
-    `grpo_advantage` or `rloo_advantage`. -> [B, T], zero outside the mask.
-
-    >>> mask = torch.tensor([[True, False, True], [True, False, True]])
-    >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
-    >>> turn_advantage(rewards, mask, torch.tensor([[0, 1], [0, 2]]))
-    tensor([[ 0.7071,  0.0000,  0.0000],
-            [-0.7071,  0.0000,  0.0000]])
-    """
-    returns = turn_returns(rewards, mask, gamma)  # [B, K]
-    turns = turn_numbers(mask)
-    row, column = mask.nonzero(as_tuple=True)
-    played = torch.zeros_like(returns, dtype=torch.bool)
-    played[row, turns[row, column]] = True
-    of_row = played.nonzero()[:, 0]  # [N], N turns in the batch
-    advantages = torch.zeros_like(returns)
-    groups = turn_groups[:, :returns.shape[1]][played]
-    advantages[played] = compare(returns[played], groups, None if valid is None else valid[of_row])
-    out = torch.zeros_like(_as_float(rewards))
-    out[row, column] = advantages[row, turns[row, column]]
-    return out
+def grpo(step: Any, normalize_std: bool = True) -> Tensor:
+    """See `grpo_advantage`."""
+    scores = grpo_advantage(step.outcomes, step.groups, step.valid, normalize_std)
+    return scores[:, None] * step.mask
 
 
-@torch.no_grad()
-def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor,
-                       cap: float = 2.0) -> Tensor:
-    """min(p(token) / behaviour(token), cap): truncated importance sampling.
+def rloo(step: Any) -> Tensor:
+    """See `rloo_advantage`."""
+    return rloo_advantage(step.outcomes, step.groups, step.valid)[:, None] * step.mask
 
-    The policy's gradient is that of `logprobs`, but the tokens were drawn from another
-    distribution, such as its nucleus (--top_p). Source: F. Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training".
-    All [B, T] -> [B, T], 1 outside the mask.
 
-    >>> p, drawn_from = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.8, 0.1]]).log()
-    >>> importance_weights(p, drawn_from, torch.tensor([[True, True]]))
-    tensor([[0.7500, 2.0000]])
-    """
-    _check_mask(mask, logprobs, behaviour_logprobs)
-    log_ratio = torch.where(mask, _as_float(logprobs) - _as_float(behaviour_logprobs), 0.0)
-    return log_ratio.clamp(max=math.log(cap)).exp()
+def reinforce_pp(step: Any, gamma: float = 1.0) -> Tensor:
+    """See `reinforce_pp_advantage`."""
+    return reinforce_pp_advantage(step.rewards * step.mask, step.mask, gamma)
+
+
+def ppo(step: Any, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """`gae` with the critic's values, whitened. It sets `step.returns`, which the critic learns."""
+    advantages, step.returns = gae(step.rewards * step.mask, step.values, step.mask, gamma, lam)
+    return whiten(advantages, step.mask)
+
+
+grpo.compares_samples = rloo.compares_samples = True
+grpo.one_a_trajectory = rloo.one_a_trajectory = True
+ppo.needs_critic = True
 
 
 # ---- losses: per token, differentiable in their first argument, zero outside the mask ----
@@ -290,19 +252,17 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tenso
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
                 clip_low: float = 0.2, clip_high: float = 0.2,
-                kind: str = "ppo") -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss, to be minimised. With ratio_t = exp(logp_t - old_t) and
-    clip(x) = min(max(x, 1 - clip_low), 1 + clip_high):
+                ratio_of: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+                ) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate (arXiv 1707.06347, eq. 7), to be minimised:
 
-        ppo        max(-ratio_t A_t, -clip(ratio_t) A_t)              (arXiv 1707.06347, eq. 7)
-        gspo       the same with s_t = sg(s) pi_t / sg(pi_t), where s = exp(mean of the trajectory's
-                   log ratios) and sg stops the gradient: GSPO-token (arXiv 2507.18071, eq. 14)
-        gspo_turn  the same with the mean of each turn's log ratios
+        max(-ratio_t A_t, -clip(ratio_t) A_t)
+        ratio_t = exp(logp_t - old_t), clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)
 
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+    ratio_of(log_ratio, logp, mask) -> ratio [B, T]: another ratio than exp(log_ratio).
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
-    trajectory -> per-token loss [B, T] (pass it to `aggregate`; GSPO's mode is "sequence") and
-    stats. Raises ValueError for an unknown kind.
+    trajectory -> per-token loss [B, T] (pass it to `aggregate`) and stats.
     stats: 0-d detached tensors, *sums* over the sampled tokens, so that they can be added over
     micro-batches and ranks; divide by stats["tokens"] at the end:
     "clip_fraction" (tokens whose gradient the clip removes), "approx_kl" (the k3 estimate of
@@ -315,12 +275,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     tensor([[-1.0000, -1.2000,  0.0000]])
     >>> stats["clip_fraction"] / stats["tokens"]
     tensor(0.5000)
-    >>> policy_loss(new, old, torch.tensor([[1.0]]), mask, clip_high=1.0, kind="gspo")[0]
-    tensor([[-1.3416, -1.3416,  0.0000]])
     """
     _check_mask(mask, logprobs, old_logprobs)
-    if kind not in ("ppo", "gspo", "gspo_turn"):
-        raise ValueError(f"unknown loss '{kind}'; choose from ppo, gspo, gspo_turn")
     if advantages.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(f"advantages must be [B, T] or [B, 1], not {list(advantages.shape)}")
     # Mask the inputs, not only the result. With a NaN outside the mask, masking only the result
@@ -329,12 +285,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     old = torch.where(mask, _as_float(old_logprobs), 0.0)  # [B, T]
     adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    if kind != "ppo":
-        turns = turn_numbers(mask).clamp(min=0)  # [B, T]
-        segments = turns if kind == "gspo_turn" else torch.zeros_like(turns)
-        mean = _segment_mean(log_ratio.detach(), mask, segments)
-        ratio = (mean + logp - logp.detach()).exp()
+    ratio = log_ratio.exp() if ratio_of is None else ratio_of(log_ratio, logp, mask)
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = torch.max(-ratio * adv, -clipped_ratio * adv)
     is_clipped = -clipped_ratio * adv > -ratio * adv
@@ -347,17 +298,11 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     return torch.where(mask, loss, 0.0), stats
 
 
-def _segment_mean(x: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-    """The mean of x over the sampled tokens of each segment of a row, at every token of the
-    segment.
-
-    x [B, T], mask [B, T] bool, segments [B, T] long ids, from 0 on -> [B, T]
-    """
-    num_segments = int(segments.max()) + 1 if segments.numel() else 0
-    sums, counts = torch.zeros(2, len(x), num_segments, dtype=x.dtype, device=x.device)
-    sums.scatter_add_(1, segments, x * mask)
-    counts.scatter_add_(1, segments, mask.to(x.dtype))
-    return (sums / counts.clamp(min=1)).gather(1, segments)
+def ppo_loss(part: dict[str, Tensor], clip_low: float = 0.2,
+             clip_high: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+    """The function of LOSSES: see `policy_loss`."""
+    return policy_loss(part["logprobs"], part["old_logprobs"], part["advantages"], part["mask"],
+                       clip_low, clip_high)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor,
@@ -478,25 +423,3 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     denominator = torch.as_tensor(denominator, dtype=x.dtype, device=x.device)
     # A count of 0 comes with a total of 0. Dividing by 1 then gives 0 instead of NaN.
     return total / torch.where(denominator == 0, 1.0, denominator)
-
-
-def mutual_information(scores: Tensor) -> float:
-    """How much a reply says about the item that it was written for, in nats.
-
-        I = mean_i [log p(z_i | x_i) - log mean_j p(z_i | x_j)]
-
-    scores [M, M]: log p(z_i | x_j) in row i and column j, the log-prob of the reply to item i,
-    given the prompt of item j; NaN where item j is not compared with item i. At most log M. 0 if
-    the replies do not depend on the item, however high their entropy is: the template collapse of
-    RAGEN-2 (arXiv 2604.06268).
-
-    >>> round(mutual_information(torch.tensor([[0.0, -50.0], [-50.0, 0.0]])), 4)  # log 2
-    0.6931
-    >>> mutual_information(torch.tensor([[-1.0, -1.0], [-3.0, -3.0]]))
-    0.0
-    """
-    scores = scores.double()
-    compared = ~scores.isnan()
-    marginal = scores.masked_fill(~compared, -math.inf).logsumexp(1)  # [M]
-    marginal -= compared.sum(1).double().log()
-    return float((scores.diagonal() - marginal).mean())

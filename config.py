@@ -7,6 +7,7 @@ and rules.
 """
 
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -31,8 +32,8 @@ import envs  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
 from agent import AGENTS, FORMATS, PARSES, hash_of_sources, load_agent  # noqa: E402
-from agent import read_settings, settings_of  # noqa: E402
-from algos import COMPARE_SAMPLES  # noqa: E402
+from agent import settings_of  # noqa: E402
+from algos import ALGOS, LOSSES  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- presets: defaults that depend on the model and on the world ----
@@ -258,7 +259,7 @@ def one_of(*choices: str) -> Callable[[str, str], None]:
 
 def chat_arguments(name: str, value: str) -> None:
     """Readable as the arguments of a chat template."""
-    read_settings(value, "--chat_args")
+    envs.read_settings(value, "--chat_args")
 
 
 def check_ranges(cfg: object) -> None:
@@ -306,8 +307,6 @@ class WorldSettings:
 # If one of these flags is given, it applies to every world of a mixture. Otherwise each world has
 # its own default.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
-# --loss -> --clip_low and --clip_high. GSPO's are its paper's.
-CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_turn": (3e-4, 4e-4)}
 EVAL_ITEMS = 64  # of --eval_every
 
 
@@ -410,8 +409,10 @@ class Config(RunConfig):
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
                              f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
                              "weights: babyai:2,textcraft:1")
-    algo: Annotated[str, one_of("ppo", "grpo", "rloo", "reinforce_pp", "distill")] = arg(
-        "grpo", "ppo | grpo | rloo | reinforce_pp | distill (rewards do not count, only --teacher)")
+    algo: str = arg(
+        "grpo", f"{' | '.join(ALGOS)}, or the name of a file in ideas/, FILE.py:NAME, "
+                "module:NAME")
+    algo_args: str = arg("", "settings of the algorithm, NAME=VALUE: gamma=0.99 lam=0.95")
     env_url: str = arg(
         "", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on instead of in "
             "this process; of several worlds: 'babyai=http://host:port textcraft=http://host:port'")
@@ -439,13 +440,6 @@ class Config(RunConfig):
 
     flag_group("trajectories")
     temperature: Annotated[float, positive] = arg(1.0, "sampling temperature")
-    top_p: Annotated[float, fraction] = arg(
-        1.0, "nucleus sampling; below 1 makes training off-policy")
-    top_k: Annotated[int, not_negative] = arg(
-        0, "sample from the k likeliest tokens; 0: off; makes training off-policy")
-    min_p: Annotated[float, below_one] = arg(
-        0.0, "drop tokens below min_p times the largest probability; 0: off; makes training "
-             "off-policy")
     engine: Annotated[str, one_of("ragged", "hf")] = arg(
         "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
                   "reference)")
@@ -471,20 +465,10 @@ class Config(RunConfig):
     flag_group("optimization")
     critic_lr: Annotated[float | None, positive] = arg(
         None, "AdamW's learning rate for PPO's critic")
-    gamma: Annotated[float, fraction] = arg(1.0, "discount per sampled token (ppo, reinforce_pp)")
-    lam: Annotated[float, fraction] = arg(1.0, "lambda of GAE (ppo)")
-    credit: Annotated[str, one_of("trajectory", "state")] = arg(
-        "trajectory", "trajectory | state: besides the trajectory's advantage, turns from equal "
-                      "states are compared (GiGPO) (grpo, rloo)")
-    loss: Annotated[str, one_of("ppo", "gspo", "gspo_turn")] = arg(
-        "ppo", "ppo | gspo (ratio of a trajectory) | gspo_turn (of a turn), both as in the paper "
-               "with --aggregation sequence")
-    clip_low: Annotated[float | None, not_negative] = arg(
-        None, "the ratio is clipped below 1 - clip_low; default: " + ", ".join(
-            f"{loss} {low:g}" for loss, (low, _) in CLIPS.items()))
-    clip_high: Annotated[float | None, not_negative] = arg(
-        None, "the ratio is clipped above 1 + clip_high; default: " + ", ".join(
-            f"{loss} {high:g}" for loss, (_, high) in CLIPS.items()))
+    loss: str = arg(
+        "ppo", f"{' | '.join(LOSSES)}, or the name of a file in ideas/, FILE.py:NAME, "
+               "module:NAME")
+    loss_args: str = arg("", "settings of the loss, NAME=VALUE: clip_low=0.2 clip_high=0.28")
     value_clip: Annotated[float, positive] = arg(
         0.5, "clip range of the critic's values around those before the update (ppo)")
     kl_coef: Annotated[float | None, not_negative] = arg(
@@ -494,12 +478,6 @@ class Config(RunConfig):
     kl_in: Annotated[str, one_of("loss", "reward")] = arg(
         "loss", "add the KL to the loss, or subtract it from the rewards")
     entropy_coef: Annotated[float, not_negative] = arg(0.0, "weight of an entropy bonus")
-    teacher: str = arg("", "a model with the same tokenizer: its log-probs of the sampled tokens "
-                           "are part of the advantage (on-policy distillation)")
-    kl_to_teacher: Annotated[float, positive] = arg(
-        1.0, "weight of the reverse KL to --teacher in the advantage")
-    normalize_std: bool = arg(True, "grpo: divide by the group's standard deviation, so that small "
-                                    "differences count as much as large")
     aggregation: Annotated[str, one_of("token", "sequence")] = arg(
         "token", "token | sequence: mean of the loss over tokens, or over trajectories' means")
 
@@ -508,8 +486,11 @@ class Config(RunConfig):
         1e-4, "stop when the policy's entropy, nats a token, falls below this")
     max_kl: Annotated[float, not_negative] = arg(
         10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this")
-    min_information: Annotated[float, not_negative] = arg(
-        0.0, "stop when `mutual_information`, nats, falls below this; 0: never")
+
+    @property
+    def advantage(self) -> Callable[..., Any]:
+        """The function of --algo with its settings. Raises ValueError."""
+        return envs.load_function(self.algo, ALGOS, "advantage", self.algo_args)
 
 
 # What may differ between a run and its continuation by --resume. `worlds` is compared entry by
@@ -517,7 +498,7 @@ class Config(RunConfig):
 MAY_CHANGE = {
     "resume", "out", "steps", "turns", "eval_every", "save_every", "keep", "env_url",
     "env_args", "deadline", "create_deadline", "worlds", "arrival_order", "shard", "offload",
-    "gradient_checkpointing", "report_to", "min_entropy", "max_kl", "min_information", "graphs",
+    "gradient_checkpointing", "report_to", "min_entropy", "max_kl", "graphs",
     "slots", "microbatch_tokens", "first_model",
 }
 
@@ -679,14 +660,9 @@ def parse_config(argv: list[str] | None = None) -> Config:
         cfg.items_per_step = presets(cfg.model, first)["items_per_step"] * len(weights)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
-    low, high = CLIPS.get(cfg.loss, (0.0, 0.0))  # `check` refuses an unknown loss
-    if cfg.clip_low is None:
-        cfg.clip_low = low
-    if cfg.clip_high is None:
-        cfg.clip_high = high
-    if cfg.algo == "distill" and cfg.kl_coef is None:
-        cfg.kl_coef = 0.0  # the student is to leave its start
-    fill_in(cfg, weights, [world for world in weights if not urls[world]], cfg.algo)
+    envs.load_function(cfg.loss, LOSSES, "loss", cfg.loss_args)
+    label = cfg.advantage and re.sub(r"\W+", "_", cfg.algo)
+    fill_in(cfg, weights, [world for world in weights if not urls[world]], label)
     check(cfg)
     return cfg
 
@@ -858,38 +834,33 @@ def check_combinations(cfg: Config) -> None:
     if cfg.kl_in == "loss" and cfg.kl_type == "k1":
         raise ValueError("--kl_type k1 has no expected gradient as a loss; "
                          "use k3, or --kl_in reward")
+    settings = cfg.advantage.keywords
     # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
-    if cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef and cfg.normalize_std:
+    if cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef and (
+            settings.get("normalize_std", True)):
         raise ValueError("--algo grpo divides by the deviation of a group's rewards, so the KL "
-                         "must not be part of them: give --kl_in loss or --normalize_std false")
-    if cfg.algo in COMPARE_SAMPLES and cfg.rollouts_per_item < 2:
+                         "must not be part of them: give --kl_in loss or --algo_args "
+                         "normalize_std=false")
+    if getattr(cfg.advantage, "compares_samples", False) and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
-    if cfg.credit == "state" and cfg.algo not in COMPARE_SAMPLES:
-        raise ValueError(f"--credit state is for --algo {' and '.join(COMPARE_SAMPLES)}, which "
-                         "compare the samples of an item")
-    if cfg.credit == "state":
+    if getattr(cfg.advantage, "needs_states", False):
         for world, urls in servers(cfg.env_url, cfg.worlds).items():
             if urls or not envs.has_states(world):
                 where = "on a server" if urls else "in this process"
-                raise ValueError(f"--credit state: {world}, {where}, does not tell its states "
+                raise ValueError(f"--algo {cfg.algo}: {world}, {where}, does not tell its states "
                                  "(Env.state)")
-    if cfg.credit == "state" and cfg.shaping == "potential":
-        raise ValueError("--credit state discounts each turn: the rewards of --shaping potential "
-                         "would not cancel out")
-    if cfg.algo == "distill" and not cfg.teacher:
-        raise ValueError("--algo distill needs a --teacher")
-    if cfg.algo == "distill" and cfg.kl_in == "reward":
-        raise ValueError("--algo distill uses no rewards: --kl_in reward has no effect")
     if cfg.shaping != "none":
         by_world = servers(cfg.env_url, cfg.worlds)
         # A world on a server may give its progress.
         if not any(urls or envs.has_progress(world) for world, urls in by_world.items()):
             raise ValueError(f"--shaping {cfg.shaping}: {', '.join(by_world)} in this process: no "
                              "world gives its progress (Env.has_progress)")
-    # With gamma < 1 a long reply's last token would get gamma^-length of the potential.
-    if cfg.shaping != "none" and cfg.gamma < 1:
-        raise ValueError("--shaping needs --gamma 1")
+    # With gamma < 1 a long reply's last token would get gamma^-length of the potential, or the
+    # rewards of --shaping potential would not cancel out.
+    gamma = inspect.signature(cfg.advantage).parameters.get("gamma")
+    if cfg.shaping != "none" and gamma is not None and gamma.default < 1:
+        raise ValueError("--shaping needs --algo_args gamma=1")
 
 
 def check_items(cfg: Config) -> None:

@@ -43,53 +43,43 @@ MAX_SAMPLED_LOGITS = 2**20
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0,
-           top_k: int = 0, min_p: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+           top_k: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token for each row by inverting the cumulative distribution at `uniforms`.
 
-    logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32,
-    entropies [B] float32 in nats, and behaviour_logprobs [B] float32.
-    top_k keeps the k likeliest tokens (0: all), min_p the tokens with at least min_p times the
-    probability of the likeliest one, top_p the fewest likeliest tokens whose mass reaches top_p.
-    Log-probs and entropies are those of softmax(logits / temperature), without any such truncation;
-    behaviour_logprobs are those of the distribution that was drawn from, after it.
+    logits [B, V], uniforms [B] float64 in [0, 1) -> tokens [B] long, logprobs [B] float32 and
+    entropies [B] float32 in nats, which are those of softmax(logits / temperature).
+    In evaluation, where log-probs play no part, top_k keeps the k likeliest tokens (0: all), top_p
+    the fewest likeliest tokens whose mass reaches top_p.
     Temperature 0 takes the argmax, with log-probs and entropies as at temperature 1.
     """
     if logits.device.type == "cpu" and logits.numel() > MAX_SAMPLED_LOGITS and len(logits) > 1:
         rows = max(1, MAX_SAMPLED_LOGITS // logits.shape[1])
         parts = zip(logits.split(rows), uniforms.split(rows))
-        columns = zip(*(sample(*part, temperature, top_p, top_k, min_p) for part in parts))
+        columns = zip(*(sample(*part, temperature, top_p, top_k) for part in parts))
         return tuple(torch.cat(column) for column in columns)
     logits = logits.float()
     if temperature not in (0, 1):
         logits = logits / temperature
     probs = torch.softmax(logits, -1)  # [B, V]
-    weights = probs
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        weights = _truncate(probs, top_p, top_k, min_p)
-        tokens = _invert_cdf(weights, uniforms.double())
+        tokens = _invert_cdf(_truncate(probs, top_p, top_k), uniforms.double())
     logprobs = probs.gather(-1, tokens[:, None]).log().squeeze(1)
-    behaviour_logprobs = logprobs
-    if weights is not probs:
-        behaviour_logprobs = logprobs - weights.sum(-1).log()
     # H = logsumexp(logits) - E[logits], and logsumexp(logits) = logits[token] - logprob.
     drawn = logits.gather(-1, tokens[:, None]).squeeze(1)
     entropies = drawn - logprobs - torch.linalg.vecdot(probs, logits)
     if not entropies.isfinite().all():  # a logit of -inf: 0 * inf
         entropies = torch.special.entr(probs).sum(-1)
-    return tokens, logprobs, entropies.clamp(min=0.0), behaviour_logprobs
+    return tokens, logprobs, entropies.clamp(min=0.0)
 
 
-def _truncate(weights: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """weights [B, V] -> the same, with 0 for each token that top_k, min_p or top_p leaves out."""
+def _truncate(weights: Tensor, top_p: float, top_k: int) -> Tensor:
+    """weights [B, V] -> the same, with 0 for each token that top_k or top_p leaves out."""
     if top_k:
         k = min(top_k, weights.shape[-1])
         kth_largest = weights.topk(k, dim=-1).values[:, -1:]
         weights = weights.masked_fill(weights < kth_largest, 0.0)
-    if min_p:
-        largest = weights.amax(-1, keepdim=True)
-        weights = weights.masked_fill(weights < min_p * largest, 0.0)
     if top_p < 1.0:
         ordered, order = weights.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered

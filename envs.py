@@ -12,6 +12,7 @@ To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +21,7 @@ import os
 import queue
 import random
 import re
+import shlex
 import sys
 import threading
 import time
@@ -103,7 +105,7 @@ class Env:
         return None
 
     def state(self) -> str | None:
-        """A short text that names the state of the episode, for `--credit state`: equal states have
+        """A short text that names the state of the episode, for credit by state: equal states have
         equal texts, however the agent came to them and whatever it has been shown. None: this
         world does not tell its state."""
         return None
@@ -143,23 +145,85 @@ SERVER_WORLDS = {"openenv": "worlds.openenv:OpenEnv"}
 
 
 def load_named(name: str, table: dict[str, str], kind: str) -> Any:
-    """What a name stands for: a row of `table`, name -> "module:attribute", or itself written as
-    "module:attribute" or "FILE.py:attribute". kind: what it is, for messages. Raises ValueError if
-    there is no such thing. An exception of the module's own code passes."""
+    """What a name stands for: a row of `table`, name -> "module:attribute"; or itself written as
+    "module:attribute" or "FILE.py:attribute"; or the file ideas/NAME.py, whose attribute is `kind`.
+
+    kind: "agent", "advantage", "loss", or for messages what it is. Raises ValueError if there is no
+    such thing. An exception of the module's own code passes.
+    """
     where, _, attribute = table.get(name, name).rpartition(":")
+    if not where:
+        where, attribute = f"ideas.{name}", kind
     module = None
     try:
         if where.endswith(".py"):
             module = _load_file(Path(where)) if Path(where).is_file() else None
-        elif where:
+        else:
             module = importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
             raise
     if not hasattr(module, attribute):
-        raise ValueError(f"there is no {kind} '{name}': write "
-                         f"{', '.join([*table, 'FILE.py:NAME or module:NAME'])}")
+        choices = [*table, "the name of a file in ideas/, FILE.py:NAME or module:NAME"]
+        raise ValueError(f"there is no {kind} '{name}': write {', '.join(choices)}")
     return getattr(module, attribute)
+
+
+def with_settings(function: Callable[..., Any], settings: dict[str, Any],
+                  name: str) -> Callable[..., Any]:
+    """A function, whose attributes stay, with settings for its parameters after the first. Raises
+    ValueError for one that it does not have or that is not of the type of its default."""
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    del defaults[next(iter(defaults))]
+    for key, value in settings.items():
+        if key not in defaults:
+            has = ", ".join(defaults) or "none"
+            raise ValueError(f"{name} has no setting '{key}'; it has {has}")
+        kind = type(defaults[key])
+        if kind is float and type(value) is int:
+            settings = settings | {key: float(value)}
+        elif kind in (bool, int, float, str) and type(value) is not kind:
+            raise ValueError(f"{name}: {key} is {kind.__name__}, not {value!r}")
+    return functools.update_wrapper(functools.partial(function, **settings), function)
+
+
+def read_settings(text: str, flag: str) -> dict[str, Any]:
+    """NAME=VALUE pairs, or a JSON object, as a dict. Raises ValueError for what cannot be read.
+
+    >>> read_settings("enable_thinking=false reasoning_effort=low keep=2", "--chat_args")
+    {'enable_thinking': False, 'reasoning_effort': 'low', 'keep': 2}
+    >>> read_settings("command='python a.py {url}'", "--agent_args")
+    {'command': 'python a.py {url}'}
+    >>> read_settings('{"enable_thinking": false}', "--chat_args")
+    {'enable_thinking': False}
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{flag} is not a JSON object: {e}") from e
+    settings = {}
+    try:
+        parts = shlex.split(text)
+    except ValueError as e:
+        raise ValueError(f"cannot read {flag}: {e}") from e
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"cannot read {flag} '{part}'; write NAME=VALUE, several with spaces "
+                             "between them, or a JSON object")
+        try:
+            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except (ValueError, RecursionError):
+            settings[name] = value
+    return settings
+
+
+def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:
+    """The advantage or loss (`kind`) that `name` stands for, with settings "NAME=VALUE ...". Raises
+    ValueError: see `load_named`, `read_settings` and `with_settings`."""
+    return with_settings(load_named(name, table, kind), read_settings(settings, f"{kind} {name}"),
+                         f"{kind} {name}")
 
 
 def _load_file(path: Path) -> Any:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import LIMITS, arg, below_one, chat_arguments, check_ranges, flag_group, fraction
+from config import LIMITS, arg, chat_arguments, check_ranges, flag_group, fraction
 from config import merge_env_args, mixture, not_negative, one_of, positive, presets, read_flags
 from config import read_prompts, run_of, servers
 import numpy as np
@@ -92,8 +92,6 @@ class EvalConfig:
         1.0, "sampling temperature; 0 takes the likeliest token")
     top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling")
     top_k: Annotated[int, not_negative] = arg(0, "sample from the k likeliest tokens; 0: off")
-    min_p: Annotated[float, below_one] = arg(
-        0.0, "drop tokens below min_p times the largest probability; 0: off")
     max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
     max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
     action_format: Annotated[str | None, one_of(*FORMATS)] = arg(None, " | ".join(FORMATS))
@@ -259,9 +257,9 @@ def check_model_flags(cfg: EvalConfig) -> None:
     if not cfg.base_url.startswith(("http://", "https://")) or "@" in cfg.base_url:
         raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
                          "password: a key is taken from OPENAI_API_KEY")
-    flags = ("top_k", "min_p", "system", "chat_args", "chat_template")
+    flags = ("top_k", "system", "chat_args", "chat_template")
     if any(getattr(cfg, flag) for flag in flags) or cfg.engine != "ragged" or not cfg.graphs:
-        raise ValueError("--top_k, --min_p, --engine, --graphs, --system, --chat_args and "
+        raise ValueError("--top_k, --engine, --graphs, --system, --chat_args and "
                          "--chat_template are for models that run here")
 
 

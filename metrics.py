@@ -151,21 +151,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error",
-                 "zero_gradient_groups", "mutual_information")
+                 "zero_gradient_groups")
 
 
 def world_metrics(trajectories: Sequence[Trajectory],
-                  horizons: dict[str, int],
-                  information: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
-    """World -> the statistics of its own trajectories, its horizon, and its mutual information if
-    that is given."""
-    by_world = {}
-    for world, horizon in horizons.items():
-        own = [t for t in trajectories if t.env == world]
-        by_world[world] = rollout_metrics(own) | {"horizon": horizon}
-        if world in (information or {}):
-            by_world[world]["mutual_information"] = information[world]
-    return by_world
+                  horizons: dict[str, int]) -> dict[str, dict[str, float]]:
+    """World -> the statistics of its own trajectories, and its horizon."""
+    return {world: rollout_metrics([t for t in trajectories if t.env == world])
+            | {"horizon": horizon} for world, horizon in horizons.items()}
 
 
 def mixture_columns(by_world: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -206,11 +199,6 @@ def alarm(row: dict, cfg: "Config") -> str:
     if row["turns"] and row["entropy"] < cfg.min_entropy:  # without a turn there is no entropy
         return (f"the entropy is {row['entropy']:.2g} nats a token, "
                 f"below --min_entropy {cfg.min_entropy:g}: the policy has collapsed")
-    information = row.get("mutual_information", math.inf)
-    if cfg.min_information and information < cfg.min_information:
-        return (f"the mutual information of an item and the reply to it is "
-                f"{information:.2g} nats, below --min_information "
-                f"{cfg.min_information:g}: the policy writes the same for all items")
     name = max("kl", "kl_behaviour", key=row.get)
     if row[name] > cfg.max_kl:
         return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: the steps are too large"

@@ -57,7 +57,6 @@ class RolloutConfig:
     temperature: float = 1.0  # 0: the likeliest token
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
     action_format: str = "react"
     parse: str = "lenient"  # or "strict"; see `agent.parse`
     agent: str | Callable = "react"  # a generator function, or its name: see `agent.load_agent`
@@ -79,7 +78,7 @@ class RolloutConfig:
         """Raise ValueError for values that no rollout can use."""
         rules = {"samples": self.samples >= 1, "slots": self.slots >= 1,
                  "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
-                 "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p < 1,
+                 "top_k": self.top_k >= 0,
                  "parse": self.parse in PARSES,
                  "action_format": self.action_format in FORMATS}
         for name in ("max_tokens", "max_length"):
@@ -96,11 +95,6 @@ class RolloutConfig:
         `changes`."""
         own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
         return cls(**own | changes)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def load_agent(self) -> Callable[[Play], Agent]:
         """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
@@ -304,7 +298,6 @@ class Episode(Conversation):
         self.reply: list[int] = []
         self.reply_logprobs: list[float] = []
         self.reply_entropies: list[float] = []
-        self.reply_behaviour: list[float] = []
 
     def _call(self, function, *args, here=False):
         """Let the environment's thread call function(env, *args); `here`: this thread, at once."""
@@ -324,21 +317,18 @@ class Episode(Conversation):
         """Whether the environment has answered or missed its deadline."""
         return self.future.done() or self.seconds_left() <= 0
 
-    def add_token(self, token: int, logprob: float, entropy: float,
-                  behaviour_logprob: float) -> bool:
+    def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Take a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
         self.reply.append(token)
         self.reply_logprobs.append(logprob)
         self.reply_entropies.append(entropy)
-        self.reply_behaviour.append(behaviour_logprob)
         self.pending = [token]
         if not self.reply_is_complete():
             return False
         closed = self.chat.is_ended(self.reply)
         cut = not closed and len(self.reply) >= self.max_tokens
-        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies,
-                               self.reply_behaviour if self.config.truncates else None)
+        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies)
         if cut:
             self.trajectory.cut_turns.append(self.trajectory.turns + 1)
         # Threads of one process take turns at running Python. For an instant world a change of
@@ -456,20 +446,20 @@ class TrajectoryQueue:
             self.on_end(t)
 
     def draw_tokens(self, logits: Tensor,
-                    episodes: list[Episode]) -> list[tuple[int, float, float, float]]:
+                    episodes: list[Episode]) -> list[tuple[int, float, float]]:
         """Sample a token for each of n episodes, and report the decode step.
 
-        logits [n, V] -> n tuples (token, log-prob, entropy, behaviour log-prob). Each episode uses
-        its own random number. Raises FloatingPointError if the logits are not finite.
+        logits [n, V] -> n tuples (token, log-prob, entropy). Each episode uses its own random
+        number. Raises FloatingPointError if the logits are not finite.
         """
         uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
         c = self.config
-        drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k, c.min_p)
-        tokens, logprobs, entropies, behaviour = (column.tolist() for column in drawn)
+        drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k)
+        tokens, logprobs, entropies = (column.tolist() for column in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
         self._report_step(len(tokens))
-        return list(zip(tokens, logprobs, entropies, behaviour))
+        return list(zip(tokens, logprobs, entropies))
 
     def _report_step(self, busy: int) -> None:
         """Count a decode step that fed `busy` slots in `stats`, and call `on_step`."""

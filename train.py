@@ -47,7 +47,7 @@ from parallel import end_process, init_distributed, is_mapped, of_rank_0, on_any
 from parallel import ranks, shard, unsharded
 from rollout import RolloutConfig, make_engine, rollout
 from trajectory import Trajectory, read_objects, write_atomically, write_trajectories
-from update import advantages_of, item_information, shape_rewards, update
+from update import advantages_of, shape_rewards, update
 
 EARLIER_FINAL = "earlier_final"  # a run's final/ while the run takes more steps
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
@@ -67,7 +67,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     trained: rl.Trained  # "policy" and, with PPO, "critic" -> (module, its optimizer)
     reference: PreTrainedModel | None  # the model that the KL refers to
-    teacher: PreTrainedModel | None  # the model of --teacher
+    models: dict[str, PreTrainedModel]  # those that a setting of the algorithm names
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
@@ -104,7 +104,7 @@ def train(cfg: Config) -> None:
                     if run.rank == 0:
                         print(banner(run))
                     training_loop(run, pool, signals)
-        except envs.ItemError as e:
+        except envs.UserError as e:
             usage_error(e, of_one_rank=True)
         except FloatingPointError as e:
             sys.exit(f"train.py: stopped at step {run.step}: {e}; "
@@ -143,13 +143,12 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
                 stop(run, signals)
                 break
             check_trajectories(run, trajectories)
-            shape_rewards(trajectories, cfg.shaping, cfg.turn_cost, cfg.gamma)
+            shape_rewards(trajectories, cfg.shaping, cfg.turn_cost)
             decoded = decode_stats(trajectories, stats, run.rollout_config.slots)
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.teacher)
-            information = item_information(trajectories, policy, cfg)
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models)
 
             # Update.
             changes = update(trajectories, batch, cfg, step, policy, optimizer, critic,
@@ -157,14 +156,12 @@ def training_loop(run: Run, pool: EnvPool, signals: StopSignals) -> None:
             seconds = time.perf_counter() - began
 
             # Log.
-            by_world = world_metrics(trajectories, horizons, information)
+            by_world = world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
                    **rollout_metrics(trajectories), **changes, **decoded,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
                    "memory_gb": memory_gb(run.device), **mixture_columns(by_world), **held_out}
-            if information:
-                row["mutual_information"] = min(information.values())
             log_step(run, row, trajectories)
             warn(run, row)
             bar.set_postfix_str(summary(row))
@@ -205,9 +202,6 @@ def start(cfg: Config) -> Run | None:
         usage_error(e)
     trajectories_of_a_rank = -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item
     prepare_rollouts(run, cfg.engine, min(cfg.slots, trajectories_of_a_rank))
-    if run.rank == 0 and run.rollout_config.truncates:
-        print("warning: truncated sampling makes training off-policy; importance weights correct "
-              "the tokens that were drawn, others are never tried", file=sys.stderr)
     return run
 
 
@@ -219,11 +213,11 @@ def load(cfg: RunConfig) -> Run:
     logging.disable_progress_bar()
     found = of_rank_0(lambda: rl.named_checkpoints(cfg.out))
     newest, notes = rl.newest_intact(cfg.out)
-    policy, tokenizer, trained, reference, teacher = load_for_training(cfg, newest, device)
+    policy, tokenizer, trained, reference, models = load_for_training(cfg, newest, device)
     state = {"step": 0, "horizon": {}}
     if newest:
         state |= rl.resume(newest, trained)
-    return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, teacher,
+    return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, models,
                state["step"], saved=state["step"] if newest else None,
                adaptive=state["horizon"], notes=notes, found=found)
 
@@ -286,15 +280,15 @@ def prepare_rollouts(run: Run, engine: str, slots: int) -> None:
     limits = {name: {world: getattr(settings, name) for world, settings in run.cfg.worlds.items()}
               for name in ("max_tokens", "max_length", "invalid_penalty")}
     run.rollout_config = RolloutConfig.from_flags(
-        run.cfg, record_states=getattr(run.cfg, "credit", "") == "state", **limits)
+        run.cfg, record_states=needs(run.cfg, "states"), **limits)
 
 
 def load_for_training(
     cfg: RunConfig, newest: Path | None, device: torch.device,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, rl.Trained, PreTrainedModel | None,
-           PreTrainedModel | None]:
+           dict[str, PreTrainedModel]]:
     """Load and prepare every model of a run -> policy, tokenizer, `Run.trained`, the reference
-    model and the teacher; the last two may be None. Raises ValueError for a model that cannot be
+    model, or None, and `Run.models`. Raises ValueError for a model that cannot be
     loaded or trained."""
     compute_dtype = getattr(torch, cfg.dtype)
     # Trained weights are float32; LoRA's base and the reference are frozen, and may stay in the
@@ -319,12 +313,12 @@ def load_for_training(
     # What is trained: the policy and, with PPO, the critic, each with its optimizer.
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     policy = trained["policy"][0]
-    if cfg.algo == "ppo":
+    if needs(cfg, "critic"):
         critic = rl.Critic(cfg.model, "cpu", frozen_dtype if cfg.lora_rank else trained_dtype)
         rl.set_compute_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
 
-    # What is frozen: the reference of the KL, and the teacher.
+    # What is frozen: the reference of the KL, and models that the algorithm names.
     def load_frozen(name):
         model = rl.load_model(name, "cpu", frozen_dtype).eval()
         model_paths = paths
@@ -341,22 +335,32 @@ def load_for_training(
     if kl_coef:
         # With LoRA the reference is the policy without its adapters.
         reference = policy if cfg.lora_rank else load_frozen(cfg.model)
-    teacher = None
-    if name := getattr(cfg, "teacher", ""):
+    models = {}
+    for setting, name in named_models(cfg).items():
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"--teacher {name} has another vocabulary than {cfg.model}")
-        teacher = load_frozen(name)
-        check_rows(teacher, policy, name)
-        rl.check_length(teacher.config, cfg.max_length, f"--teacher {name}")
-    return policy, tokenizer, trained, reference, teacher
+            raise ValueError(f"{setting} {name} has another vocabulary than {cfg.model}")
+        models[setting] = load_frozen(name)
+        rows, wanted = (len(model.get_input_embeddings().weight)
+                        for model in (models[setting], policy))
+        if rows < wanted:
+            raise ValueError(f"{setting} {name} has {rows} embeddings, the policy {wanted}: the "
+                             f"policy may sample tokens that the {setting} does not know")
+        rl.check_length(models[setting].config, cfg.max_length, f"{setting} {name}")
+    return policy, tokenizer, trained, reference, models
 
 
-def check_rows(teacher: nn.Module, policy: nn.Module, name: str) -> None:
-    """Raise ValueError if the policy may sample an id for which the teacher has no embedding."""
-    rows, wanted = (len(model.get_input_embeddings().weight) for model in (teacher, policy))
-    if rows < wanted:
-        raise ValueError(f"--teacher {name} has {rows} embeddings, the policy has {wanted}: the "
-                         "policy may sample tokens that the teacher does not know")
+def needs(cfg: RunConfig, what: str) -> bool:
+    """Whether the run's algorithm needs a "critic" or "states"."""
+    return isinstance(cfg, Config) and getattr(cfg.advantage, f"needs_{what}", False)
+
+
+def named_models(cfg: RunConfig) -> dict[str, str]:
+    """Setting of the algorithm -> the model that it names."""
+    if not isinstance(cfg, Config):
+        return {}
+    given = cfg.advantage.keywords
+    return {name: given[name] for name in getattr(cfg.advantage, "needs_models", ())
+            if given.get(name)}
 
 
 def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None,
@@ -609,9 +613,6 @@ def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
             save_checkpoint(run, run.step)
         sys.exit(f"train.py: every environment failed at step {run.step}; --resume repeats this "
                  f"step; the first error: {trajectories[0].error}")
-    if getattr(run.cfg, "loss", "") == "gspo" and any(len(t.starts) > 1 for t in trajectories):
-        sys.exit("train.py: --loss gspo compares whole trajectories, and this agent's have several "
-                 "segments: give --loss gspo_turn or ppo")
     for world, settings in run.cfg.worlds.items():
         turns = [t.turns for t in trajectories if t.env == world and t.status != "env_error"]
         if turns and not any(turns) and not run.step:

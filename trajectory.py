@@ -61,10 +61,8 @@ class Trajectory:
     starts: list[int] = field(default_factory=list)  # where in `tokens` each segment begins: 0 ...
     mask: list[bool] = field(default_factory=list)  # [T], True: sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # [T], of each sampled token
-    # [T], of softmax(logits / temperature) where each token was sampled, before truncation.
+    # [T], of softmax(logits / temperature) where each token was sampled.
     entropies: list[float] = field(default_factory=list)
-    # Log-probs after top_p, top_k or min_p, up to the last sampled token; [] without truncation.
-    behaviour_logprobs: list[float] = field(default_factory=list)
     # [T], a turn's reward stands on its last sampled token.
     rewards: list[float] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
@@ -72,17 +70,10 @@ class Trajectory:
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
 
     def append(self, ids: list[int], logprobs: list[float] | None = None,
-               entropies: list[float] | None = None,
-               behaviour_logprobs: list[float] | None = None) -> None:
+               entropies: list[float] | None = None) -> None:
         """Append prompt or observation tokens or, with `logprobs`, tokens that the policy sampled.
-
-        The lists have one entry for each of `ids`. behaviour_logprobs: given for every reply of a
-        trajectory, or for none.
-        """
+        The lists have one entry for each of `ids`."""
         zeros = [0.0] * len(ids)
-        if behaviour_logprobs is not None:
-            missing = len(self.tokens) - len(self.behaviour_logprobs)
-            self.behaviour_logprobs += [0.0] * missing + behaviour_logprobs
         self.starts = self.starts or [0]
         self.tokens += ids
         self.mask += [logprobs is not None] * len(ids)
@@ -128,10 +119,8 @@ class Trajectory:
 
     def to_json(self) -> dict:
         """All fields; log-probs are rounded to five decimals, entropies to three."""
-        behaviour = [round(x, 5) for x in self.behaviour_logprobs]
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"logprobs": [round(x, 5) for x in self.logprobs],
-                         "behaviour_logprobs": behaviour,
                          "entropies": [round(x, 3) for x in self.entropies]}
 
 

@@ -12,8 +12,8 @@ earlier ones: `by_segment` cuts the rows where "segments" [B, T], a token's segm
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import algos
 import rl
-from envs import category_of, has_known_categories
+from envs import load_function
 from metrics import explained_variance
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 from trajectory import Trajectory, reply_spans
@@ -37,8 +37,6 @@ Batch = dict[str, Tensor]
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
-GIGPO_GAMMA = 0.95  # discount per turn of --credit state, as in GiGPO's experiments
-INFORMATION_ITEMS = 8  # of each world in `item_information`: 64 short rows
 
 # ---- rewards and advantages of a step ----
 
@@ -109,35 +107,39 @@ def outcome_rewards(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor,
     return outcomes, groups, valid
 
 
-def turns_by_state(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Which turns `algos.turn_advantage` compares with each other: those of an item's trajectories
-    that begin in the same state -> ids [B, K] long, for at most K turns. A turn whose state is
-    unknown is a group of its own."""
-    ids = {}
-    num_turns = [len(reply_spans(t.mask)) for t in trajectories]
-    out = torch.full((len(trajectories), max(num_turns, default=0)), -1)
-    for b, t in enumerate(trajectories):
-        for k in range(num_turns[b]):
-            state = t.states[k] if t.states[k] is not None else (b, k)
-            out[b, k] = ids.setdefault((t.group, state), len(ids))
-    return out
+@dataclass
+class Gathered:
+    """All trajectories of a step as tensors on the CPU, from all ranks: what a function of
+    `algos.ALGOS` takes. B trajectories, T tokens."""
+
+    trajectories: Sequence[Trajectory]
+    batch: Batch  # see `collate`
+    mask: Tensor  # [B, T] bool: sampled by the policy, and the environment did not fail
+    rewards: Tensor  # [B, T]
+    outcomes: Tensor  # [B]: see `outcome_rewards`
+    groups: Tensor  # [B] long
+    valid: Tensor  # [B] bool
+    logprobs_of: Callable[[PreTrainedModel], Tensor]  # of the sampled tokens -> [B, T]
+    models: dict[str, PreTrainedModel]  # setting -> the model that it names
+    values: Tensor | None = None  # [B, T], with a critic
+    returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
 
 
 def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
-                  teacher: PreTrainedModel | None = None) -> Batch:
+                  models: dict[str, PreTrainedModel] | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
     device: where the critic computes; the batch stays on the CPU. reference: the model that the KL
-    refers to; with LoRA the policy itself, with its adapters switched off. teacher: the model of
-    --teacher. -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic
-    also "old_values" and "returns". Each trajectory's `advantage` is set for the record, before
-    importance weights.
+    refers to; with LoRA the policy itself, with its adapters switched off. models: see `Gathered`.
+    -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
+    "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
     batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
     outcomes, groups, valid = outcome_rewards(trajectories)
     mask = batch["mask"] & valid[:, None]  # [B, T]
-    rewards = batch["rewards"]
+    step = Gathered(trajectories, batch, mask, batch["rewards"], outcomes, groups, valid,
+                    partial(logprobs_of, batch=batch, cfg=cfg), models or {})
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:
@@ -146,49 +148,19 @@ def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: tor
         if cfg.kl_in == "reward":
             kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
             penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
-            rewards = rewards - penalty
-            outcomes = outcomes - penalty.sum(1)
+            step.rewards = step.rewards - penalty
+            step.outcomes = step.outcomes - penalty.sum(1)
 
-    # The algorithm's advantages [B, T]: one for a trajectory or a turn, or one for each token.
-    if cfg.algo in algos.COMPARE_SAMPLES:
-        compare = algos.rloo_advantage
-        if cfg.algo == "grpo":
-            compare = partial(algos.grpo_advantage, normalize_std=cfg.normalize_std)
-        advantages = compare(outcomes, groups, valid)[:, None] * mask
-        if cfg.credit == "state":
-            turns = turns_by_state(trajectories)
-            advantages = advantages + algos.turn_advantage(rewards, mask, turns, valid,
-                                                           GIGPO_GAMMA, compare)
-    elif cfg.algo == "distill":
-        advantages = torch.zeros(mask.shape)
-    elif cfg.algo == "reinforce_pp":
-        advantages = algos.reinforce_pp_advantage(rewards * mask, mask, cfg.gamma)
-    elif cfg.algo == "ppo":
+    if critic is not None:
         with rl.compute_in(cfg.dtype, device):
-            values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
-                              cfg.microbatch_tokens)
-        advantages, returns = algos.gae(rewards * mask, values, mask, cfg.gamma, cfg.lam)
-        advantages = algos.whiten(advantages, mask)
-        batch |= {"old_values": values, "returns": returns}
-    else:
-        raise ValueError(f"no advantages for --algo {cfg.algo}")
-
-    # Reverse KL to the teacher: each token's own log-ratio, without credit for what follows it.
-    if teacher is not None:
-        teacher_logprobs = logprobs_of(teacher, batch, cfg)
-        kl = algos.kl(batch["old_logprobs"], teacher_logprobs, "k1", mask)
-        advantages = advantages - cfg.kl_to_teacher * kl
-
-    # Record the advantages. Then correct them where sampling was truncated.
-    compares = cfg.algo in algos.COMPARE_SAMPLES
-    per_trajectory = compares and cfg.credit == "trajectory" and teacher is None
-    record_advantages(trajectories, advantages, per_token=not per_trajectory)
-    if any(t.behaviour_logprobs for t in trajectories):
-        behaviour = collate(trajectories, behaviour=[
-            t.behaviour_logprobs + [0.0] * (len(t.tokens) - len(t.behaviour_logprobs))
-            for t in trajectories])["behaviour"]
-        advantages = advantages * algos.importance_weights(batch["old_logprobs"], behaviour, mask)
-    batch["advantages"] = advantages
+            step.values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
+                                   cfg.microbatch_tokens)
+    advantage = cfg.advantage
+    batch["advantages"] = advantage(step)
+    if critic is not None:
+        batch |= {"old_values": step.values, "returns": step.returns}
+    record_advantages(trajectories, batch["advantages"],
+                      per_token=not getattr(advantage, "one_a_trajectory", False))
     return batch
 
 
@@ -200,51 +172,6 @@ def logprobs_of(model: PreTrainedModel, batch: Batch, cfg: "Config") -> Tensor:
 
     with rl.compute_in(cfg.dtype, device_of(model)):
         return map_rows(of_rows, model, batch, cfg.microbatch_tokens)
-
-
-def item_information(trajectories: Sequence[Trajectory], policy: PreTrainedModel,
-                     cfg: "Config") -> dict[str, float]:
-    """World -> the mutual information of an item and the first reply to it, in nats
-    (`algos.mutual_information`), over up to INFORMATION_ITEMS items of the step.
-
-    Items are compared with those of their own category (level, depth, site): a policy that writes
-    the same for all items of a category has 0. The largest categories come first. An item that is
-    the only one of its category is left out, and so is a world in which no item remains.
-    """
-    found = {}
-    is_known = has_known_categories(cfg.env_url, cfg.env_args)
-    for world in dict.fromkeys(t.env for t in trajectories):
-        # The first reply to each item: group -> (category, first prompt, first reply).
-        first = {}
-        for t in trajectories:
-            if t.env == world and t.group not in first and any(t.mask):
-                start, end = reply_spans(t.mask)[0]
-                category = category_of(t.item) if is_known else ""
-                first[t.group] = category, t.tokens[:start], t.tokens[start:end]
-
-        # The items of the largest categories. One that is left alone in its category is dropped.
-        sizes = Counter(category for category, _, _ in first.values())
-        chosen = sorted(first.values(), key=lambda entry: (-sizes[entry[0]], entry[0]))
-        chosen = chosen[:INFORMATION_ITEMS]
-        sizes = Counter(category for category, _, _ in chosen)
-        chosen = [entry for entry in chosen if sizes[entry[0]] > 1]
-        if not chosen:
-            continue
-
-        # The log-prob of reply i after the prompt of item j, for items of the same category.
-        categories, prompts, replies = zip(*chosen)
-        num_items = len(chosen)
-        pairs = [(i, j) for i in range(num_items) for j in range(num_items)
-                 if categories[i] == categories[j]]
-        room = cfg.max_length - max(map(len, prompts))
-        rows = [(prompts[j], replies[i][:room]) for i, j in pairs]
-        batch = pad_rows([prompt + reply for prompt, reply in rows],
-                         [[False] * len(prompt) + [True] * len(reply) for prompt, reply in rows])
-        logprobs = torch.where(batch["mask"], logprobs_of(policy, batch, cfg), 0.0)
-        pair_logprobs = torch.full((num_items, num_items), math.nan)
-        pair_logprobs[tuple(zip(*pairs))] = logprobs.sum(1)
-        found[world] = algos.mutual_information(pair_logprobs)
-    return found
 
 
 def record_advantages(trajectories: Sequence[Trajectory], advantages: Tensor,
@@ -348,8 +275,8 @@ def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
     with rl.compute_in(cfg.dtype, part["ids"].device):
         logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature,
                                           entropy_gradient=cfg.entropy_coef > 0)
-    loss, stats = algos.policy_loss(logp, part["old_logprobs"], part["advantages"], mask,
-                                    cfg.clip_low, cfg.clip_high, cfg.loss)
+    loss_function = load_function(cfg.loss, algos.LOSSES, "loss", cfg.loss_args)
+    loss, stats = loss_function(part | {"logprobs": logp})
     stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], cfg.kl_type, mask)
