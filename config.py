@@ -28,6 +28,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch  # noqa: E402
 from transformers import HfArgumentParser  # noqa: E402
 
+import checkpoint  # noqa: E402
 import envs  # noqa: E402
 import rl  # noqa: E402
 import schedule  # noqa: E402
@@ -891,7 +892,7 @@ def check_run_folder(cfg: RunConfig) -> None:
         raise ValueError(f"cannot make the run folder {out}")
     if not cfg.resume:
         metrics = out / "metrics.jsonl"
-        if rl.named_checkpoints(out) or metrics.exists() and metrics.stat().st_size:
+        if checkpoint.named(out) or metrics.exists() and metrics.stat().st_size:
             raise ValueError(f"{out} holds a run already; "
                              "add --resume to continue it or choose another --out")
         return

@@ -11,13 +11,9 @@ absent, holds safetensors only, and can be read by any number of processes:
                                checkpoint is not complete
 """
 
-import hashlib
 import importlib.util
-import json
 import math
-import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,14 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 import algos
-from parallel import blocks, gather, of_rank_0, ranks, sharded, through
+from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -52,9 +43,7 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 # does not know it would silently use GPT-2's.
 GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
-FILE_BYTES = 2**30  # about so many bytes of each rank go to one file of a checkpoint
 LORA_SCALE = 2.0  # alpha / rank
-KEYS_BEFORE_HASHES = {"step", "horizon", "optimizer_steps"}  # of the state.json of older versions
 
 # On H100 and newer GPUs PyTorch tries cuDNN's attention first. It builds a plan for every new
 # shape, and in a rollout nearly every call has a new one.
@@ -677,7 +666,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
 
 AttentionInterface.register("within", attend_within)
 
-# ---- checkpoints ----
+# ---- the weights of a policy ----
 
 
 def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -705,263 +694,3 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
             state.pop(name, None)
     return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous()
             for name, tensor in state.items()}
-
-
-def training_tensors(trained: Trained) -> dict[str, Tensor]:
-    """What a run holds beside the policy's weights, by name: the critic, LoRA's adapters, AdamW's
-    moments. Moments that do not exist before the first optimizer step are made, as zeros."""
-    tensors = {}
-    for name, (module, optimizer) in trained.items():
-        for key, p in module.named_parameters():
-            if not p.requires_grad:
-                continue
-            if name != "policy" or ".lora_" in key:
-                tensors[f"{name}.{key}"] = p.detach()
-            state = optimizer.state[p]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    zeros = torch.zeros_like(p, memory_format=torch.preserve_format)
-                    state[moment] = zeros.detach()
-                tensors[f"{name}.{key}.{moment}"] = state[moment]
-            device = p.device if optimizer.defaults.get("fused") else None
-            state.setdefault("step", torch.zeros((), device=device))
-    return tensors
-
-
-def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-         state: dict | None = None, trained: Trained | None = None,
-         dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint of `model` and `trained`, or, with state None, a plain Hugging Face folder
-    with weights in `dtype`.
-
-    The folder gets its name when it is complete. It replaces an older model there. state: what JSON
-    can hold. Called by all ranks; the folder must be one that all of them see. Raises ValueError
-    if the folder holds files, but no model.
-    """
-    folder, rank = Path(folder), ranks()[0]
-    of_rank_0(lambda: check_replaceable(folder))
-    if (state is None) != (trained is None):
-        raise ValueError("a checkpoint needs both `state` and `trained`")
-    partial = folder.with_name(folder.name + ".partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    # The policy as a plain folder. A model of the plain class has neither FSDP's nor peft's
-    # wrappers.
-    weights = full_state_dict(model, dtype)
-    if rank == 0:
-        with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
-        plain.generation_config = model.generation_config
-        plain.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
-    del weights
-
-    # What training needs besides the policy, written by all ranks together.
-    if state is not None:
-        tensors = training_tensors(trained)
-        optimizer_steps = {}
-        for name, (_, optimizer) in trained.items():
-            taken = [float(s["step"]) for s in optimizer.state.values()]
-            optimizer_steps[name] = max(taken, default=0.0)
-        writer = HuggingFaceStorageWriter(str(partial / "training"), file_numbers(tensors),
-                                          save_distributed=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is a single process
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-        names = of_rank_0(lambda: file_names(partial))
-        hashes = dict(zip(names, file_hashes(partial, names)))
-        unread = next((name for name, found in hashes.items() if not found), None)
-        if unread:
-            raise OSError(f"a process cannot read {partial / unread}: the run folder must be on a "
-                          "file system that all machines share")
-        if rank == 0:
-            write_state(partial, state | {"optimizer_steps": optimizer_steps}, hashes)
-
-    # The new folder takes the place of the old one, whose state.json goes first: if the deletion
-    # is interrupted, the rest does not count as a checkpoint.
-    if rank == 0:
-        (folder / "state.json").unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Name of a tensor -> the number, from 1 on, of the checkpoint's file that it goes to.
-
-    A rank copies its part of a file before it writes it. With several files the copy is smaller.
-    """
-    numbers = {}
-    begun = 0  # bytes of the tensors so far
-    for name, tensor in tensors.items():
-        numbers[name] = 1 + begun // (FILE_BYTES * ranks()[1])
-        begun += tensor.numel() * tensor.element_size()
-    return numbers
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raise ValueError if the folder holds files, but neither a model nor a checkpoint. `save`
-    would delete them."""
-    if not folder.is_dir():
-        return
-    names = {path.name for path in folder.iterdir()}
-    of_model = ("model", "tokenizer", "generation_config.json", "state.json", "training")
-    if names and not any(name.startswith(of_model) for name in names):
-        raise ValueError(f"{folder} holds files, but no model: choose another folder")
-
-
-def checkpoints(run: str | Path) -> list[Path]:
-    """The complete checkpoints of a run folder, oldest first."""
-    return [folder for folder in named_checkpoints(run) if (folder / "state.json").exists()]
-
-
-def named_checkpoints(run: str | Path) -> list[Path]:
-    """The folders that were complete checkpoints once, oldest first. A folder gets its name when it
-    is complete, so one without state.json is damaged."""
-    folders = Path(run).glob("checkpoints/step_*")
-    return sorted(folder for folder in folders if step_in(folder) is not None)
-
-
-def step_in(path: Path) -> int | None:
-    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050; None
-    for another name."""
-    number = path.name.removeprefix("step_").removesuffix(".jsonl")
-    return int(number) if number.isdecimal() else None
-
-
-def newest_intact(run: str | Path) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint whose files are as they were saved -> (its folder, notes).
-
-    (None, []) if the run has never completed a checkpoint. The notes name each newer checkpoint
-    that is damaged, and say if the one found is of an older version, which has no hashes. Raises
-    ValueError if all checkpoints are damaged. Called by all ranks.
-    """
-    notes = []
-    for folder in of_rank_0(lambda: named_checkpoints(run)[::-1]):
-        try:
-            _, hashes = of_rank_0(lambda: read_state(folder))
-            check_files(folder, hashes)
-        except ValueError as e:
-            notes.append(str(e))
-            continue
-        if not hashes:
-            notes.append(f"{folder} is of an older version, so its files cannot be checked")
-        return folder, notes
-    if notes:
-        raise ValueError(f"no intact checkpoint is left in {run}: {'; '.join(notes)}; "
-                         "to start anew, choose another --out")
-    return None, []
-
-
-def file_names(folder: Path) -> list[str]:
-    """The names of all files in a folder and the folders in it, sorted."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def file_hashes(folder: Path, names: list[str]) -> list[str]:
-    """The sha256 of each of these files of a folder, "" for one that cannot be read. Called by all
-    ranks; each reads its share of the files."""
-    rank, num_ranks = ranks()
-    return gather([file_hash(folder / name) for name in names[rank::num_ranks]])
-
-
-def file_hash(path: Path) -> str:
-    """The sha256 of a file in hexadecimal, "" if it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as f:
-            while block := f.read(2**20):
-                digest.update(block)
-    except (OSError, ValueError):
-        return ""
-    return digest.hexdigest()
-
-
-def check_files(folder: Path, hashes: dict[str, str]) -> None:
-    """Raise ValueError, which names the file, unless each file has its hash. Called by all
-    ranks. Files that are not listed do not matter."""
-    for name, found in zip(hashes, file_hashes(folder, list(hashes))):
-        if not found:
-            raise ValueError(f"{folder / name} is missing or cannot be read")
-        if found != hashes[name]:
-            raise ValueError(f"{folder / name} is damaged")
-
-
-def write_state(folder: Path, state: dict, hashes: dict[str, str]) -> None:
-    """Write state.json. hashes: file name -> sha256, of all other files; the hash of the state and
-    of these hashes is written beside them."""
-    own = hashlib.sha256(json.dumps(state | {"sha256": hashes}).encode()).hexdigest()
-    text = json.dumps(state | {"sha256": hashes | {"state.json": own}})
-    (folder / "state.json").write_text(text)
-
-
-def read_state(folder: str | Path) -> tuple[dict, dict[str, str]]:
-    """-> a checkpoint's state, and the hashes of its other files ({} in older versions). Raises
-    ValueError unless the state is as it was saved."""
-    path = Path(folder) / "state.json"
-    if not path.exists():
-        raise ValueError(f"{path} is missing")
-    try:
-        state = json.loads(path.read_text())
-        if state.keys() == KEYS_BEFORE_HASHES:
-            return state, {}
-        own = state["sha256"].pop("state.json")
-        if own == hashlib.sha256(json.dumps(state).encode()).hexdigest():
-            hashes = state.pop("sha256")
-            return state, hashes
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        pass  # what cannot be read is as damaged as what has another hash
-    raise ValueError(f"{path} is damaged")
-
-
-def clean(run: str | Path, step: int) -> None:
-    """Tidy a run folder before the run goes on from `step`.
-
-    Incomplete folders are deleted. Checkpoints after `step`, which `newest_intact` found damaged,
-    are renamed to damaged_step_...
-    """
-    for folder in Path(run).glob("checkpoints/step_*.partial"):
-        shutil.rmtree(folder)
-    for folder in named_checkpoints(run):
-        if step_in(folder) > step:
-            aside = folder.with_name(f"damaged_{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)  # renamed by an earlier resume
-            folder.rename(aside)
-        elif not (folder / "state.json").exists():
-            shutil.rmtree(folder)
-    shutil.rmtree(Path(run) / "final.partial", ignore_errors=True)
-
-
-def drop_old(run: str | Path, keep: int) -> None:
-    """Delete all checkpoints of the run but the last `keep`. One that cannot be deleted is named on
-    stderr, and no longer counts."""
-    for folder in checkpoints(run)[:-keep]:
-        (folder / "state.json").unlink()  # a folder that is half deleted does not count as complete
-        try:
-            shutil.rmtree(folder)
-        except OSError as e:  # a file of it is open on a network file system, for example
-            print(f"warning: cannot delete {folder}: {e.strerror}", file=sys.stderr)
-
-
-def resume(folder: str | Path, trained: Trained) -> dict:
-    """Fill `trained` from a checkpoint, in place -> its state. The policy's own weights are loaded
-    by `load_policy(folder)`. The number of ranks may have changed. Raises ValueError if the
-    checkpoint cannot be read; `newest_intact` checks whether its files are intact."""
-    try:
-        state, _ = read_state(folder)
-        reader = HuggingFaceStorageReader(str(Path(folder) / "training"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(training_tensors(trained), storage_reader=reader,
-                     no_dist=not dist.is_initialized())
-        for name, (_, optimizer) in trained.items():
-            for s in optimizer.state.values():
-                s["step"].fill_(state["optimizer_steps"][name])
-        return state
-    except (OSError, RuntimeError, ValueError, KeyError, AssertionError, SafetensorError,
-            CheckpointException) as e:
-        raise ValueError(f"the checkpoint {folder} is broken; "
-                         "delete it to go on from the one before") from e

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import agent
+import checkpoint
 import envs
 import rl
 import schedule
@@ -49,7 +50,6 @@ from rollout import RolloutConfig, make_engine, rollout
 from trajectory import Trajectory, read_objects, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
 
-EARLIER_FINAL = "earlier_final"  # a run's final/ while the run takes more steps
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
 MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 
@@ -211,12 +211,12 @@ def load(cfg: RunConfig) -> Run:
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = of_rank_0(lambda: rl.named_checkpoints(cfg.out))
-    newest, notes = rl.newest_intact(cfg.out)
+    found = of_rank_0(lambda: checkpoint.named(cfg.out))
+    newest, notes = checkpoint.newest(cfg.out)
     policy, tokenizer, trained, reference, models = load_for_training(cfg, newest, device)
     state = {"step": 0, "horizon": {}}
     if newest:
-        state |= rl.resume(newest, trained)
+        state |= checkpoint.resume(newest, trained)
     return Run(cfg, rank, num_ranks, device, policy, tokenizer, trained, reference, models,
                state["step"], saved=state["step"] if newest else None,
                adaptive=state["horizon"], notes=notes, found=found)
@@ -227,13 +227,11 @@ def is_finished(run: Run, steps: int) -> bool:
     with a final/ is to take more steps but has no checkpoint: it would start at step 0 and lose
     final/."""
     # A finished run stays finished when its checkpoints are damaged or deleted.
-    folders = [run.folder / "final", run.folder / EARLIER_FINAL]
-    finals = [folder for folder in folders if folder.exists()]
-    if not finals:
+    if not (run.folder / "final").exists():
         return False
     metrics = run.folder / "metrics.jsonl"
     rows = read_objects(metrics)[0] if metrics.exists() else []
-    saved = [rl.step_in(folder) for folder in rl.named_checkpoints(run.folder)]
+    saved = [checkpoint.step_in(folder) for folder in checkpoint.named(run.folder)]
     taken = max([len(rows), *saved])
     limit = getattr(run.cfg, "turns", 0)  # sft.py has none
     has_ended = taken >= steps
@@ -241,9 +239,7 @@ def is_finished(run: Run, steps: int) -> bool:
         has_ended = has_ended or turns_reached(limit, [turns_played(row) for row in rows])
     if not has_ended and run.saved is None:
         raise ValueError(f"{run.folder} has ended after {taken} steps and has no checkpoint to go "
-                         f"on from: start another run with --model {finals[0]}")
-    if not folders[0].exists():  # it was stopped while it took more steps
-        return False
+                         f"on from: start another run with --model {run.folder}/final")
     if has_ended and run.rank == 0:
         print(f"{run.folder} is finished ({taken} steps)")
     return has_ended
@@ -256,7 +252,7 @@ def prepare(run: Run) -> None:
     # sent.
     def take_folder():
         run.lock = lock_folder(run.folder)
-        if rl.named_checkpoints(run.folder) != run.found:
+        if checkpoint.named(run.folder) != run.found:
             release(run)
             raise ValueError(f"another process has saved a checkpoint in {run.folder} just now: "
                              "start again with --resume")
@@ -367,7 +363,7 @@ def freeze_chat_template(tokenizer: PreTrainedTokenizerBase, newest: Path | None
                          cfg: RunConfig) -> None:
     """Try the chat template once for the whole run: a resumed run takes the template, and the time
     that it shows, from its checkpoint. Raises ValueError for a template that cannot be used."""
-    saved = rl.read_state(newest)[0] if newest else {}
+    saved = checkpoint.read_state(newest) if newest else {}
     tokenizer.tried_template = saved.get("tried_template") or of_rank_0(
         lambda: agent.try_template(tokenizer, cfg.system, cfg.chat_args))
     tokenizer.chat_template = tokenizer.tried_template["of"]
@@ -437,13 +433,10 @@ def prepare_folder(cfg: RunConfig, folder: Path, step: int) -> None:
     Raises ValueError, before anything is deleted, if the metrics of an earlier step are damaged."""
     rows = rows_before(folder / "metrics.jsonl", step)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-    rl.clean(folder, step)
-    if (folder / "final").exists():  # of an earlier end of this run
-        shutil.rmtree(folder / EARLIER_FINAL, ignore_errors=True)
-        (folder / "final").rename(folder / EARLIER_FINAL)
+    checkpoint.tidy(folder, step)
     write_atomically(folder / "config.json", json.dumps(asdict(cfg), indent=1))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
-        step_of_file = rl.step_in(path)
+        step_of_file = checkpoint.step_in(path)
         if step_of_file is not None and step_of_file >= step:
             path.unlink()
     write_atomically(folder / "metrics.jsonl", "".join(row + "\n" for row in rows))
@@ -682,11 +675,11 @@ def summary(row: dict) -> str:
 def save_checkpoint(run: Run, step: int) -> None:
     """Write a checkpoint from which training continues at `step`, and redraw the curves."""
     run.saved = step
-    rl.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
+    checkpoint.save(run.folder / f"checkpoints/step_{step:06d}", run.policy, run.tokenizer,
             {"step": step, "tried_template": run.tokenizer.tried_template,
              "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
-        rl.drop_old(run.folder, run.cfg.keep)
+        checkpoint.drop_old(run.folder, run.cfg.keep)
         if (run.folder / "metrics.jsonl").stat().st_size:  # empty if stopped in the first step
             draw_curves(run.folder)
 
@@ -701,10 +694,10 @@ def stop(run: Run, signals: StopSignals) -> None:
 
 def finish(run: Run) -> None:
     """Write final/, a plain Hugging Face folder in the compute dtype, and the run's settings."""
-    rl.save(run.folder / "final", run.policy, run.tokenizer, dtype=getattr(torch, run.cfg.dtype))
+    checkpoint.save(run.folder / "final", run.policy, run.tokenizer,
+                    dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
         shutil.copy(run.folder / "config.json", run.folder / "final" / RUN_FILE)
-        shutil.rmtree(run.folder / EARLIER_FINAL, ignore_errors=True)
         world = next(iter(run.cfg.worlds))
         urls = servers(getattr(run.cfg, "env_url", ""), run.cfg.worlds)[world]
         played = f" --env_url {','.join(urls)}" if urls else ""

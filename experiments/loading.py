@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import rl  # noqa: E402
 import train  # noqa: E402
+from checkpoint import save  # noqa: E402
 from parallel import end_process, gather, init_distributed, ranks  # noqa: E402
 
 PARAMETERS_OF_A_LAYER = 15.7e6  # of `make_model`
@@ -87,7 +88,7 @@ def load_in_this_rank(folder: Path, resume: bool) -> None:
     checkpoint = folder / "run/checkpoints/step_000001"
     if resume:
         run = train.load(cfg)
-        rl.save(checkpoint, run.policy, run.tokenizer, {"step": 1, "horizon": {}}, run.trained)
+        save(checkpoint, run.policy, run.tokenizer, {"step": 1, "horizon": {}}, run.trained)
         del run
     with Peak() as peak:
         run = train.load(cfg)

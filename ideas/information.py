@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import checkpoint
 import rl
 import update
 from envs import category_of
@@ -91,8 +92,8 @@ def item_information(trajectories: Sequence[Trajectory],
 
 def main(run: str) -> None:
     """Print the information of each world, for the checkpoints whose next step was played."""
-    for folder in rl.named_checkpoints(run):
-        played = Path(run) / f"trajectories/step_{rl.step_in(folder):06d}.jsonl"
+    for folder in checkpoint.named(run):
+        played = Path(run) / f"trajectories/step_{checkpoint.step_in(folder):06d}.jsonl"
         if played.exists():
             policy, _ = rl.load_policy(str(folder))
 
@@ -102,7 +103,7 @@ def main(run: str) -> None:
             with torch.no_grad():
                 found = item_information(read_trajectories(played), logprobs_of)
             shown = ", ".join(f"{world} {nats:.3f}" for world, nats in found.items())
-            print(f"step {rl.step_in(folder)}: {shown or 'no two items of one category'}")
+            print(f"step {checkpoint.step_in(folder)}: {shown or 'no two items of one category'}")
 
 
 if __name__ == "__main__":

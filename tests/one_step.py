@@ -19,6 +19,7 @@ import sys
 import torch
 
 import algos
+import checkpoint
 import rl
 import update
 from parallel import end_process, init_distributed, ranks, shard
@@ -80,7 +81,7 @@ if "plain" in flags:
 else:
     stats = update.optimizer_step(model, optimizer, batch, range(len(played)), loss_of, max_tokens,
                                   max_grad_norm=1e9)
-rl.save(out, model, tokenizer)
+checkpoint.save(out, model, tokenizer)
 if ranks()[0] == 0:
     print(json.dumps(stats | {"rows": max(rows_fed)}))
 end_process()

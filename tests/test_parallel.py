@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import parallel
 import rl
+from checkpoint import read_state, resume
 from rollout import rollout
 
 ONE_PROCESS = (sys.executable,)
@@ -379,8 +380,9 @@ def test_a_run_goes_on_with_another_number_of_processes(reference, first, second
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path / "r")) == 2
     saved = tmp_path / "r/checkpoints/step_000002"
-    _, hashes = rl.read_state(saved)
-    assert set(hashes) == set(rl.file_names(saved)) - {"state.json"}
+    hashes = read_state(saved)["sha256"]
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    assert set(hashes) == files - {"state.json"}
     done = run(*args, "--resume", launcher=second)
     assert done.returncode == 0, done.stderr
     assert "going on" not in done.stderr
@@ -495,7 +497,7 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
     model, _ = rl.load_policy("tiny")
     rl.add_lora(model, 4)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    rl.resume(checkpoint, {"policy": (model, optimizer)})
+    resume(checkpoint, {"policy": (model, optimizer)})
     final, _ = rl.load_policy(str(out / "final"))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import copy
 import doctest
 import json
-import os
 import shutil
 
 import pytest
@@ -173,19 +172,6 @@ def test_a_trajectory_without_tokens_may_stand_alone_in_its_batch(family):
     assert not entropies.any()
 
 
-def test_a_folder_of_other_files_is_not_replaced_by_a_model(tiny, tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="notes holds files, but no model"):
-        rl.save(tmp_path / "notes", *tiny)
-    assert (tmp_path / "notes/notes.txt").read_text() == "mine"
-    (tmp_path / "empty").mkdir()
-    for _ in range(2):
-        rl.save(tmp_path / "empty", *tiny)  # an empty folder, then one with a model
-    with pytest.raises(ValueError, match="needs both `state` and `trained`"):
-        rl.save(tmp_path / "empty", *tiny, {"step": 3})
-
-
 def test_a_length_beyond_a_models_position_embeddings_is_refused():
     model = random_model("gpt2", n_positions=64)
     rl.check_length(model.config, 64, "gpt2")
@@ -322,171 +308,7 @@ def test_a_mask_of_another_kind_is_refused(mask, tiny):
         rl.token_logprobs(tiny[0], torch.tensor([[1, 2, 3]]), torch.tensor(mask))
 
 
-# ---- loading and checkpoints ----
-
-
-def trained_once(model):
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-    optimizer.step()
-    return {"policy": (model, optimizer)}
-
-
-def test_a_checkpoint_of_several_files_is_resumed_exactly(tiny, tmp_path, monkeypatch):
-    model = copy.deepcopy(tiny[0])
-    trained = trained_once(model)
-    monkeypatch.setattr(rl, "FILE_BYTES", 2**21)
-    rl.save(tmp_path / "step_000001", model, tiny[1], {"step": 1}, trained)
-    assert len(list((tmp_path / "step_000001/training").iterdir())) > 3
-    again = trained_once(copy.deepcopy(tiny[0]))
-    for state in again["policy"][1].state.values():
-        state["exp_avg"].zero_()
-    rl.resume(tmp_path / "step_000001", again)
-    for found, expected in zip(again["policy"][1].state.values(),
-                               trained["policy"][1].state.values(), strict=True):
-        assert torch.equal(found["exp_avg"], expected["exp_avg"])
-
-
-def test_a_file_that_some_process_cannot_read_makes_no_checkpoint(tiny, tmp_path, monkeypatch):
-    model = copy.deepcopy(tiny[0])
-    monkeypatch.setattr(rl, "file_hash", lambda path: "" if path.suffix == ".json" else "1")
-    with pytest.raises(OSError, match="cannot read .*.json: the run folder must be on a file"):
-        rl.save(tmp_path / "step_000001", model, tiny[1], {"step": 1}, trained_once(model))
-    assert not (tmp_path / "step_000001").exists()
-
-
-def test_checkpoints_are_whole_or_absent(tiny, tmp_path, monkeypatch, capsys):
-    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    for _ in range(2):
-        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-        optimizer.step()
-    folder = tmp_path / "checkpoints/step_000007"
-    rl.save(folder, model, tokenizer, {"step": 7}, {"policy": (model, optimizer)})
-    # What a killed run leaves behind.
-    (tmp_path / "checkpoints/step_000008.partial").mkdir()
-    (tmp_path / "checkpoints/step_000008.partial/state.json").write_text("{}")
-    (tmp_path / "checkpoints/step_000009").mkdir()
-    # A copy that the user has made.
-    copied = tmp_path / "checkpoints/step_000006_best"
-    shutil.copytree(folder, copied)
-    assert rl.checkpoints(tmp_path) == [folder]
-    rl.drop_old(tmp_path, 1)
-    assert folder.exists() and copied.exists()
-
-    # A file of an old checkpoint is open elsewhere.
-    old = shutil.copytree(folder, tmp_path / "checkpoints/step_000005")
-    with monkeypatch.context() as busy:
-        busy.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
-        rl.drop_old(tmp_path, 1)
-    assert f"cannot delete {old}: Directory not empty" in capsys.readouterr().err
-    assert rl.checkpoints(tmp_path) == [folder]
-
-    loaded, _ = rl.load_policy(str(folder))
-    loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.0, weight_decay=0.0)
-    assert rl.resume(folder, {"policy": (loaded, loaded_optimizer)})["step"] == 7
-    states = list(zip(optimizer.state.values(), loaded_optimizer.state.values(), strict=True))
-    assert states
-    for saved, resumed in states:
-        assert float(saved["step"]) == 2
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(saved[name], resumed[name])
-    weights, loaded_weights = model.state_dict(), loaded.state_dict()
-    assert weights.keys() == loaded_weights.keys()
-    assert all(torch.equal(weights[name], loaded_weights[name]) for name in weights)
-    assert list(folder.glob("*.safetensors"))
-    assert not list(folder.glob("*.bin"))
-
-
-@pytest.fixture(scope="module")
-def run_folder(tiny, tmp_path_factory):
-    """The folder of a run with two checkpoints, of a small model."""
-    run = tmp_path_factory.mktemp("runs") / "r"
-    model = random_model("qwen2")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in (6, 7):
-        state = {"step": step, "horizon": {"babyai": {"stage": 1, "means": [0.1, 1e-7]}}}
-        rl.save(run / f"checkpoints/step_{step:06d}", model, tiny[1], state,
-                {"policy": (model, optimizer)})
-    return run
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def delete(path):
-    path.unlink()
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, cut, delete])
-def test_a_damaged_file_makes_the_checkpoint_before_the_newest_intact_one(
-        run_folder, damage, tmp_path):
-    before, newest = sorted((run_folder / "checkpoints").iterdir())
-    assert rl.newest_intact(run_folder) == (newest, [])
-    files = [path for path in newest.rglob("*") if path.is_file()]
-    names = {str(path.relative_to(newest)) for path in files}
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-            "tokenizer_config.json", "chat_template.jinja", "state.json"} < names
-    assert any(name.startswith("training/") for name in names)
-    for path in files:
-        whole = path.read_bytes()
-        damage(path)
-        intact, (note,) = rl.newest_intact(run_folder)
-        path.write_bytes(whole)
-        assert intact == before, path
-        assert note.startswith(f"{path} is "), note
-    assert rl.newest_intact(run_folder) == (newest, [])
-
-
-def test_damaged_checkpoints_alone_are_refused_and_none_at_all_are_not(run_folder, tmp_path):
-    run = tmp_path / "r"
-    shutil.copytree(run_folder, run)
-    tokenizer, weights = [
-        run / "checkpoints" / name
-        for name in ("step_000006/tokenizer.json", "step_000007/model.safetensors")]
-    delete(tokenizer)
-    flip_a_bit(weights)
-    with pytest.raises(ValueError) as refused:
-        rl.newest_intact(run)
-    assert f"{weights} is damaged; {tokenizer} is missing" in str(refused.value)
-
-    # Only folders that never got their names: the run was killed before its first checkpoint.
-    shutil.rmtree(run / "checkpoints/step_000006")
-    (run / "checkpoints/step_000007").rename(run / "checkpoints/step_000007.partial")
-    assert rl.newest_intact(run) == (None, [])
-
-
-def test_no_flipped_bit_of_state_json_goes_unseen(tmp_path):
-    (tmp_path / "a").write_text("the only other file")
-    state = {"step": 7, "horizon": {}, "optimizer_steps": {"policy": 3.0}}
-    rl.write_state(tmp_path, state, {"a": rl.file_hash(tmp_path / "a")})
-    path = tmp_path / "state.json"
-    whole = path.read_bytes()
-    assert rl.read_state(tmp_path)[0] == state
-    for place in range(8 * len(whole)):
-        data = bytearray(whole)
-        data[place // 8] ^= 1 << place % 8
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match="state.json is damaged"):
-            rl.read_state(tmp_path)
-
-
-def test_a_checkpoint_of_a_version_without_hashes_is_accepted_and_named(run_folder, tmp_path):
-    run = tmp_path / "r"
-    shutil.copytree(run_folder, run)
-    newest = run / "checkpoints/step_000007"
-    state = {"step": 7, "horizon": {}, "optimizer_steps": {"policy": 0.0}}
-    (newest / "state.json").write_text(json.dumps(state))
-    intact, (note,) = rl.newest_intact(run)
-    assert intact == newest
-    assert note.startswith(f"{newest} is of an older version")
+# ---- loading ----
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./missing", "missing"])

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import agent
+import checkpoint
 import config
 import rl
 import train
@@ -677,7 +678,7 @@ def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypa
                                              "the server has stopped"):
             train.train(parse_config(flags))
     monkeypatch.undo()
-    assert rl.checkpoints(tmp_path / "r") == [tmp_path / "r/checkpoints/step_000001"]
+    assert checkpoint.complete(tmp_path / "r") == [tmp_path / "r/checkpoints/step_000001"]
     train.train(parse_config([*flags, "--resume"]))
     assert [row["step"] for row in metrics(tmp_path / "r")] == [0, 1]
 
