@@ -31,9 +31,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from models.packed import common_prefix_length, fits_flash_attention, flash_attention
+from models.packed import masked_attention, seen_keys, spans_of, use_attention
 from parallel import device_of
-from rl import common_prefix_length, fits_flash_attention, flash_attention, masked_attention
-from rl import seen_keys, spans_of, use_attention
 
 # ---- sampling ----
 

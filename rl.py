@@ -14,9 +14,8 @@ absent, holds safetensors only, and can be read by any number of processes:
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,15 +24,14 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 import algos
+from models.packed import pack, use_attention
 from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
@@ -402,7 +400,7 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     return out.last_hidden_state[0][index[mask.roll(-1, 1)]]
 
 
-# ---- packed rows: what models allow, and the attention ----
+# ---- lengths, and the ways in which a model is computed ----
 
 
 def length_dependence(config: PreTrainedConfig) -> str:
@@ -481,190 +479,6 @@ def packs(model: "PreTrainedModel | Critic") -> bool:
     paths = compute_paths_of(model)
     return paths is not None and paths.update == "packed"
 
-
-def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
-    """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
-
-    >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
-    (2, 0)
-    """
-    low, high = threshold + 1, min(len(a), len(b))
-    if high < low or a[:low] != b[:low]:
-        return 0
-    # Binary search. a[:low] == b[:low] holds throughout.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-class Part(NamedTuple):
-    """What one sequence adds to a packed row: its own tokens, and the keys that they see."""
-
-    start: int  # of its own tokens in the packed row
-    count: int  # number of its own tokens
-    keys: Tensor  # [length] long, the places of all its tokens, its own are the last `count`
-
-
-def pack(rows: list[list[int]], width: int) -> tuple[Tensor, list[Part], Tensor]:
-    """Sort sequences, and lay them out one after the other. Each leaves out the prefix that it
-    shares with the one before it, so a shared prefix stands there once.
-
-    -> the packed row [N, 2] long, (token id, position in its sequence); its parts; and the place of
-    each token of each sequence in the packed row, [B, width] long.
-    """
-    packed: list[tuple[int, int]] = []
-    parts = []
-    index = torch.zeros(len(rows), width, dtype=torch.long)
-    before = []  # the sequence before this one, and the places of its tokens
-    places = torch.zeros(0, dtype=torch.long)
-    for b in sorted(range(len(rows)), key=rows.__getitem__):
-        row = rows[b]
-        shared = common_prefix_length(before, row)
-        start, count = len(packed), len(row) - shared
-        places = torch.cat([places[:shared], torch.arange(start, start + count)])
-        if count:
-            packed += zip(row[shared:], range(shared, len(row)))
-            parts.append(Part(start, count, places))
-        index[b, : len(row)] = places
-        before = row
-    return torch.tensor(packed), parts, index
-
-
-@contextmanager
-def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
-    """Inside, the models with this config attend by the function `name` of AttentionInterface."""
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                     scale: float | None, softcap: float | None = None,
-                     sinks: Tensor | None = None) -> Tensor:
-    """softmax(query key^T scale) value, with what some families add. Each key is seen by the query
-    heads that share it.
-
-    query [B, H, N, D], key [B, H_kv, M, D], value [B, H_kv, M, D_v] -> [B, H, N, D_v]. mask: added
-    to the scores, broadcast to [B, H, N, M] (see `seen_keys`); None: every key is seen. softcap c:
-    scores s become c tanh(s / c) (Gemma 2). sinks, broadcast to [B, H, N, 1]: the score of one more
-    key, whose value is 0 (GPT-OSS).
-    """
-    if softcap is None and sinks is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale,
-                                            enable_gqa=query.shape[1] != key.shape[1])
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    scores = scores.float()
-    if sinks is not None:
-        sinks = sinks.float().expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = torch.softmax(scores, -1)[..., : key.shape[2]]
-    return weights.to(value.dtype) @ value
-
-
-def seen_keys(first: int, count: int, window: int | None, like: Tensor) -> Tensor:
-    """The mask [count, first + count] of queries at the positions first, first + 1 ...: 0 for keys
-    at the same or an earlier position, with a sliding window for the last `window` of them, and
-    -inf for all others. Its dtype and device are those of `like`."""
-    hidden = like.new_full((count, first + count), -math.inf)
-    later = hidden.triu(first + 1)
-    return later if window is None else later + hidden.tril(first - window)
-
-
-def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-                  attention_mask: Tensor | None, scaling: float | None = None,
-                  sliding_window: int | None = None, softcap: float | None = None,
-                  s_aux: Tensor | None = None, parts: Sequence[Part] = (),
-                  **_: object) -> tuple[Tensor, None]:
-    """transformers' attention function for packed rows: each sequence sees itself alone.
-
-    query [1, H, N, D], key and value [1, H_kv, N, D], parts: from `pack` -> [1, N, H, D]. On a GPU
-    it is one call of flash attention for sequences of different lengths where the model allows it,
-    elsewhere one call of `masked_attention` a sequence. sliding_window, softcap, s_aux (sinks):
-    what layers of some families say about their attention.
-    """
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    grouped = query.shape[1] != key.shape[1]  # several query heads share a key
-    is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    places = torch.cat([part.keys for part in parts])
-    if is_plain and fits_flash_attention(value):
-        k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
-        spans = spans_of([part.count for part in parts], [len(part.keys) for part in parts],
-                         value.device)
-        return flash_attention(query[0], k, v, spans, scaling, sliding_window)[None], None
-    sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
-    # One `index_select` and one `split` for all sequences: the gradient of a slice has the size of
-    # the whole row, so slices would cost the number of sequences times the row.
-    counts, lengths = zip(*((part.count, len(part.keys)) for part in parts))
-    keys, values = (x.index_select(2, places).split(lengths, 2) for x in (key, value))
-    out = []
-    for q, k, v in zip(query.split(counts, 2), keys, values):
-        count, length = q.shape[2], k.shape[2]
-        if is_plain and count == length and (sliding_window or count) >= count:
-            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
-                                             enable_gqa=grouped)
-        else:  # it shares a beginning with the sequence before, or the model's attention is special
-            mask = seen_keys(length - count, count, sliding_window, value)
-            o = masked_attention(q, k, v, mask, scaling, softcap, sinks)
-        out.append(o)
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-@cache
-def has_flash_attention(device: torch.device) -> bool:
-    """Whether flash attention runs there: on GPUs of compute capability 8.0 (A100) and above."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def fits_flash_attention(value: Tensor) -> bool:
-    """Whether `flash_attention` can be called with values [..., D_v] like these."""
-    half_precision = value.dtype in (torch.bfloat16, torch.float16)
-    size = value.shape[-1]
-    return half_precision and size % 8 == 0 and size <= 256 and has_flash_attention(value.device)
-
-
-class Spans(NamedTuple):
-    """Where sequences that stand one after the other begin and end, for `flash_attention`."""
-
-    query_ends: Tensor  # [sequences + 1] int32: running sum of their numbers of queries, from 0 on
-    key_ends: Tensor  # the same for their keys
-    most_queries: int
-    most_keys: int
-
-
-def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
-    """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
-    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
-            for numbers in (counts, lengths)]
-    return Spans(*ends, max(counts), max(lengths))
-
-
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
-                    scale: float | None, window: int | None) -> Tensor:
-    """Causal attention of several sequences that stand one after the other, in one call.
-
-    query [H, N, D]: the last tokens of each sequence; key and value [M, H_kv, D]: all its tokens ->
-    [N, H, D]. The last query of a sequence sees its last key, and each one before it a key less.
-    scale and window: see `masked_attention` and `seen_keys`.
-    """
-    left = -1 if window is None else window - 1
-    return varlen_attn(query.transpose(0, 1).contiguous(), key, value, *spans, scale=scale,
-                       window_size=(left, 0), enable_gqa=query.shape[0] != key.shape[1])
-
-
-AttentionInterface.register("within", attend_within)
 
 # ---- the weights of a policy ----
 

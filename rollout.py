@@ -37,8 +37,9 @@ from agent import settings_of, user
 from engine import Padded, Ragged, sample
 from envs import AgentError, Env, EnvPool, Step, Worker, raise_if_item_unknown, split_item
 from models.check import find_paths
+from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
-from rl import common_prefix_length, compute_paths_of, length_dependence
+from rl import compute_paths_of, length_dependence
 from trajectory import Status, Trajectory
 
 # ---- settings ----

@@ -43,6 +43,7 @@ from envs import EnvPool
 from metrics import alarm, banner, draw_curves, held_out_summary, memory_gb, mixture_columns
 from metrics import reporter, rollout_bar, rollout_metrics, world_metrics
 from models.check import find_paths
+from models.packed import common_prefix_length
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, cast_weights, gather
 from parallel import end_process, init_distributed, is_mapped, of_rank_0, on_any_rank
 from parallel import ranks, shard, unsharded
@@ -572,7 +573,7 @@ def num_distinct(t: Trajectory) -> int:
     """The number of a trajectory's tokens, without those that a segment begins with as the one
     before it does."""
     segments = [t.tokens[start:end] for start, end in t.spans()]
-    shared = sum(map(rl.common_prefix_length, segments, segments[1:]))
+    shared = sum(map(common_prefix_length, segments, segments[1:]))
     return len(t.tokens) - shared
 
 

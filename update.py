@@ -27,6 +27,7 @@ import algos
 import rl
 from envs import load_function
 from metrics import explained_variance
+from models.packed import common_prefix_length
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 from trajectory import Trajectory, reply_spans
 
@@ -413,7 +414,7 @@ def cut_packed(rows: list[list[int]], max_tokens: int, num_ranks: int) -> list[l
     """The fewest micro-batches, a multiple of `num_ranks`, that all keep the limit, and the largest
     of them as small as it can be."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    shared = [rl.common_prefix_length(rows[a], rows[b]) for a, b in zip(order, order[1:])]
+    shared = [common_prefix_length(rows[a], rows[b]) for a, b in zip(order, order[1:])]
 
     def cut(limit: int) -> list[list[int]]:
         cuts, held = [], limit
@@ -473,7 +474,7 @@ def num_positions(rows: list[list[int]], packed: bool) -> int:
     """How many positions are computed for a micro-batch from `micro_batches`."""
     if not packed:
         return len(rows) * max(map(len, rows))
-    shared = sum(map(rl.common_prefix_length, rows, rows[1:]))
+    shared = sum(map(common_prefix_length, rows, rows[1:]))
     return sum(map(len, rows)) - shared
 
 

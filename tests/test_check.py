@@ -8,6 +8,7 @@ import torch
 from conftest import random_model, run_script
 
 import rl
+from models import packed
 from experiments.families import tiny_model
 from models import check
 from rollout import rollout
@@ -76,8 +77,8 @@ def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
     small = check.first_layers(model, torch.device("cpu"))
     assert small.config.sliding_window == check.SMALL_WINDOW
     assert check.try_ways(small)[:2] == ("ragged", "packed")
-    without_window = rl.seen_keys
-    monkeypatch.setattr(rl, "seen_keys", lambda first, count, window, like:
+    without_window = packed.seen_keys
+    monkeypatch.setattr(packed, "seen_keys", lambda first, count, window, like:
                         without_window(first, count, None, like))
     paths = check.try_ways(small)
     assert paths[:2] == ("ragged", "padded")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
 import rl
+import models.packed
 import rollout as ro
 import train
 from config import parse_config
@@ -22,7 +23,7 @@ from engine import Padded, Ragged, _truncate, sample
 from eval import parse_eval_config
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
-from rl import attend_within, pack
+from models.packed import attend_within, pack
 from rollout import rollout
 
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
@@ -244,7 +245,7 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
         return attend_one_by_one(*args, **kw)
 
     monkeypatch.setattr(engine_module, "fits_flash_attention", lambda value: True)
-    monkeypatch.setattr(rl, "varlen_attn", count)
+    monkeypatch.setattr(models.packed, "varlen_attn", count)
     for expected, found in zip(one_by_one, logits()):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     layers = model.config.num_hidden_layers
@@ -294,16 +295,16 @@ def test_flash_attention_is_asked_for_its_compute_capability(monkeypatch):
     """A V100 (7.0) and a T4 (7.5) do not have it."""
     for capability, expected in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        rl.has_flash_attention.cache_clear()
-        assert rl.has_flash_attention(torch.device("cuda", 0)) == expected
-        assert not rl.has_flash_attention(torch.device("cpu"))
-    rl.has_flash_attention.cache_clear()
+        models.packed.has_flash_attention.cache_clear()
+        assert models.packed.has_flash_attention(torch.device("cuda", 0)) == expected
+        assert not models.packed.has_flash_attention(torch.device("cpu"))
+    models.packed.has_flash_attention.cache_clear()
 
     calls = []
-    monkeypatch.setattr(rl, "varlen_attn", lambda q, *_, **__: (calls.append(len(q)), q)[1])
+    monkeypatch.setattr(models.packed, "varlen_attn", lambda q, *_, **__: (calls.append(len(q)), q)[1])
     packed, parts, _ = pack([[1] * 5, [2] * 4], 5)
     for has, heads_size, expected in ((True, 64, [9]), (False, 64, []), (True, 512, [])):
-        monkeypatch.setattr(rl, "has_flash_attention", lambda device: has)
+        monkeypatch.setattr(models.packed, "has_flash_attention", lambda device: has)
         calls.clear()
         x = torch.randn(1, 2, len(packed), heads_size, dtype=torch.bfloat16)
         assert attend_within(None, x, x, x, None, parts=parts)[0].shape == (1, 9, 2, heads_size)

@@ -19,7 +19,9 @@ LAYERS = [
     ["rollout"],
     ["models.*"],
     ["engine"],
+    ["checkpoint"],
     ["rl"],
+    ["models.packed"],
     ["metrics", "parallel", "algos", "schedule"],
     ["trajectory"],
     ["worlds.play"],  # the command `envs.py play`, which no module imports
