@@ -301,7 +301,8 @@ def test_flash_attention_is_asked_for_its_compute_capability(monkeypatch):
     models.packed.has_flash_attention.cache_clear()
 
     calls = []
-    monkeypatch.setattr(models.packed, "varlen_attn", lambda q, *_, **__: (calls.append(len(q)), q)[1])
+    monkeypatch.setattr(models.packed, "varlen_attn",
+                        lambda q, *_, **__: (calls.append(len(q)), q)[1])
     packed, parts, _ = pack([[1] * 5, [2] * 4], 5)
     for has, heads_size, expected in ((True, 64, [9]), (False, 64, []), (True, 512, [])):
         monkeypatch.setattr(models.packed, "has_flash_attention", lambda device: has)
