@@ -13,6 +13,7 @@ its ids there.
 import ast
 import copy
 import hashlib
+import importlib.util
 import inspect
 import json
 import math
@@ -21,7 +22,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -32,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 
-from envs import AgentError, Env, EnvError, Step, load_named, read_settings, split_item
-from envs import with_settings
+from envs import AgentError, Env, EnvError, Step, load_named, raise_if_item_unknown
+from envs import read_settings, split_item, with_settings
 
 if TYPE_CHECKING:  # transformers is not needed to play by hand
     from transformers import PreTrainedTokenizerBase
@@ -374,10 +375,15 @@ class Play:
         return [{"role": "user", "content": text}, assistant(self.texts.get("reply", FIRST_REPLY))]
 
     def reset(self) -> str:
-        """Begin the episode, perhaps once more -> the first observation."""
+        """Begin the episode, perhaps once more -> the first observation. Raises ItemError if there
+        is no such item."""
         with self._fault_of_environment():
             self.turn.progress = 0.0
-            return _text(self.env.reset(self.number))
+            try:
+                return _text(self.env.reset(self.number))
+            except ValueError as e:
+                raise_if_item_unknown(e)
+                raise
 
     def act(self, reply: str) -> Step:
         """Let the environment take the action in a reply. A reply without exactly one action does
@@ -395,24 +401,28 @@ class Play:
         with self._fault_of_environment():
             step = self.env.step(action)
             _text(step.observation)
+            if not all(map(math.isfinite, (step.reward, step.score, step.progress))):
+                raise EnvError("a reward, score or progress is not finite")
             self.turn = replace(step, reward=self.turn.reward + step.reward,
                                 valid=self.turn.valid and step.valid)
         self._check_reward(step.reward)
         return step
 
     def earn(self, reward: float, success: bool | None = None) -> None:
-        """Credit a reward to the last reply, where no environment here gives one. It is the score,
-        too. success: by default, whether the reward is positive. Raises ValueError for a reward
-        that is not finite."""
+        """Credit a reward to the last reply, where no environment here gives one. The score is the
+        same within 0 and 1. success: by default, whether the reward is positive. Raises ValueError
+        for a reward that is not finite."""
         if not math.isfinite(reward):
             raise ValueError(f"a reward is a finite number, not {reward}")
         self._check_reward(reward)
-        self.turn = replace(self.turn, reward=self.turn.reward + reward, score=reward,
+        self.turn = replace(self.turn, reward=self.turn.reward + reward,
+                            score=min(max(reward, 0.0), 1.0),
                             success=reward > 0 if success is None else success)
 
     def forget(self) -> None:
         """What was earned so far does not count: the episode is going to be played again."""
         self.forgets = True
+        self.turn = replace(self.turn, reward=0.0)
 
     def valid_actions(self) -> list[str]:
         """`Env.valid_actions`."""
@@ -433,6 +443,9 @@ class Play:
         """What is raised in this block is the environment's failure and no bug of the agent."""
         try:
             yield
+        except StopIteration as e:  # a generator cannot let it pass
+            self._failure = EnvError(f"the world raised {e!r}")
+            raise self._failure from e
         except (Exception, SystemExit) as e:
             self._failure = e
             raise
@@ -443,27 +456,37 @@ class Play:
         """Pass a reply to the agent (None: start it) -> the messages that the model is to answer
         next; None: the agent has ended the episode. cut: see the class.
 
-        An exception of the environment passes. Raises AgentError for any other exception of the
-        agent, and for an agent that ends the episode without having asked for a reply.
+        An exception of the environment passes, also if the agent has caught it. Raises AgentError
+        for any other exception of the agent, for messages of another form, and for an agent that
+        ends the episode without having asked for a reply.
         """
         self.turn = replace(self.turn, observation="", reward=0.0, valid=True, done=False)
         self.turns += reply is not None
         self.forgets = False
         self.kind = ""
         self.cut = cut
+        return self._resume(self.agent.send, reply)
+
+    def throw(self, error: Exception) -> Messages | None:
+        """Raise `error`, which its messages have caused, where the agent has yielded them -> see
+        `send`."""
+        return self._resume(self.agent.throw, error)
+
+    def _resume(self, function: Callable[..., Messages], *args: object) -> Messages | None:
+        messages = None
         try:
-            messages = self.agent.send(reply)
-            if not messages or messages[-1]["role"] == "assistant":
-                raise ValueError("the last message that an agent yields is one to the model")
-            return [dict(message) for message in messages]  # the agent may change its own
+            messages = _checked(function(*args))
         except StopIteration:
-            if reply is None:
+            if not self.turns and self._failure is None:
                 raise AgentError("the agent has ended the episode before the first reply") from None
-            return None
         except (Exception, SystemExit) as e:
-            if e is self._failure or isinstance(e, EnvError):
+            if isinstance(e, EnvError):
                 raise
-            raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e
+            if self._failure is None:
+                raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e
+        if self._failure is not None:
+            raise self._failure
+        return messages
 
     def close(self) -> None:
         """Let the agent's generator run its `finally` blocks. A failure in them is printed."""
@@ -471,6 +494,19 @@ class Play:
             self.agent.close()
         except Exception as e:
             print(f"the agent's end failed: {type(e).__name__}: {e}", file=sys.stderr)
+
+
+def _checked(messages: Messages) -> Messages:
+    """A copy of the messages, since the agent may change its own: role and content, no more.
+    Raises ValueError for messages of another form."""
+    copies = [{"role": m["role"], "content": m["content"]} for m in messages]
+    for message in copies:
+        if not all(isinstance(text, str) for text in message.values()):
+            raise ValueError(f"role and content of a message are text, not {message}")
+        message["content"].encode()  # raises UnicodeEncodeError
+    if not copies or copies[-1]["role"] == "assistant":
+        raise ValueError("the last message that an agent yields is one to the model")
+    return copies
 
 
 def _text(observation: str) -> str:
@@ -563,7 +599,7 @@ def load_agent(agent: str | Callable[..., Agent], settings: dict[str, Any]
     not of the type of its default.
     """
     function = load_named(agent, AGENTS, "agent") if isinstance(agent, str) else agent
-    name = agent if isinstance(agent, str) else function.__name__
+    name = agent if isinstance(agent, str) else getattr(agent, "__name__", "of your own")
     if not inspect.isgeneratorfunction(function):
         raise ValueError(f"agent {name} is no generator function: it should yield messages")
     return with_settings(function, settings, f"agent {name}")
@@ -583,10 +619,11 @@ def hash_of_sources(agent: str, settings: dict[str, Any]) -> str:
     named = [agent, *(word for value in settings.values() for word in str(value).split())]
     found = hashlib.sha256()
     for word in named:
-        path, _, name = word.rpartition(":")
-        path = Path(path if path and name.isidentifier() else word)
-        if word == agent and path.suffix != ".py":
-            path = Path(inspect.getfile(load_named(agent, AGENTS, "agent")))
+        where, _, name = word.rpartition(":")
+        path = Path(where if where and name.isidentifier() else word)
+        if re.fullmatch(r"[\w.]+:\w+", word) and path.suffix != ".py":
+            spec = importlib.util.find_spec(where)
+            path = Path(spec.origin if spec and spec.origin else word)
         if path.is_file():
             found.update(path.read_bytes())
     return found.hexdigest()
@@ -691,10 +728,14 @@ def _matched(text: str, outline: list[str],
     """`text` cut into the template's parts (`outline`) and the messages between them, which may
     lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text."""
     parts = []
-    for before, after, message in zip(outline, outline[1:], messages):
+    for before, mark, after in zip(outline[::2], outline[1::2], outline[2::2]):
+        message = messages[int(re.sub(r"\D", "", mark))]
         content = message["content"]
-        rest = content.rpartition("</think>")[2]
+        thought, _, rest = content.rpartition("</think>")
         forms = [content, content.strip(), rest, rest.lstrip("\n"), rest.strip()]
+        if mark.startswith("@thought"):
+            thought = thought.split("<think>")[-1]
+            forms = [thought, thought.strip("\n"), thought.strip()]
         form = next((f for f in forms if text.startswith(before + f + after)), None)
         if form is None:
             return None
@@ -862,24 +903,29 @@ class Chat:
         return self._encode(text)
 
     def prompt(self, messages: Messages, tools: list[dict] | None = None,
-               sampled: dict[str, list[int]] | None = None,
+               sampled: Sequence[tuple[str, list[int]]] = (),
                max_ids: int | None = None) -> list[int]:
         """Ids of a whole conversation and the generation prompt, by the template.
 
-        tools: see `Play`. sampled: the texts of replies that the policy has written -> their ids,
-        which are not encoded again. max_ids: see `observation`. Raises ValueError for messages that
-        the template does not show.
+        tools: see `Play`. sampled: (text, ids) of the replies that the policy has written, in
+        order: a message that is one of them has its ids, and is not encoded again. max_ids: see
+        `observation`. Raises EnvError for messages whose text the template changes, ValueError or
+        whatever the template's program raises for others that it does not show.
         """
-        known = sampled or {}
-        ids = []
-        for text, message in self._cut(messages, tools):
+        rest = list(sampled)
+        parts = []  # the ids of each part, from the last to the first
+        for text, message in reversed(self._cut(messages, tools)):
             if message is None:
-                ids += self._encode_piece(text)
-            elif message["role"] == "assistant" and text == message["content"] and text in known:
-                ids += known[text]
+                parts.append(self._encode_piece(text))
+                continue
+            is_whole = message["role"] == "assistant" and text == message["content"]
+            while is_whole and rest and rest[-1][0] != text and any(t == text for t, _ in rest):
+                rest.pop()  # a later reply, which this prompt does not show
+            if is_whole and rest and rest[-1][0] == text:
+                parts.append(rest.pop()[1])
             else:
-                ids += self.observation(text, max_ids)
-        return ids
+                parts.append(self.observation(text, max_ids))
+        return [token for ids in reversed(parts) for token in ids]
 
     def _cut(self, messages: Messages,
              tools: list[dict] | None) -> list[tuple[str, dict[str, str] | None]]:
@@ -888,35 +934,41 @@ class Chat:
         because the parts between the messages are known from a conversation of marks."""
         if self.tried["system"] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.tried["system"]}, *messages]
-        if messages[0]["role"] == "system" and not self._shows_system:
+        if messages[0]["role"] == "system" and messages[1:] and not self._shows_system:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
         text = write(self.tokenizer, messages, self.tried, tools)
-        for is_blank in (lambda text: not text, lambda text: not text.strip()):
-            # A template may write something else around an empty message.
-            shown = [m for m in messages if not is_blank(self._as_history(m))]
-            outline = self._outline(messages, shown, tools)
-            parts = _matched(text, outline, shown)
+        # A template may write something else around an empty message, or around a thought.
+        for is_blank, with_thoughts in ((lambda text: not text, False),
+                                        (lambda text: not text.strip(), False),
+                                        (lambda text: not text, True)):
+            marked = []
+            for number, message in enumerate(messages):
+                mark = "" if is_blank(self._as_history(message)) else f"@message{number}@"
+                if with_thoughts and "</think>" in message["content"]:
+                    mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
+                marked.append({"role": message["role"], "content": mark})
+            parts = _matched(text, self._outline(marked, tools), messages)
             if parts is not None:
                 return parts
-        raise ValueError("this tokenizer's chat template changes the text of a message")
+        raise EnvError("this tokenizer's chat template changes the text of a message")
 
-    def _outline(self, messages: Messages, shown: Messages,
-                 tools: list[dict] | None) -> list[str]:
-        """What the template writes before, between and after the messages that it shows, which
-        depends on their roles, and on which are empty."""
-        marks = {id(message): f"@message{number}@" for number, message in enumerate(shown)}
-        marked = [m | {"content": marks.get(id(m), "")} for m in messages]
-        key = json.dumps([marked, tools])
+    def _outline(self, marked: Messages, tools: list[dict] | None) -> list[str]:
+        """What the template writes around the marks "@message3@" and "@thought3@" of a
+        conversation, and the marks: text, mark, text, mark ... text."""
+        key = json.dumps([marked, tools], ensure_ascii=False)
         if key not in self.outlines:
-            if tools and any(token in json.dumps(tools) for token in self.control_tokens):
+            if tools and any(token in key for token in self.control_tokens):
                 raise ValueError("the tools of an agent hold a control token")
             text = write(self.tokenizer, marked, self.tried, tools)
-            pieces = re.split("@message[0-9]+@", text)
-            if re.findall("@message[0-9]+@", text) != list(marks.values()):
+            shown, wanted = (re.findall("@message[0-9]+@", written) for written in
+                             (text, "".join(message["content"] for message in marked)))
+            if shown != wanted:
                 raise ValueError("this tokenizer's chat template does not show each message once, "
                                  "in order")
-            self.outlines[key] = pieces
+            if len(self.outlines) > 100:
+                self.outlines.clear()
+            self.outlines[key] = re.split("(@(?:message|thought)[0-9]+@)", text)
         return self.outlines[key]
 
     def _as_history(self, message: dict[str, str]) -> str:

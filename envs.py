@@ -175,6 +175,10 @@ def with_settings(function: Callable[..., Any], settings: dict[str, Any],
     ValueError for one that it does not have or that is not of the type of its default."""
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     del defaults[next(iter(defaults))]
+    missing = [key for key, default in defaults.items()
+               if default is inspect.Parameter.empty and key not in settings]
+    if missing:
+        raise ValueError(f"{name} needs a setting '{missing[0]}'")
     for key, value in settings.items():
         if key not in defaults:
             has = ", ".join(defaults) or "none"
@@ -226,15 +230,22 @@ def load_function(name: str, table: dict[str, str], kind: str, settings: str) ->
                          f"{kind} {name}")
 
 
+_loading = threading.RLock()
+
+
 def _load_file(path: Path) -> Any:
     """The module that a file is, imported once."""
     name = f"file:{path.resolve()}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
+    with _loading:
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+            try:
+                spec.loader.exec_module(sys.modules[name])
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
 
 
 def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
@@ -531,8 +542,8 @@ class Worker:
         return max(self.began, self.made) + deadline
 
     def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
-        """Wait for the last call -> (its result, "") or (None, what went wrong). An AgentError
-        passes: it is no fault of the environment."""
+        """Wait for the last call -> (its result, "") or (None, what went wrong). AgentError and
+        ItemError pass: they are no faults of the environment."""
         while True:
             seconds_left = self.limit(deadline, create_deadline) - time.monotonic()
             try:
@@ -549,7 +560,7 @@ class Worker:
                     return None, f"timeout: no answer within {deadline:g} s"
             except EnvError as e:
                 return None, f"fault: {e}"
-            except AgentError:
+            except (AgentError, ItemError):
                 raise
             except Exception as e:  # a world's crash is an env_error of its episode alone
                 return None, _crash(e)

@@ -635,20 +635,20 @@ def play_text(t: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
     worker = pool.take(t.env)
     episode = Conversation(t, horizon, config, chat=None)
     reply = Reply()
-    while t.status == Status.RUNNING:
-        future = worker.call(episode.advance, reply.text, (), True, reply.cut)
-        answer, error = worker.outcome(future, config.deadline, config.create_deadline)
-        if error:
-            if not t.messages:  # it was the reset that failed
-                envs.raise_if_item_unknown(future.exception() if future.done() else None)
-            episode.end(Status.ENV_ERROR, error)
-        elif not episode.take(answer):
-            pass
-        elif reply.tokens >= episode.max_length:
-            episode.end(Status.LENGTH)
-        else:
-            reply = next_reply(episode, model, worker.env.stop, cancelled)
-    episode.give_back(pool, worker, broken=t.status == Status.ENV_ERROR)
+    try:
+        while t.status == Status.RUNNING:
+            future = worker.call(episode.advance, reply.text, (), True, reply.cut)
+            answer, error = worker.outcome(future, config.deadline, config.create_deadline)
+            if error:
+                episode.end(Status.ENV_ERROR, error)
+            elif not episode.take(answer):
+                pass
+            elif reply.tokens >= episode.max_length:
+                episode.end(Status.LENGTH)
+            else:
+                reply = next_reply(episode, model, worker.env.stop, cancelled)
+    finally:
+        episode.give_back(pool, worker, broken=t.status in (Status.ENV_ERROR, Status.RUNNING))
 
 
 def next_reply(episode: Conversation, model: ServedModel, stop: Sequence[str],

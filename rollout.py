@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent import FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
 from agent import settings_of, user
 from engine import Padded, Ragged, sample
-from envs import AgentError, Env, EnvPool, Step, Worker, raise_if_item_unknown, split_item
+from envs import Env, EnvError, EnvPool, Step, Worker, split_item
 from models.check import find_paths
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
@@ -155,7 +155,8 @@ class Conversation:
         self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
         self.play: Play | None = None
         self.prompt: Messages = []  # what the model was shown last
-        self.sampled: dict[str, list[int]] = {}  # text of a reply -> its ids
+        self.tools: list[dict] | None = None  # with what it was shown
+        self.sampled: list[tuple[str, list[int]]] = []  # (text, ids) of each reply
 
     def advance(self, env: Env, reply: str | None = None, ids: Sequence[int] = (),
                 closed: bool = True, cut: bool = False) -> Answer:
@@ -168,13 +169,19 @@ class Conversation:
         if reply is None:
             self.play = self.config.play(t.item, env, self.horizon, t.step)
         else:
-            self.sampled[reply] = list(ids)
+            self.sampled.append((reply, list(ids)))
         play = self.play
         prompt = play.send(reply, cut)
-        if prompt is None or play.turns >= self.horizon or self.chat is None:
-            ids, begins = [], False
-        else:
-            ids, begins = self._render(prompt, reply, closed)
+        ids, begins = [], False
+        while prompt is not None and play.turns < self.horizon and self.chat is not None:
+            try:
+                ids, begins = self._render(prompt, reply, closed)
+                break
+            except EnvError:
+                raise
+            except Exception as e:  # whatever the template's program raises
+                wrong = f"cannot render the messages: {type(e).__name__}: {e}"
+                prompt = play.throw(ValueError(wrong))
         return Answer(reply, play.turn, play.forgets, prompt, self._new_in(prompt, reply), ids,
                       begins, self._state_of(env) if prompt else None)
 
@@ -186,12 +193,10 @@ class Conversation:
             new = prompt[len(shown):]
             roles = [message["role"] for message in new]
             in_turns = roles == (["user", "assistant"] * len(new))[: len(new)]
-            if prompt[: len(shown)] == shown and new and in_turns:
+            extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
+            if extends and new and in_turns:
                 return self.chat.turns(new, closed, self.max_length), False
-        try:
-            ids = self.chat.prompt(prompt, self.play.tools, self.sampled, self.max_length)
-        except Exception as e:  # whatever the template's program raises
-            raise AgentError(f"cannot render the agent's messages: {type(e).__name__}: {e}") from e
+        ids = self.chat.prompt(prompt, self.play.tools, self.sampled, self.max_length)
         held = self.trajectory.segment() if reply is not None else []
         if held and ids[: len(held)] == held:
             return ids[len(held):], False
@@ -206,7 +211,7 @@ class Conversation:
         for place in range(len(prompt), 0, -1):
             if reply is not None and prompt[place - 1] == assistant(reply):
                 return prompt[place:]
-        return prompt[common_prefix_length(self.prompt, prompt):]
+        return prompt[common_prefix_length(self.prompt, prompt):] or prompt[-1:]
 
     def _state_of(self, env: Env) -> str | None:
         """The state in which the next reply is written. What is asked for is part of it: a plan and
@@ -226,7 +231,7 @@ class Conversation:
             return self.end(Status.DONE)
         if t.turns >= self.horizon:
             return self.end(Status.HORIZON)
-        self.prompt = answer.prompt
+        self.prompt, self.tools = answer.prompt, self.play.tools
         if self.chat is None:
             return True
         held = 0 if answer.begins else len(t.segment())
@@ -365,8 +370,6 @@ class Episode(Conversation):
         answer, error = self.worker.outcome(self.future, self.config.deadline,
                                             self.config.create_deadline)
         if error:
-            if not self.trajectory.messages:  # it was the reset that failed
-                raise_if_item_unknown(self.future.exception() if self.future.done() else None)
             self.end(Status.ENV_ERROR, error)
         goes_on = not error and self.take(answer)
         if goes_on:
@@ -618,8 +621,12 @@ class Decoder:
         """
         with self.engine.attention():
             for now in itertools.count():
+                new_ids = 0  # of segments that begin
                 for slot in self.answered_slots(now):
-                    self.collect(slot)
+                    if new_ids < MAX_NEW_IDS:
+                        new_ids += self.collect(slot)
+                    else:
+                        self.waiting[slot] = now + 1
                 idle = not (self.playing or self.starting or self.queue.todo)
                 if idle or now % DEAL_EVERY == 0:
                     self.queue.deal(self.room())
@@ -656,9 +663,9 @@ class Decoder:
         concurrent.futures.wait([e.future for e in episodes], timeout,
                                 return_when=concurrent.futures.FIRST_COMPLETED)
 
-    def collect(self, slot: int) -> None:
-        """Take the answer for the episode in `slot`, which frees the slot if the trajectory
-        ends."""
+    def collect(self, slot: int) -> int:
+        """Take the answer for the episode in `slot`, which frees the slot if the trajectory ends.
+        -> the number of new ids, if a segment begins."""
         del self.waiting[slot]
         episode = self.playing[slot]
         if not episode.take_answer():
@@ -667,6 +674,8 @@ class Decoder:
         elif episode.begins:
             ids = episode.pending
             episode.pending = self.engine.begin(slot, ids, *self.engine.best_prefix(ids, slot))
+            return len(episode.pending)
+        return 0
 
     def room(self) -> int:
         """How many more trajectories this rank can take: some in advance, for slots that become

@@ -142,7 +142,7 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
                 envs.close_quietly(env)
             env = None
             continue
-        if t.success and any(t.mask):
+        if t.success and any(t.mask) and t.longest_segment() <= cfg.worlds[world].max_length:
             t.sample = epoch
             found.append(t)
             bar.update()
@@ -165,11 +165,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     t = Trajectory(item, world)
     config = RolloutConfig.from_flags(cfg, max_length=own.max_length)
     episode = Conversation(t, own.rounds[-1], config, chat)
-    try:
-        answer = episode.advance(env)
-    except ValueError as e:
-        envs.raise_if_item_unknown(e)
-        raise
+    answer = episode.advance(env)
     while episode.take(answer):
         if episode.play.kind:
             raise envs.UserError(f"agent {cfg.agent} asks for {episode.play.kind}, and an expert "
@@ -189,6 +185,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
         ids = chat.reply(text)
         t.append(ids, None if random_actions else [0.0] * len(ids))
         answer = episode.advance(env, text, chat.final_message(ids[:-1]))
+    episode.play.close()
     return t
 
 
@@ -250,7 +247,7 @@ def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory
     found = []
     for t in trajectories:
         limit = cfg.worlds[t.env].max_length if t.env in cfg.worlds else longest
-        if max((end - start for start, end in t.spans()), default=0) <= limit:
+        if t.longest_segment() <= limit:
             found.append(t)
     if not found:
         raise ValueError(f"every trajectory of {cfg.trajectories} is longer than --max_length")

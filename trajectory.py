@@ -89,6 +89,10 @@ class Trajectory:
         """The tokens of the newest segment."""
         return self.tokens[self.starts[-1] :]
 
+    def longest_segment(self) -> int:
+        """The number of tokens of the longest segment."""
+        return max((end - start for start, end in self.spans()), default=0)
+
     def spans(self) -> list[tuple[int, int]]:
         """(start, end) of each segment in `tokens`, `end` excluded."""
         return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
@@ -111,8 +115,9 @@ class Trajectory:
         if forgets:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
-            return
-        reward = turn.reward if turn.valid else turn.reward - invalid_penalty
+        reward = turn.reward
+        if not turn.valid and not forgets:
+            reward -= invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward

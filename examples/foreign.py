@@ -16,17 +16,20 @@ horizon, with the reward 0), requests get status 410. `temperature`, `max_tokens
 request have no effect: the run's settings hold.
 """
 
+import atexit
 import json
 import math
 import os
 import queue
 import secrets
 import shlex
+import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -44,7 +47,10 @@ class Request:
     def __init__(self, body: dict):
         self.messages = messages_of(body)
         self.tools = body.get("tools") or None
-        self.reply = queue.SimpleQueue()  # gets (text, cut), or None: the episode has ended
+        if self.tools and not all(isinstance(tool, dict) for tool in self.tools):
+            raise ValueError("tools: a list of objects")
+        # Gets (text, cut), an exception, or None: the episode has ended.
+        self.reply = queue.SimpleQueue()
 
 
 def messages_of(body: dict) -> list[dict[str, str]]:
@@ -65,6 +71,7 @@ def messages_of(body: dict) -> list[dict[str, str]]:
         if message["role"] not in ROLES or not isinstance(content, str) or unknown:
             raise ValueError(f"a message of role {message['role']} with {sorted(message)}: this "
                              "server takes text contents, and no tool_calls")
+        content.encode()  # raises UnicodeEncodeError for half a surrogate pair
         role = "system" if message["role"] == "developer" else message["role"]
         messages.append({"role": role, "content": content})
     if not messages or messages[-1]["role"] == "assistant":
@@ -76,6 +83,7 @@ class Server(ThreadingHTTPServer):
     """Passes requests for /EPISODE/v1/chat/completions on to the episode's queue."""
 
     daemon_threads = True
+    request_queue_size = 1024  # all slots may ask at once
 
     def __init__(self):
         self.episodes: dict[str, queue.SimpleQueue] = {}
@@ -85,6 +93,9 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_):
+        """A client that has gone is nothing to tell."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -108,9 +119,17 @@ class Handler(BaseHTTPRequestHandler):
         reply = None
         if inbox is not None:
             inbox.put(request)
-            reply = request.reply.get()
+        while inbox is not None and reply is None:
+            try:
+                reply = request.reply.get(timeout=1)
+                break
+            except queue.Empty:  # the episode may have ended before it saw the request
+                if self.server.episodes.get(episode) is not inbox:
+                    break
         if reply is None:  # a client does not try a 410 again
             return self.answer(410, error("this episode has ended"))
+        if isinstance(reply, Exception):
+            return self.answer(400, error(str(reply)))
         text, cut = reply
         choice = {"index": 0, "finish_reason": "length" if cut else "stop", "logprobs": None,
                   "message": {"role": "assistant", "content": text}}
@@ -178,13 +197,15 @@ def agent(play: Play, run: str = "", command: str = "") -> Agent:
             if isinstance(request, Ended):
                 break
             play.tools = request.tools
-            text = None
+            reply = None
             try:
-                text = yield request.messages
+                reply = (yield request.messages), play.cut
+            except ValueError as e:  # the chat template does not show such messages
+                reply = e
             finally:
-                request.reply.put(None if text is None else (text, play.cut))
-        if request.failure:
-            raise EnvError(f"the program failed: {request.failure}")
+                request.reply.put(reply)
+        if request.failure or not play.turns:
+            raise EnvError(f"the program failed: {request.failure or 'it has sent no request'}")
         play.earn(request.reward)
     finally:  # also when the horizon is reached, or the run stops
         del server().episodes[name]
@@ -208,6 +229,18 @@ def start_thread(run: str, url: str, item: int, inbox: queue.SimpleQueue) -> Cal
     return lambda: None
 
 
+RUNNING: set[subprocess.Popen] = set()  # programs that have not ended
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a program, with the processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+atexit.register(lambda: [kill(process) for process in list(RUNNING)])
+
+
 def start_process(command: str, url: str, item: int,
                   inbox: queue.SimpleQueue) -> Callable[[], None]:
     """Run a command with {url} and {item} filled in -> what kills it."""
@@ -218,8 +251,11 @@ def start_process(command: str, url: str, item: int,
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=out,
                                stderr=errors, start_new_session=True)
 
+    RUNNING.add(process)
+
     def wait():
         code = process.wait()
+        RUNNING.discard(process)
         try:
             if code:
                 raise ValueError(f"exit code {code}: {last_line(errors)}")
@@ -228,12 +264,7 @@ def start_process(command: str, url: str, item: int,
             inbox.put(Ended(failure=str(e)))
 
     threading.Thread(target=wait, daemon=True).start()
-
-    def stop():
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-
-    return stop
+    return lambda: kill(process)
 
 
 def last_line(file) -> str:

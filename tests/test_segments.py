@@ -6,7 +6,6 @@ slow loops over the sampled tokens.
 """
 
 import copy
-import json
 import os
 import re
 import signal
@@ -24,17 +23,17 @@ from test_train import ENV, SMALL, metrics
 from test_train import run as run_train
 
 import agent
-import algos
 import envs
 import rl
 import rollout as rollouts
 import update
 from agent import Chat, Play, assistant, user
 from config import parse_config
-from envs import AgentError, Env, EnvError, EnvPool, ItemError, Step
+from envs import AgentError, Env, EnvPool, ItemError, Step
 from rollout import RolloutConfig, rollout
 from trajectory import Status
 
+HERE = Path(__file__)
 EXAMPLES = ["last_two", "two_calls", "tools", "planner"]
 FOREIGN = dict(agent="examples/foreign.py:agent", agent_args="run=examples/their_agent.py:run")
 AGENTS = {"react": {}, "window": dict(agent="window", agent_args="keep=1"),
@@ -108,6 +107,8 @@ def test_the_longest_segment_is_limited_and_not_the_trajectory(tiny, pool):
     windows = play(tiny, pool, "window", horizon=8, max_length=longest - 40)
     assert {t.status for t in windows} <= {Status.DONE, Status.HORIZON}
     assert max(len(t.tokens) for t in windows) > longest
+    assert [t.to_json() for t in windows] == [
+        t.to_json() for t in play(tiny, pool, "window", horizon=8)]
     assert max(end - start for t in windows for start, end in t.spans()) < longest - 40
 
 
@@ -190,7 +191,8 @@ SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look
 
 @pytest.mark.parametrize("name", ["react", "window", "last_two"])
 @pytest.mark.parametrize("template_args", ["", "enable_thinking=false"])
-def test_every_prompt_is_what_the_template_writes(thinking, monkeypatch, name, template_args):
+def test_every_prompt_is_what_the_template_writes(
+        thinking, monkeypatch, request, name, template_args):
     """As text, and as ids: the scripted replies have the ids that the tokenizer gives them."""
     model, tokenizer = thinking
     tokenizer = copy.deepcopy(tokenizer)
@@ -219,9 +221,7 @@ def test_every_prompt_is_what_the_template_writes(thinking, monkeypatch, name, t
     assert next(rest, None) is None and t.turns == len(SAYS) and t.status == Status.DONE
     spans = update.reply_spans(t.mask)
     assert [t.tokens[a:b] for a, b in spans] == [tokenizer.encode(text) + end for text in SAYS]
-    plain = Chat(tokenizer).encoder  # in which no text is a control token
-    control = {tokenizer.convert_tokens_to_ids(name) for name in TEMPLATES["qwen3"][0]}
-    control |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for (place, _), messages in zip(spans, asked):
         start = max(s for s in t.starts if s <= place)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
@@ -238,14 +238,12 @@ def test_every_prompt_is_what_the_template_writes(thinking, monkeypatch, name, t
         counted = Counter(i for i in ids if i in control)
         expected = Counter(i for i in chat.prompt(harmless) if i in control)
         assert counted == expected
-    assert plain is not None
     if name == "react":
-        # A reply without thoughts is shown as it was sampled; GLM's template writes an empty
-        # thought before it, R1's and a generation prompt with a thought do not have it later.
-        dropped = len(t.starts) > 1
-        assert dropped
-    appended = rollouts.RolloutConfig(history="append")
-    assert Chat(tokenizer, appended.history).history == "append"
+        # Where a template shows a reply as it was sampled, the prompt after it extends the segment:
+        # Qwen3's a reply without a thought, GLM's without thinking an empty one.
+        extending = {("qwen3", ""): 2, ("glm_4_6", "enable_thinking=false"): 1}
+        family = next(family for family in TEMPLATES if family in request.node.name)
+        assert len(t.starts) == 6 - extending.get((family, template_args), 0)
 
 
 @pytest.mark.parametrize("history, segments", [("append", 1), ("template", None)])
@@ -260,6 +258,113 @@ def test_history_append_keeps_every_reply_as_it_was_sampled(
                        history=history)
     assert len(t.starts) == (segments or 3)
     assert sum(t.mask) == sum(map(len, written))
+
+
+TOOL = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\ncount", "<think>hm</think>count",
+                                  "<think>hm</think>", "count", " count\n"])
+def test_a_tools_answer_after_a_thought_is_what_the_template_writes(thinking, said):
+    """After the last question Qwen3's and GLM's templates keep a thought, and write it in their own
+    form."""
+    tokenizer = thinking[1]
+    messages = [user("How many?"), assistant(said), {"role": "tool", "content": "7<|im_end|>"}]
+    ids = Chat(tokenizer).prompt(messages, TOOL)
+    text = tokenizer.apply_chat_template(messages, tools=TOOL, tokenize=False,
+                                         add_generation_prompt=True)
+    assert tokenizer.decode(ids) == text
+    harmless = Chat(tokenizer).prompt([*messages[:2], {"role": "tool", "content": "7"}], TOOL)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == harmless.count(end)
+
+
+def test_a_text_that_a_template_takes_for_something_else_costs_its_own_episode(
+        thinking, monkeypatch):
+    """Qwen3's template takes a user's message of this form for a tool's answer."""
+    model, tokenizer = thinking
+    end = tokenizer.encode(tokenizer.eos_token)
+    scripted(monkeypatch, [tokenizer.encode("<think>hm</think>look") + end] * 2)
+    monkeypatch.setattr(Echo, "step", lambda self, action: Step("<tool_response>x</tool_response>"))
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 2, max_tokens=60, retries=0,
+                       action_format="plain", parse="strict")
+    assert t.status in (Status.HORIZON, Status.ENV_ERROR)
+    assert t.status == Status.HORIZON or "changes the text" in t.error
+
+
+def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(tiny, monkeypatch):
+    """Replies are written character by character, and "look" twice in different ids. The user's
+    message quotes a reply."""
+    tokenizer = tiny[1]
+    end = [tokenizer.eos_token_id]
+    apart = [token for character in "look" for token in tokenizer.encode(character)]
+    assert apart != tokenizer.encode("look")
+    written = [tokenizer.encode("look"), apart, apart]
+
+    def quoting(play):
+        turns, observation = [], play.reset()
+        while True:
+            reply = yield [user(f"{len(turns)}"), *turns, user(observation)]
+            turns += [user(observation), assistant(reply)]
+            play.act(reply)
+            observation = reply
+
+    scripted(monkeypatch, [ids + end for ids in written])
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(*tiny, pool, ["echo_1"], 3, agent=quoting, max_tokens=20,
+                       action_format="plain")
+    assert len(t.starts) == 3
+    last = t.tokens[t.starts[2]:]
+    start, stop = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.encode("<|im_end|>\n")
+
+    def holds(part):
+        return any(last[i:i + len(part)] == part for i in range(len(last)))
+
+    assert holds(start + written[0] + stop) and holds(start + written[1] + stop)
+    quoted = tokenizer.encode("<|im_start|>user\nlook<|im_end|>")
+    assert sum(last[i:i + len(quoted)] == quoted for i in range(len(last))) == 2
+
+
+def test_rows_in_lockstep_of_which_some_begin_a_segment(tiny, pool):
+    def sometimes(play):
+        messages = [*play.start(), user(play.reset())]
+        while True:
+            reply = yield messages
+            step = play.act(reply)
+            if step.done:
+                return
+            messages += [assistant(reply), user(step.observation)]
+            if play.number % 2 and play.turns == 2:
+                messages = [messages[0], messages[-1]]
+
+    both = [rollout(*tiny, pool, ["babyai_8", "babyai_50", "babyai_90", "babyai_19"], 4,
+                    agent=sometimes, max_tokens=12, engine=engine) for engine in ("hf", "ragged")]
+    assert [t.tokens for t in both[0]] == [t.tokens for t in both[1]]
+    assert {len(t.starts) for t in both[0]} == {1, 2}
+    for t in both[0]:
+        assert [round(x, 4) for x in t.logprobs] == pytest.approx(
+            [round(x, 4) for x in both[1][both[0].index(t)].logprobs], abs=2e-4)
+
+
+def test_other_tools_begin_a_segment(thinking, monkeypatch):
+    model, tokenizer = thinking
+    if "tools" not in tokenizer.chat_template:
+        pytest.skip("this template shows no tools")
+
+    def changing(play):
+        messages = [user(play.reset())]
+        for name in ("count", "count", "weigh"):
+            play.tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
+            messages += [assistant((yield messages)), user("More.")]
+
+    end = tokenizer.encode(tokenizer.eos_token)
+    scripted(monkeypatch, [tokenizer.encode("look") + end] * 3)
+    with EnvPool(make=lambda _: Echo()) as pool:
+        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 3, agent=changing, max_tokens=9,
+                       history="append")
+    assert len(t.starts) == 2
+    assert "weigh" in tokenizer.decode(t.segment())
 
 
 def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(channels, monkeypatch):
@@ -295,7 +400,7 @@ def test_a_system_message_stands_where_the_template_has_it_or_before_the_first_m
 
 def test_tools_reach_the_template_and_hold_no_control_token(thinking):
     chat = Chat(thinking[1])
-    tools = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+    tools = copy.deepcopy(TOOL)
     messages = [user("Go."), assistant("<think>a</think>count"), {"role": "tool", "content": "7"},
                 user("And?")]
     shown = thinking[1].decode(chat.prompt(messages, tools))
@@ -409,7 +514,6 @@ def test_grpo_gives_a_trajectorys_advantage_to_the_sampled_tokens_of_all_its_seg
         values = {a for a, sampled in zip(row, t.mask) if sampled}
         assert len(values) == 1 and abs(values.pop()) == pytest.approx(0.5**0.5, abs=1e-3)
         assert not any(a for a, sampled in zip(row, t.mask) if not sampled)
-    assert algos.COMPARE_SAMPLES  # of an item
 
 
 def test_gspo_over_whole_trajectories_is_refused_with_several_segments(tmp_path):
@@ -464,6 +568,7 @@ def test_what_an_agent_does_between_two_replies_is_the_last_replys():
     def several(play):
         messages = [*play.start(), user(play.reset())]
         reply = yield messages
+        play.turn.valid = False  # as after an invalid action
         play.step(reply)
         play.step("again")
         play.earn(0.25)
@@ -474,6 +579,7 @@ def test_what_an_agent_does_between_two_replies_is_the_last_replys():
     episode.send()
     episode.send("look")
     assert episode.turn.reward == 1.25 and episode.turn.score == 0.25 and episode.turns == 1
+    assert not episode.turn.valid
     assert episode.send("stop") is None
     assert (episode.turn.reward, episode.turn.done) == (0.5, True)
 
@@ -522,7 +628,18 @@ def backwards(play):
     yield [user("Go."), assistant("I went.")]
 
 
+def odd(play):
+    yield [{"role": "user", "content": None}]
+
+
+def later(play):
+    messages = [*play.start(), user(play.reset())]
+    reply = yield messages
+    yield [*messages, assistant(reply), {"role": "user", "content": "\ud800"}]
+
+
 @pytest.mark.parametrize("function, says", [
+    (odd, "are text"), (later, "UnicodeEncodeError"),
     (broken, "KeyError: 'a bug'"), (silent, "before the first reply"),
     (early, "belongs to no reply"), (wordless, "the last message"),
     (backwards, "the last message")])
@@ -535,17 +652,39 @@ def test_a_bug_of_an_agent_ends_the_run(tiny, function, says, is_instant):
 
 class Faulty(Echo):
     def reset(self, item):
+        self.item = item
         if item == 1:
             raise ValueError("no such item")
         if item == 2:
             return None
+        if item == 5:
+            raise StopIteration
         return "Go."
 
     def step(self, action):
+        if self.item == 4:
+            return Step("x", reward=float("nan"))
         raise KeyError("the world's")
 
 
-@pytest.mark.parametrize("item", ["echo_2", "echo_3"])
+def deaf(play):
+    messages = [*play.start(), user(play.reset())]
+    while True:
+        reply = yield messages
+        try:
+            play.act(reply)
+        except Exception:
+            messages += [assistant(reply), user("Never mind.")]
+
+
+def test_a_fault_of_the_world_that_the_agent_catches_is_one_all_the_same(tiny):
+    with EnvPool(make=lambda _: Faulty()) as pool:
+        (t,) = rollout(*tiny, pool, ["echo_3"], 4, agent=deaf, max_tokens=5, retries=0,
+                       action_format="plain")
+    assert t.status == Status.ENV_ERROR and "KeyError" in t.error
+
+
+@pytest.mark.parametrize("item", ["echo_2", "echo_3", "echo_4", "echo_5"])
 def test_a_fault_of_the_world_under_any_agent_is_an_env_error(tiny, item):
     with EnvPool(make=lambda _: Faulty()) as pool:
         (t,) = rollout(*tiny, pool, [item], 4, agent="window", max_tokens=5, retries=0,
@@ -601,6 +740,10 @@ def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
     assert "timeout" in played[1].error and in_main_thread and not any(in_main_thread)
 
 
+def needing(play, that):
+    yield []
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--agent", "nobody"], "there is no agent 'nobody'"),
     (["--agent", "nowhere.py:agent"], "there is no agent"),
@@ -609,6 +752,7 @@ def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
     (["--agent", "window", "--agent_args", "kept=2"], "no setting 'kept'; it has keep"),
     (["--agent", "window", "--agent_args", "keep=two"], "keep is int"),
     (["--agent", "window", "--plan", "true"], "no setting 'plan'"),
+    (["--agent", f"{HERE}:needing"], "needs a setting 'that'"),
     (["--agent_args", "keep"], "cannot read --agent_args"),
 ])
 def test_an_agent_that_does_not_exist_or_a_setting_that_it_lacks_is_one_line(flags, says, tmp_path):
@@ -686,8 +830,7 @@ def client(url, item, behaviour):
     messages = [{"role": "system", "content": "You play."}, {"role": "user", "content": f"{item}?"}]
     said = ""
     for turn in range(3):
-        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-        answer = speaker.chat.completions.create(model="policy", messages=messages, tools=tools)
+        answer = speaker.chat.completions.create(model="policy", messages=messages, tools=TOOL)
         said = answer.choices[0].message.content
         assert answer.choices[0].finish_reason in ("stop", "length")
         if behaviour == "crash" and turn == 1:
@@ -714,9 +857,6 @@ def hang(url, item):
 
 def nothing(url, item):
     return client(url, item, "nothing" if item == 2 else "")
-
-
-HERE = Path(__file__)
 
 
 def foreign(tiny, name, horizon=6, **changes):
@@ -758,7 +898,102 @@ def test_requests_after_the_end_get_410_and_change_nothing(tiny, tmp_path, monke
         assert requests.post(f"{url}/chat/completions", json=body, timeout=9).status_code == 410
 
 
+def both(url, item):
+    """Two requests at once, of which the horizon lets one through."""
+    import requests
+    codes = []
+    body = {"messages": [{"role": "user", "content": "x"}]}
+
+    def ask():
+        codes.append(requests.post(f"{url}/chat/completions", json=body, timeout=30).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with open(os.environ["URLS"], "a") as f:
+        f.write(f"{sorted(codes)}\n")
+    return 0.0
+
+
+def test_of_two_requests_at_once_the_horizon_may_let_one_through(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("URLS", str(tmp_path / "codes"))
+    played = foreign(tiny, "both", horizon=1)
+    deadline = time.monotonic() + 30
+    while len(lines := Path(os.environ["URLS"]).read_text().splitlines() if Path(
+            os.environ["URLS"]).exists() else []) < len(played):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert lines == ["[200, 410]"] * len(played)
+
+
+def early_end(url, item):
+    return 1.0
+
+
+def bad_role(url, item):
+    import requests
+    body = {"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}
+    answer = requests.post(f"{url}/chat/completions", json=body, timeout=30)
+    return float(answer.status_code == 400 and fine(url, item) >= 0)
+
+
+def test_a_program_that_ends_before_it_asks_is_an_env_error(tiny):
+    assert {t.status for t in foreign(tiny, "early_end")} == {Status.ENV_ERROR}
+
+
+def test_messages_that_the_template_refuses_are_a_400_and_the_episode_goes_on(tiny):
+    pytest.importorskip("openai")
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = ("{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}"
+                               "{% endif %}" + tokenizer.chat_template)
+    played = foreign((tiny[0], tokenizer), "bad_role")
+    assert {(t.status, t.reward, t.turns) for t in played} == {(Status.DONE, 1.0, 3)}
+
+
+def test_many_programs_may_ask_at_once(tiny):
+    import requests
+    server = envs.load_named("examples/foreign.py:server", {}, "server")()
+    codes = []
+
+    def ask():
+        codes.append(requests.post(f"{server.url}/x/v1/chat/completions", timeout=20,
+                                   json={"messages": [user("x")]}).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(128)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [410] * 128
+
+
+SLEEPER = """
+import os, sys, time, requests
+requests.post(sys.argv[1] + "/chat/completions", json={"messages": [
+    {"role": "user", "content": "x"}]})
+open(sys.argv[2], "a").write(f"{os.getpid()}\\n")
+time.sleep(100)
+"""
+
+
+def test_a_program_that_outlives_its_episode_is_killed(tiny, tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    command = f"{sys.executable} {tmp_path}/sleeper.py {{url}} {tmp_path}/pids"
+    (t,) = rollout(*tiny, EnvPool(make=lambda _: Echo()), ["echo_1"], 2, max_tokens=4, deadline=5.0,
+                   agent="examples/foreign.py:agent", agent_args=f"command='{command}'", retries=0)
+    assert t.status == Status.ENV_ERROR
+    (pid,) = (tmp_path / "pids").read_text().split()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the program still runs"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("body, says", [
+    ({"messages": [{"role": "user", "content": "x"}], "tools": "abc"}, "tools"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
     ({"messages": [{"role": "user", "content": "x"}], "stream": True}, "stream"),
     ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "one reply"),
     ({"messages": []}, "messages"), ({}, "messages"),
@@ -830,4 +1065,17 @@ def test_an_example_needs_no_more_than_its_file():
     assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]
     for text in ("__import__('os')", "9 ** 9 ** 9", "1 / 0", "(" * 500, "x"):
         assert calculate(text) == "That cannot be computed."
-    assert json.dumps(agent.AGENTS) and issubclass(EnvError, RuntimeError)
+
+
+def test_the_hash_of_an_agent_is_that_of_its_files(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = agent.hash_of_sources("examples/foreign.py:agent", {"run": f"{tmp_path}/a.py:run"})
+    assert first == agent.hash_of_sources("examples/foreign.py:agent",
+                                          {"run": f"{tmp_path}/a.py:run"})
+    (tmp_path / "a.py").write_text("x = 2\n")
+    hashes = {first}
+    for settings in ({"run": f"{tmp_path}/a.py:run"}, {"command": f"python {tmp_path}/a.py"},
+                     {"run": "worlds.babyai:BabyAI"}, {"run": "worlds.textcraft:TextCraft"}):
+        hashes.add(agent.hash_of_sources("examples/foreign.py:agent", settings))
+    assert len(hashes) == 4  # run and command name the same file
+    assert agent.hash_of_sources("window", {}) == ""
