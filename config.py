@@ -845,6 +845,9 @@ def check_combinations(cfg: Config) -> None:
     if getattr(cfg.advantage, "compares_samples", False) and cfg.rollouts_per_item < 2:
         raise ValueError(f"--algo {cfg.algo} compares the rollouts of an item: "
                          "--rollouts_per_item must be at least 2")
+    for name in getattr(cfg.advantage, "needs_models", ()):
+        if not settings.get(name):
+            raise ValueError(f"--algo {cfg.algo} needs --algo_args {name}=MODEL")
     if getattr(cfg.advantage, "needs_states", False):
         for world, urls in servers(cfg.env_url, cfg.worlds).items():
             if urls or not envs.has_states(world):
@@ -859,7 +862,8 @@ def check_combinations(cfg: Config) -> None:
                              "world gives its progress (Env.has_progress)")
     # With gamma < 1 a long reply's last token would get gamma^-length of the potential, or the
     # rewards of --shaping potential would not cancel out.
-    gamma = inspect.signature(cfg.advantage).parameters.get("gamma")
+    signature = inspect.signature(cfg.advantage, follow_wrapped=False)  # with its settings
+    gamma = signature.parameters.get("gamma")
     if cfg.shaping != "none" and gamma is not None and gamma.default < 1:
         raise ValueError("--shaping needs --algo_args gamma=1")
 

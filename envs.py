@@ -158,7 +158,7 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
     try:
         if where.endswith(".py"):
             module = _load_file(Path(where)) if Path(where).is_file() else None
-        else:
+        elif not where.startswith("."):
             module = importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
@@ -173,8 +173,10 @@ def with_settings(function: Callable[..., Any], settings: dict[str, Any],
                   name: str) -> Callable[..., Any]:
     """A function, whose attributes stay, with settings for its parameters after the first. Raises
     ValueError for one that it does not have or that is not of the type of its default."""
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    del defaults[next(iter(defaults))]
+    if not callable(function):
+        raise ValueError(f"{name} is no function")
+    parameters = [*inspect.signature(function).parameters.values()][1:]
+    defaults = {p.name: p.default for p in parameters}
     missing = [key for key, default in defaults.items()
                if default is inspect.Parameter.empty and key not in settings]
     if missing:

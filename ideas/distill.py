@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 import algos
-from envs import UserError, load_named
+from envs import UserError
+
+PLUS = {"none": lambda step: torch.zeros(step.mask.shape), "grpo": algos.grpo, "rloo": algos.rloo,
+        "reinforce_pp": algos.reinforce_pp}
 
 
 def advantage(step, teacher: str = "", weight: float = 1.0, plus: str = "none") -> Tensor:
-    """step: see `update.Gathered`. teacher: a model with the policy's vocabulary. plus: none, or
-    the name of an algorithm. -> [B, T]"""
-    if not teacher:
-        raise UserError("distill needs a teacher: --algo_args teacher=MODEL")
-    base = torch.zeros(step.mask.shape)
-    if plus != "none":
-        base = load_named(plus, algos.ALGOS, "advantage")(step)
+    """step: see `update.Gathered`. teacher: a model with the policy's vocabulary. plus: none | grpo
+    | rloo | reinforce_pp. -> [B, T]"""
+    if plus not in PLUS:
+        raise UserError(f"distill adds {', '.join(PLUS)}, not {plus}")
     logprobs = step.logprobs_of(step.models["teacher"])
-    return base - weight * algos.kl(step.batch["old_logprobs"], logprobs, "k1", step.mask)
+    kl = algos.kl(step.batch["old_logprobs"], logprobs, "k1", step.mask)
+    return PLUS[plus](step) - weight * kl
 
 
 advantage.needs_models = ("teacher",)

@@ -18,9 +18,8 @@ from page.replay import Replay
 from rl import location, model_path
 from trajectory import read_objects
 
-CURVES = ("success", "score", "reward", "turns", "entropy", "mutual_information", "kl",
-          "kl_behaviour", "grad_norm", "valid_actions", "zero_gradient_groups",
-          "tokens_per_second")
+CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour",
+          "grad_norm", "valid_actions", "zero_gradient_groups", "tokens_per_second")
 SFT_CURVES = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second")
 LAST_REPLY = 100  # characters of the last reply in the table
 # The fields that a trajectory must have to be shown. Other fields have default values.
@@ -106,8 +105,7 @@ def whole_numbers(values: object) -> list[int]:
 def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | None]]:
     """Name of a curve -> its value in each row, None where there is no finite number.
 
-    `left_out` counts these values, except those of held-out items and of mutual information, which
-    not every row has.
+    `left_out` counts these values, except those of held-out items, which not every row has.
     """
     columns = all_columns(rows)
     names = CURVES if "success" in columns else SFT_CURVES
@@ -116,7 +114,7 @@ def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | Non
     metrics = {}
     for key in curves:
         values = [number_or_none(row.get(key)) for row in rows]
-        is_sparse = key.startswith(("eval/", "held_out", "mutual_information"))
+        is_sparse = key.startswith(("eval/", "held_out"))
         if not is_sparse:
             left_out[f"values of {key} that are missing or not finite"] += values.count(None)
         if any(value is not None for value in values):

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 # Files that take minutes are tested first: the last one would keep one core waiting.
-LONG_FILES = ["test_train.py", "test_parallel.py", "test_webarena.py", "test_eval.py"]
+LONG_FILES = ["test_train.py", "test_parallel.py", "test_ideas.py", "test_webarena.py",
+              "test_eval.py"]
 
 
 def pytest_configure(config):

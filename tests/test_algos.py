@@ -4,7 +4,6 @@ The oracles are loops over lists, enumerations and numbers computed by hand.
 """
 
 import doctest
-import itertools
 import math
 import random
 import statistics
@@ -18,15 +17,12 @@ from algos import (
     entropy,
     gae,
     grpo_advantage,
-    importance_weights,
     kl,
-    mutual_information,
     policy_loss,
+    ppo_loss,
     reinforce_pp_advantage,
     rloo_advantage,
-    turn_advantage,
     turn_numbers,
-    turn_returns,
     value_loss,
     whiten,
 )
@@ -185,11 +181,7 @@ def test_results_are_in_float32_or_more(dtype):
         reinforce_pp_advantage(x, mask),
         grpo_advantage(x[:, 0], torch.arange(2)),
         rloo_advantage(x[:, 0], torch.arange(2)),
-        turn_returns(x, mask),
-        turn_advantage(x, mask, torch.arange(2)[:, None]),
-        importance_weights(x, x, mask),
         policy_loss(x, x, x, mask)[0],
-        policy_loss(x, x, x, mask, kind="gspo_turn")[0],
         value_loss(x, x, x, mask),
         kl(x, x, "k3"),
         entropy(x),
@@ -212,8 +204,6 @@ MASK = torch.ones(3, 3, dtype=torch.bool)
     (policy_loss, (X, X, X[:1], MASK)),
     (value_loss, (X, X, X[:, 0], MASK)),
     (grpo_advantage, (X[0], torch.arange(4))),
-    (turn_advantage, (X[0], MASK, torch.zeros(3, 1, dtype=torch.long))),
-    (importance_weights, (X, X[:, :1], MASK)),
 ])
 def test_shapes_and_masks_that_would_broadcast_or_index_are_refused(function, arguments):
     message = "mask must be bool|does not match the mask|must be .B, T."
@@ -353,7 +343,7 @@ def test_the_order_of_trajectories_does_not_matter(advantage):
     close(advantage(scores[order], groups[order], valid[order]), expected, 1e-5)
 
 
-# ---- credit for turns ----
+# ---- turns ----
 
 
 def turns_of(row):
@@ -367,135 +357,16 @@ def turns_of(row):
     return turns
 
 
-def random_turns(seed):
-    """Rewards of turns and now and then of tokens, the mask and its turns, groups of turns, valid
-    rows."""
-    g = torch.Generator().manual_seed(seed)
-    rng = random.Random(seed)
-    B, T = rng.randint(1, 7), rng.randint(1, 12)
-    mask = torch.rand(B, T, generator=g) < rng.random()
-    mask[0] &= seed % 3 > 0
-    turns = [turns_of(row) for row in mask]
-    rewards = torch.zeros(B, T, dtype=F64)
-    for b, own in enumerate(turns):
-        for turn in own:
-            rewards[b, turn[-1]] = rng.choice([0.0, -0.05, 1.0])
-            if rng.random() < 0.2:  # a penalty on each token
-                rewards[b, turn] -= 0.25
-    K = max(map(len, turns))
-    valid = torch.rand(B, generator=g) < 0.8
-    return rewards, mask, turns, torch.randint(4, (B, K), generator=g), valid
-
-
-def returns_oracle(rewards, turns, gamma):
-    """The return from each turn of each row on: sum_{j >= k} gamma^(j - k) r_j."""
-    by_turn = [[rewards[b, turn].sum().item() for turn in own] for b, own in enumerate(turns)]
-    return [[sum(gamma ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))]
-            for own in by_turn]
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_turns_and_their_returns_and_advantages_equal_the_loops(gamma):
-    compared = 0
-    for seed in range(60):
-        rewards, mask, turns, groups, valid = random_turns(seed)
-        numbers = torch.full(mask.shape, -1)
-        for b, own in enumerate(turns):
-            for k, turn in enumerate(own):
+@pytest.mark.parametrize("shape", [(4, 9), (1, 1), (0, 3), (2, 0)])
+def test_turns_are_numbered_as_by_the_loop(shape):
+    g = torch.Generator().manual_seed(0)
+    for p in (0.0, 0.3, 0.7, 1.0):
+        mask = torch.rand(shape, generator=g) < p
+        numbers = torch.full(shape, -1)
+        for b, row in enumerate(mask):
+            for k, turn in enumerate(turns_of(row)):
                 numbers[b, turn] = k
         assert torch.equal(turn_numbers(mask), numbers)
-        expected = returns_oracle(rewards, turns, gamma)
-        K = groups.shape[1]
-        close(turn_returns(rewards, mask, gamma),
-              torch.tensor([own + [0.0] * (K - len(own)) for own in expected], dtype=F64))
-
-        names = [(b, k) for b, own in enumerate(turns) for k in range(len(own))]
-        scores = [round(expected[b][k], 9) for b, k in names]
-        rows = scores, [groups[name].item() for name in names], [valid[b].item() for b, _ in names]
-        for compare, one in ((grpo_advantage, grpo_of), (rloo_advantage, rloo_of)):
-            advantages = torch.zeros(mask.shape, dtype=F64)
-            for (b, k), advantage in zip(names, group_oracle(*rows, one)):
-                advantages[b, turns[b][k]] = advantage
-                compared += advantage != 0
-            close(turn_advantage(rewards, mask, groups, valid, gamma, compare), advantages)
-    assert compared > 200
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_equal_turn_rewards_in_another_order_give_exactly_no_advantage(dtype):
-    """-0.05 twice and then 1 add up to another number than 1 and then -0.05 twice, and in float32
-    0.01 + 0.05 is not 0.06."""
-    mask = torch.tensor([[True, False] * 3] * 4)
-    rewards = torch.zeros(4, 6, dtype=dtype)
-    for b, order in enumerate(((-0.05, -0.05, 1.0), (1.0, -0.05, -0.05), (-0.05, 1.0, -0.05))):
-        rewards[b, ::2] = torch.tensor(order, dtype=dtype)
-    rewards[3, 4] = 0.9
-    # Each first turn's return is 0.9, and no other turn is compared.
-    groups = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6], [0, 7, 8]])
-    assert not turn_advantage(rewards, mask, groups).any()
-    assert len(set(turn_returns(rewards, mask)[:, 0].tolist())) == 1
-    rewards = torch.tensor([[0.01, 0.0, 0.05], [0.0, 0.0, 0.06]], dtype=dtype)
-    mask = torch.tensor([[True, False, True]] * 2)
-    assert not turn_advantage(rewards, mask, torch.tensor([[0, 1], [0, 2]])).any()
-
-
-def test_a_trajectory_that_is_left_out_may_have_the_most_turns():
-    """Its mask may be empty, so that the groups have more columns than there are turns."""
-    mask = torch.tensor([[True, False, False], [True, False, False], [False, False, False]])
-    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    groups = torch.tensor([[0, -1], [0, -1], [0, 1]])
-    advantages = turn_advantage(rewards, mask, groups, torch.tensor([True, True, False]))
-    half = 0.5 * math.sqrt(2)
-    close(advantages, [[half, 0, 0], [-half, 0, 0], [0, 0, 0]], 1e-5)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_turns_of_nothing_have_no_advantage_and_no_loss(shape):
-    mask = torch.zeros(shape, dtype=torch.bool)
-    groups = torch.zeros(shape[0], 0, dtype=torch.long)
-    nothing = torch.zeros(shape)
-    assert turn_advantage(nothing, mask, groups).tolist() == mask.float().tolist()
-    for kind in ("ppo", "gspo", "gspo_turn"):
-        loss, stats = policy_loss(nothing, nothing, nothing, mask, kind=kind)
-        assert loss.shape == shape and stats["tokens"] == 0
-
-
-# ---- truncated sampling ----
-
-
-def test_importance_weights_equal_the_loop():
-    """Ragged rows, one of them without a sampled token; both sides of the cap."""
-    g = torch.Generator().manual_seed(6)
-    logp, behaviour = normal(g, 5, 9) - 2, normal(g, 5, 9) - 2
-    mask = torch.rand(5, 9, generator=g) < 0.5
-    mask[3] = False
-    expected = torch.ones(5, 9, dtype=F64)
-    for b in range(5):
-        for t in range(9):
-            if mask[b, t]:
-                expected[b, t] = min(math.exp(logp[b, t].item() - behaviour[b, t].item()), 1.5)
-    weights = importance_weights(logp, torch.where(mask, behaviour, NAN), mask, cap=1.5)
-    close(weights, expected)
-    assert (weights == 1.5).any() and ((weights < 1) & mask).any()
-
-
-def test_importance_weights_turn_means_over_the_nucleus_into_sums_of_the_policy():
-    """E_nucleus[weight f] = the sum of p f over the nucleus, as long as the cap does not bind."""
-    p = LOGITS.softmax(0)
-    order = p.argsort(descending=True)
-    nucleus = order[: int((p[order].cumsum(0) < 0.8).sum()) + 1]
-    assert 1 < len(nucleus) < len(p)
-    q = p[nucleus] / p[nucleus].sum()
-    f = torch.randn(len(nucleus), generator=torch.Generator().manual_seed(3), dtype=F64)
-    mask = torch.ones(1, len(nucleus), dtype=torch.bool)
-    weights = importance_weights(p[nucleus].log()[None], q.log()[None], mask)[0]
-    close((q * weights * f).sum(), (p[nucleus] * f).sum())
-    # The cap binds where the policy finds a token more than twice as likely.
-    logprobs = torch.tensor([[0.9, 0.3, NAN, 0.1]]).log()
-    behaviour = torch.tensor([[0.3, 0.2, 0.5, 0.4]]).log()
-    mask = torch.tensor([[True, True, False, True]])
-    close(importance_weights(logprobs, behaviour, mask), [[2.0, 1.5, 1.0, 0.25]])
-    close(importance_weights(logprobs, behaviour, mask, cap=1.2), [[1.2, 1.2, 1.0, 0.25]])
 
 
 # ---- policy loss ----
@@ -532,68 +403,23 @@ def test_policy_loss_equals_the_loop():
         assert stats[name].dim() == 0 and not stats[name].requires_grad
 
 
-@pytest.mark.parametrize("kind", ["gspo", "gspo_turn"])
-def test_the_losses_of_gspo_equal_the_loop_and_so_do_their_gradients(kind):
-    g = torch.Generator().manual_seed(5)
-    clipped = kept = 0
-    for _ in range(20):
-        mask = torch.rand(4, 9, generator=g) < 0.6
-        mask[0] = False
-        logp = (normal(g, 4, 9) - 2).requires_grad_()
-        old = logp.detach() + 0.3 * normal(g, 4, 9)
-        advantages = normal(g, 4, 9)
-        loss, stats = policy_loss(logp, old, advantages, mask, 0.05, 0.1, kind)
-        gradient, = torch.autograd.grad(loss.sum(), logp)
-
-        expected, expected_gradient = torch.zeros(2, 4, 9, dtype=F64)
-        num_clipped = 0
-        for b in range(4):
-            turns = turns_of(mask[b])
-            for t in [t for turn in turns for t in turn]:
-                if kind == "gspo":
-                    of_ratio = [i for turn in turns for i in turn]
-                else:
-                    of_ratio, = [turn for turn in turns if t in turn]
-                ratio = math.exp(statistics.mean((logp - old)[b, i].item() for i in of_ratio))
-                limited = min(max(ratio, 0.95), 1.1)
-                a = advantages[b, t].item()
-                expected[b, t] = -min(ratio * a, limited * a)
-                if ratio * a <= limited * a:
-                    expected_gradient[b, t] = -ratio * a
-                num_clipped += ratio * a > limited * a
-        close(loss.detach(), expected)
-        close(gradient, expected_gradient)
-        close(stats["clip_fraction"], num_clipped)
-        clipped += num_clipped
-        kept += int(mask.sum()) - num_clipped
-    assert min(clipped, kept) > 50
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_nothing_sampled_has_no_loss(shape):
+    nothing = torch.zeros(shape)
+    loss, stats = policy_loss(nothing, nothing, nothing, torch.zeros(shape, dtype=torch.bool))
+    assert loss.shape == shape and stats["tokens"] == 0
 
 
-@pytest.mark.parametrize("kind", ["gspo", "gspo_turn"])
-def test_the_gradient_of_gspo_is_that_of_the_papers_ratio_of_a_sequence(kind):
-    """Eq. 5 of arXiv 2507.18071, through autograd: mean of min(s A, clip(s) A) over sequences. A
-    row of one turn is a sequence in both kinds."""
-    g = torch.Generator().manual_seed(6)
-    lengths = [1, 4, 7, 2, 6]
-    mask = torch.arange(9) - 1 < torch.tensor(lengths)[:, None]
-    mask[:, 0] = False
-    logp = (normal(g, 5, 9) - 2).requires_grad_()
-    old = logp.detach() + 0.2 * normal(g, 5, 9)
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5], dtype=F64)
-
-    loss, _ = policy_loss(logp, old, advantages[:, None], mask, 0.02, 0.02, kind)
-    loss = aggregate(loss, mask, "sequence")
-    gradient, = torch.autograd.grad(loss, logp)
-    terms = []
-    for b, length in enumerate(lengths):
-        s = (logp - old)[b, 1:1 + length].mean().exp()
-        terms.append(torch.min(s * advantages[b], s.clamp(0.98, 1.02) * advantages[b]))
-    paper = -sum(terms) / len(terms)
-    paper_gradient, = torch.autograd.grad(paper, logp)
-    close(loss.detach(), paper.detach())
-    close(gradient, paper_gradient)
-    has_gradient = (gradient != 0).any(1)
-    assert has_gradient.any() and not has_gradient.all()
+def test_the_loss_of_the_table_is_ppos_with_its_settings():
+    g = torch.Generator().manual_seed(4)
+    columns = [normal(g, 4, 9) for _ in range(3)]
+    mask = torch.rand(4, 9, generator=g) < 0.6
+    part = dict(zip(("logprobs", "old_logprobs", "advantages"), columns), mask=mask)
+    for settings in ({}, {"clip_low": 0.05}, {"clip_high": 0.5}):
+        loss, stats = ppo_loss(part, **settings)
+        expected, of_loss = policy_loss(*columns, mask, **{"clip_low": 0.2, "clip_high": 0.2}
+                                        | settings)
+        assert torch.equal(loss, expected) and stats == of_loss
 
 
 def test_stats_of_micro_batches_add_up():
@@ -685,6 +511,17 @@ def loss_and_gradient(term, data, mask, mode):
     return loss.detach(), x.grad
 
 
+def check_outside_the_mask(terms, mask, clean, dirty):
+    """What stands outside the mask reaches neither the loss nor the gradient of these terms."""
+    for name, term in terms.items():
+        for mode in ("token", "sequence"):
+            clean_loss, clean_gradient = loss_and_gradient(term, clean, mask, mode)
+            dirty_loss, dirty_gradient = loss_and_gradient(term, dirty, mask, mode)
+            assert torch.equal(clean_loss, dirty_loss), name
+            assert torch.equal(clean_gradient, dirty_gradient), name
+            assert (dirty_gradient[~mask] == 0).all(), name
+
+
 @pytest.mark.parametrize("dirt", [NAN, INF, -INF])
 def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
     mask = torch.tensor([[True, False, True], [False, False, False]])
@@ -695,19 +532,9 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
         "value": lambda x, data: value_loss(x, data - 0.1 * mask, data + 1, mask),
         "raw": lambda x, data: x,
     }
-    for kind in ("gspo", "gspo_turn"):
-        terms[kind] = lambda x, data, kind=kind: policy_loss(
-            x, data - 0.1 * mask, data, mask, kind=kind)[0]
     for kind in KL_KINDS:
         terms[kind] = lambda x, data, kind=kind: kl(x, data - 0.1 * mask, kind, mask)
-
-    for name, term in terms.items():
-        for mode in ("token", "sequence"):
-            clean_loss, clean_gradient = loss_and_gradient(term, clean, mask, mode)
-            dirty_loss, dirty_gradient = loss_and_gradient(term, dirty, mask, mode)
-            assert torch.equal(clean_loss, dirty_loss), name
-            assert torch.equal(clean_gradient, dirty_gradient), name
-            assert (dirty_gradient[~mask] == 0).all(), name
+    check_outside_the_mask(terms, mask, clean, dirty)
 
     _, stats = policy_loss(dirty, dirty, dirty, mask)
     assert all(value.isfinite() for value in stats.values())
@@ -812,8 +639,6 @@ def test_unknown_names_are_refused():
         kl(torch.zeros(1, 1), torch.zeros(1, 1), "low_var_kl")
     with pytest.raises(ValueError, match="'mean'; choose from token, sequence"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mean")
-    with pytest.raises(ValueError, match="choose from ppo, gspo, gspo_turn"):
-        policy_loss(*torch.zeros(3, 1, 1), torch.ones(1, 1) > 0, kind="gpso")
 
 
 def test_entropy_equals_the_sum_and_survives_excluded_words():
@@ -878,35 +703,3 @@ def test_nothing_masked_gives_zero_with_a_gradient_of_zero(mode, denominator):
     x = torch.ones(2, 3, requires_grad=True)
     aggregate(x * 2, nothing, mode, denominator).backward()
     assert x.grad.tolist() == [[0.0] * 3] * 2
-
-
-# ---- mutual information ----
-
-
-def test_mutual_information_is_that_of_a_small_channel():
-    """Each prompt once, with each of its replies as often as its probability says: the mean is the
-    mutual information, the double sum over prompts and replies."""
-    channel = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.0, 0.25, 0.75]], dtype=F64)
-    marginal = channel.mean(0)
-    expected = 0.0
-    for row in channel.tolist():
-        for p, m in zip(row, marginal.tolist()):
-            expected += p / 3 * math.log(p / m) if p else 0.0
-    # The mean over all choices of a reply to each prompt, weighted by their probabilities.
-    found = 0.0
-    for z in itertools.product(range(3), repeat=3):
-        weight = math.prod(channel[x, z[x]].item() for x in range(3))
-        if weight:
-            scores = channel[:, list(z)].T.log()  # of reply z[i] after prompt j
-            found += weight * mutual_information(scores)
-    assert 0.1 < expected < math.log(3)
-    close(found, expected)
-    # Replies that tell everything, replies that tell nothing, a single item.
-    close(mutual_information(torch.eye(5).log()), math.log(5))
-    assert mutual_information(torch.tensor([[-7.0] * 3, [-1.0] * 3, [-90.0] * 3])) == 0.0
-    assert mutual_information(torch.tensor([[-3.0]])) == 0.0
-    # Items that are compared within two kinds: replies that tell the kind alone, or the item, too.
-    nan = [[0.0, 0.0, NAN, NAN], [0.0, 0.0, NAN, NAN], [NAN, NAN, 0.0, 0.0], [NAN, NAN, 0.0, 0.0]]
-    scores = torch.tensor(nan)
-    assert mutual_information(scores) == 0.0
-    close(mutual_information(scores + torch.eye(4).log()), math.log(2))

@@ -226,58 +226,85 @@ def test_a_run_from_before_the_flag_goes_on_reading_strictly(tmp_path):
         parse_config(["--resume", "--out", str(tmp_path / "run"), "--parse", "lenient"])
 
 
-# ---- losses, credit, choice of items, a teacher ----
+# ---- algorithms and losses ----
+
+OWN = """
+def by_state(step, gamma: float = 1.0): ...
+by_state.needs_states = True
+
+def pairs(step): ...
+pairs.compares_samples = True
+
+def taught(step, coach: str = ""): ...
+taught.needs_models = ("coach",)
+
+def nothing(): ...
+"""
 
 
-@pytest.mark.parametrize("loss, low, high", [
-    ("ppo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("gspo_turn", 3e-4, 4e-4)])
-def test_the_clip_is_that_of_the_losses_paper_unless_it_is_given(loss, low, high):
-    cfg = parse_config(["--loss", loss, "--out", "runs/no"])
-    assert (cfg.clip_low, cfg.clip_high) == (low, high)
-    cfg = parse_config(["--loss", loss, "--clip_low", "0", "--out", "runs/no"])
-    assert (cfg.clip_low, cfg.clip_high) == (0.0, high)
-    cfg = parse_config(["--loss", loss, "--clip_high", "0.28", "--out", "runs/no"])
-    assert (cfg.clip_low, cfg.clip_high) == (low, 0.28)
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A file with algorithms of one's own."""
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+NO_ADVANTAGE = "write grpo, rloo, reinforce_pp, ppo, the name of a file in ideas/, FILE.py:NAME"
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--credit", "state", "--algo", "ppo"], "--credit state is for --algo grpo and rloo"),
-    (["--credit", "state", "--algo", "reinforce_pp"], "--credit state is for --algo grpo and rloo"),
-    (["--credit", "state", "--algo", "distill", "--teacher", "x"], "for --algo grpo and rloo"),
-    (["--credit", "state", "--env_url", "http://127.0.0.1:9"], "babyai, on a server, does not"),
-    (["--credit", "state", "--env", "babyai,textcraft", "--env_url",
-      "textcraft=http://127.0.0.1:9"], "textcraft, on a server, does not"),
-    (["--credit", "state", "--shaping", "potential"], "--shaping potential would not cancel out"),
-    (["--env", "babyai,searchqa", "--shaping", "progress"],
+    ("--algo OWN:by_state --env_url http://127.0.0.1:9", "babyai, on a server, does not tell its"),
+    ("--algo OWN:by_state --env babyai,textcraft --env_url textcraft=http://127.0.0.1:9",
+     "textcraft, on a server, does not"),
+    ("--algo OWN:pairs --rollouts_per_item 1", "--rollouts_per_item must be at least 2"),
+    ("--algo OWN:taught", "own.py:taught needs --algo_args coach=MODEL"),
+    ("--algo OWN:other", f"own.py:other': {NO_ADVANTAGE}"),
+    ("--algo OWN:OWN", "there is no advantage"),
+    ("--algo OWN:__name__", "own.py:__name__ is no function"),
+    ("--algo OWN:nothing --algo_args gamma=1", "has no setting 'gamma'; it has none"),
+    ("--algo gpro", f"there is no advantage 'gpro': {NO_ADVANTAGE}"),
+    ("--algo .algos:grpo", f"there is no advantage '.algos:grpo': {NO_ADVANTAGE}"),
+    ("--algo_args gama=0.9", "advantage grpo has no setting 'gama'; it has normalize_std"),
+    ("--algo_args normalize_std=1", "advantage grpo: normalize_std is bool, not 1"),
+    ("--algo ppo --algo_args gamma=high", "advantage ppo: gamma is float, not 'high'"),
+    ("--loss gpso", "there is no loss 'gpso': write ppo, the name of a file in ideas/"),
+    ("--loss_args clip_low", "cannot read loss ppo 'clip_low'; write NAME=VALUE"),
+    ("--loss_args clip=0.2", "loss ppo has no setting 'clip'; it has clip_low, clip_high"),
+    ("--env babyai,searchqa --shaping progress",
      "babyai, searchqa in this process: no world gives its progress"),
-    (["--algo", "grpo", "--kl_in", "reward", "--kl_coef", "0.1"],
-     "give --kl_in loss or --normalize_std false"),
-    (["--algo", "distill"], "--algo distill needs a --teacher"),
-    (["--algo", "distill", "--teacher", "tiny", "--kl_in", "reward"], "distill uses no rewards"),
-    (["--kl_to_teacher", "0"], "--kl_to_teacher"),
-    (["--value_clip", "0"], "--value_clip must be positive"),
-    (["--credit", "turn"], "unknown --credit 'turn'; choose from trajectory, state"),
-    (["--loss", "gpso"], "unknown --loss 'gpso'; choose from ppo, gspo, gspo_turn"),
+    ("--env textcraft --shaping potential --algo ppo --algo_args gamma=0.9",
+     "--shaping needs --algo_args gamma=1"),
+    ("--algo grpo --kl_in reward --kl_coef 0.1",
+     "give --kl_in loss or --algo_args normalize_std=false"),
+    ("--value_clip 0", "--value_clip must be positive"),
 ])
-def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, says):
+def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, says, own):
     with pytest.raises(ValueError) as error:
-        parse_config([*flags, "--out", "runs/no"])
+        parse_config([*flags.replace("OWN:", f"{own}:").split(), "--out", "runs/no"])
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_distillation_does_not_pull_to_the_start_unless_told():
-    flags = [*MODEL, "--out", "runs/no"]
-    assert parse_config(flags).kl_coef == 0.001
-    distill = [*flags, "--algo", "distill", "--teacher", "tiny"]
-    assert parse_config(distill).kl_coef == 0
-    assert parse_config([*distill, "--kl_coef", "0.01"]).kl_coef == 0.01
+def test_settings_reach_the_function_and_allow_what_they_make_right(own):
+    def advantage(*flags):
+        return parse_config([*flags, "--out", "runs/no"]).advantage
+
+    assert advantage("--algo", "ppo", "--algo_args", "gamma=1 lam=0.9").keywords == {
+        "gamma": 1.0, "lam": 0.9}
+    assert advantage("--kl_in", "reward", "--kl_coef", "0.1", "--algo_args",
+                     "normalize_std=false").keywords == {"normalize_std": False}
+    shaped = ["--env", "textcraft", "--shaping", "potential", "--algo"]
+    advantage(*shaped, f"{own}:by_state", "--algo_args", "gamma=1")
+    assert advantage("--algo", f"{own}:taught", "--algo_args", "coach=tiny").needs_models
+    assert parse_config(["--algo", f"{own}:pairs"]).out.endswith("_own_py_pairs_s0")
 
 
-def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
+def test_an_algorithm_by_state_needs_worlds_that_tell_theirs(own, monkeypatch):
     worlds = ["babyai", "textcraft", "searchqa"]
     assert all(envs.has_states(name) for name in worlds) and not envs.has_states("nowhere")
-    cfg = parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])
-    assert cfg.credit == "state"
+    flags = ["--env", "babyai,textcraft", "--algo", f"{own}:by_state", "--out", "runs/no"]
+    assert parse_config(flags).advantage.needs_states
+
     def missing(name):
         raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
 
@@ -288,7 +315,7 @@ def test_credit_for_states_needs_worlds_that_tell_theirs(monkeypatch):
     monkeypatch.setattr(TextCraft, "state", Env.state)
     assert not envs.has_states("textcraft")
     with pytest.raises(ValueError, match="textcraft, in this process, does not tell its states"):
-        parse_config(["--env", "babyai,textcraft", "--credit", "state", "--out", "runs/no"])
+        parse_config(flags)
 
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -296,7 +323,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(),
                     reason="this system has no large pages")
-@pytest.mark.parametrize("module", ["config", "bench"])
+@pytest.mark.parametrize("module", ["config", "benches.__main__"])
 def test_large_tensors_of_a_command_take_large_pages(module):
     code = f"import {module}, resource, torch\n" + (
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

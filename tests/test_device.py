@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import rl
+import train
 from config import parse_config
 from envs import EnvPool, items
 from rollout import rollout
-from update import advantages_of, item_information, update
+from update import advantages_of, update
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -100,7 +101,6 @@ def on_other_device(model):
     return model
 
 
-@pytest.fixture
 def device_context(monkeypatch):
     """-> a function `enter(other)`, whose result is the context in which code runs on the other
     device, or with other=False on the CPU."""
@@ -129,18 +129,24 @@ def adam(model):
 
 @pytest.mark.parametrize("flags, ways", [
     ("--algo grpo", ("ragged", "packed")),
-    ("--algo grpo --loss gspo --aggregation sequence --credit state", ("padded", "padded")),
+    ("--algo grpo --aggregation sequence", ("padded", "padded")),
     ("--algo ppo --kl_in reward --kl_coef 0.1 --entropy_coef 0.01", ("ragged", "packed")),
     ("--algo reinforce_pp --epochs 2 --turn_cost 0.1", ("alone", "padded")),
     ("--algo rloo --gradient_checkpointing true", ("ragged", "packed")),
 ])
-def test_a_step_of_training_keeps_to_its_device(flags, ways, device_context, tiny):
+def test_a_step_of_training_keeps_to_its_device(flags, ways, monkeypatch, tiny):
+    check_device(flags, ways, monkeypatch, tiny)
+
+
+def check_device(flags, ways, monkeypatch, tiny, more=lambda trajectories, policy, cfg: {}):
+    """A step on the other device is that on the CPU. more: what else is computed -> numbers."""
+    enter = device_context(monkeypatch)
     cfg = parse_config(["--env", "babyai", *flags.split(), "--out", "runs/never-made",
                         "--minibatches", "2", "--max_tokens", "12"])
 
     def step(other):
         place = on_other_device if other else lambda model: model
-        with device_context(other), EnvPool() as pool:
+        with enter(other), EnvPool() as pool:
             policy, reference = (place(copy.deepcopy(tiny[0])) for _ in range(2))
             for model in (policy, reference):
                 rl.set_compute_paths(model, rl.ComputePaths(*ways, {}))
@@ -153,13 +159,13 @@ def test_a_step_of_training_keeps_to_its_device(flags, ways, device_context, tin
                 critic_optimizer = adam(critic)
             trajectories = rollout(policy, tiny[1], pool, items("babyai", "train")[:2], 3,
                                    samples=4, seed=1, max_tokens=12,
-                                   record_states=cfg.credit == "state")
+                                   record_states=train.needs(cfg, "states"))
             device = DEVICE if other else torch.device("cpu")
             batch = advantages_of(trajectories, cfg, device, reference, critic)
-            information = item_information(trajectories, policy, cfg)
+            found = more(trajectories, policy, cfg)
             metrics = update(trajectories, batch, cfg, 0, policy, adam(policy), critic,
                              critic_optimizer)
-        return [t.tokens for t in trajectories], metrics | information
+        return [t.tokens for t in trajectories], metrics | found
 
     (tokens, expected), (tokens_there, found) = step(False), step(True)
     assert tokens_there == tokens

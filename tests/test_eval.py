@@ -167,9 +167,9 @@ def test_without_flags_the_settings_are_those_that_training_takes_by_default(env
     argv = ["--env", env, "--model", model]
     got = settings(*argv)
     trained = asdict(train.parse_config([*argv, "--out", str(tmp_path / "none")]))
-    same = ("max_tokens", "max_length", "slots", "action_format", "dtype", "temperature", "top_p",
-            "top_k", "data")
+    same = ("max_tokens", "max_length", "slots", "action_format", "dtype", "temperature", "data")
     assert {name: got[name] for name in same} == {name: trained[name] for name in same}
+    assert (got["top_p"], got["top_k"]) == (1.0, 0)  # the whole distribution, as in training
     horizon = trained["horizon"].split(",")[-1]
     if env == "searchqa" and model != "tiny":
         horizon = "30"  # the paper evaluates with 30 turns, after training with 10
@@ -537,7 +537,7 @@ def test_every_setting_reaches_the_rollout(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "rollout", recorded)
     # No value is the default of a RolloutConfig or of a flag.
     how = dict(samples=2, seed=3, slots=4, max_tokens=2, max_length=999, temperature=0.5,
-               top_p=0.9, top_k=5, min_p=0.01, action_format="plain", plan=True, reflect=True,
+               top_p=0.9, top_k=5, action_format="plain", plan=True, reflect=True,
                arrival_order=True, parse="strict")
     texts = {"babyai": {"prompt": "Play.", "reply": "Ok."}}
     prompts = tmp_path / "prompts.json"
@@ -605,7 +605,6 @@ BAD = {  # flags -> what the line on stderr says
     "--temperature nan": "--temperature",
     "--top_p 0": "--top_p",
     "--top_k -1": "--top_k",
-    "--min_p 1": "--min_p",
     "--seed -1": "--seed",
     "--slots 0": "--slots must be positive",
     "--max_tokens 0": "--max_tokens must be positive",

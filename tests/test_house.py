@@ -15,6 +15,7 @@ LAYERS = [
     ["train", "sft"],
     ["eval", "config", "view"],
     ["page.*"],
+    ["ideas.*"],
     ["update"],
     ["rollout"],
     ["models.*"],
@@ -61,7 +62,7 @@ class Import(NamedTuple):
 def project_files():
     """Module name -> its file, for the modules of the project. Tests are left out."""
     files = [*ROOT.glob("*.py")]
-    for folder in ("worlds", "websites", "benches", "models", "page"):
+    for folder in ("worlds", "websites", "benches", "models", "page", "ideas"):
         files += ROOT.glob(f"{folder}/**/*.py")
     modules = {}
     for path in files:
@@ -125,6 +126,8 @@ def may_import(upper, lower):
     upper_folder, lower_folder = (name.partition(".")[0] for name in (upper, lower))
     if lower_folder == "websites" and upper_folder != "websites":
         return upper == USES_WEBSITES or upper.startswith(USES_WEBSITES + ".")
+    if lower_folder == "ideas":  # loaded by its name alone, so that it can be deleted
+        return False
     if layer_of(upper) < layer_of(lower):
         return True
     same_folder = upper_folder == lower_folder and "." in upper + lower
@@ -195,11 +198,12 @@ class A:
 
     allowed = [("train", "envs"), ("eval", "config"), ("rl", "algos"), ("worlds.a", "worlds.b"),
                ("worlds.webarena.env", "websites.server"), ("websites.a", "websites.b"),
-               ("benches.a", "rollout"), ("worlds.play", "agent")]
+               ("benches.a", "rollout"), ("worlds.play", "agent"), ("ideas.a", "update")]
     refused = [("envs", "train"), ("config", "eval"), ("view", "config"), ("algos", "rl"),
                ("metrics", "algos"), ("view", "train"), ("envs", "worlds.a"), ("worlds.a", "agent"),
                ("websites.a", "envs"), ("worlds.a", "websites.b"), ("train", "websites.a"),
-               ("worlds.play", "rollout"), ("agent", "worlds.play")]
+               ("worlds.play", "rollout"), ("agent", "worlds.play"), ("update", "ideas.a"),
+               ("train", "ideas.a"), ("ideas.a", "train")]
     assert all(may_import(upper, lower) for upper, lower in allowed)
     assert not any(may_import(upper, lower) for upper, lower in refused)
 

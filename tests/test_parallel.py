@@ -170,40 +170,6 @@ def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt
     assert min(metrics(out)[0][f"occupancy/rank{rank}"] for rank in range(2)) > 0.3
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
-@pytest.mark.parametrize("more", [
-    ["--shard", "true"],
-    pytest.param([], marks=pytest.mark.slow),
-])
-def test_credit_by_state_and_a_teacher_are_those_of_one_process(
-        tiny, more, has_teacher, tmp_path):
-    teacher = random_model("qwen2", vocab_size=tiny[0].config.vocab_size)
-    teacher.save_pretrained(tmp_path / "teacher")
-    tiny[1].save_pretrained(tmp_path / "teacher")
-    flags = [*DEALT, "--items_per_step", "4", "--top_p", "0.95", "--minibatches", "2"]
-    if has_teacher:
-        flags += ["--teacher", str(tmp_path / "teacher"), "--kl_to_teacher", "0.01",
-                  "--loss", "gspo", "--aggregation", "sequence"]
-    else:
-        flags += ["--credit", "state", "--loss", "gspo_turn"]
-    done = run(*flags, "--out", str(tmp_path / "one"))
-    assert done.returncode == 0, done.stderr
-    done = run(*flags, *more, "--out", str(tmp_path / "two"),
-               launcher=(*TWO_PROCESSES, "train.py"))
-    assert done.returncode == 0, done.stderr
-    assert first_step(tmp_path / "two") == first_step(tmp_path / "one")
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    for name in ("loss", "grad_norm", "mutual_information", "clip_fraction", "reward", "success"):
-        assert two[0][name] == pytest.approx(one[0][name], abs=1e-5), name
-    played = [read_jsonl(tmp_path / name / "trajectories/step_000000.jsonl")
-              for name in ("one", "two")]
-    assert any(any(t["advantage"]) for t in played[0])
-    for t, other in zip(*played, strict=True):
-        assert t["states"] == other["states"] and bool(t["states"]) != has_teacher
-        assert other["advantage"] == pytest.approx(t["advantage"], abs=1e-3)
-        assert other["behaviour_logprobs"] == pytest.approx(t["behaviour_logprobs"], abs=1e-4)
-
-
 def test_a_warm_start_on_two_processes_evaluates_held_out_items(tmp_path):
     flags = ["--demos", "8", "--epochs", "1", "--horizon", "2", "--max_tokens", "8",
              "--eval_every", "1", "--out", str(tmp_path / "r")]

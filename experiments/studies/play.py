@@ -23,8 +23,7 @@ KEPT = (
     "valid_actions", "env_error", "entropy", "kl_behaviour", "reply_tokens",
     "zero_gradient_groups",
 )
-# mutual_information needs two items of a category in the step.
-KEPT_IF_THERE = ("mutual_information", "truncated/length")
+KEPT_IF_THERE = ("truncated/length",)
 
 MOST_STEPS = 100_000  # of a run that --turns ends
 

@@ -13,8 +13,8 @@ SEEDS = {"babyai": 3, "textcraft": 8}
 CREDITS = {
     "grpo": "",
     "gspo": "--loss gspo --aggregation sequence",
-    "gspo_turn": "--loss gspo_turn --aggregation sequence",
-    "state": "--credit state",
+    "gspo_turn": "--loss gspo --loss_args per=turn --aggregation sequence",
+    "state": "--algo gigpo",
 }
 # Flags that showed no gain and were taken out. Commit 8a0ad8a has them, and can repeat these runs.
 CREDITS_TAKEN_OUT = {
@@ -120,11 +120,11 @@ RECIPES = {
     "minibatches_1": "--minibatches 1",
     "minibatches_4": "--minibatches 4",
     "kl_0.01": "--kl_coef 0.01",
-    "clip_high_0.28": "--clip_high 0.28",
+    "clip_high_0.28": "--loss_args clip_high=0.28",
     "entropy_0.01": "--entropy_coef 0.01",
     "penalty_0": "--invalid_penalty 0",
     "penalty_0.2": "--invalid_penalty 0.2",
-    "no_std": "--normalize_std false",
+    "no_std": "--algo_args normalize_std=false",
     "sequence": "--aggregation sequence",
     "horizon_4": "--horizon_schedule fixed --horizon 4",
 }
@@ -281,7 +281,7 @@ def distill():
         teacher = f"runs/study/distill/babyai_grpo_s{seed}/final"
         found.append(Run("babyai", "grpo", seed, keep))
         found.append(Run("babyai", "distill", seed,
-                         ("--algo", "distill", "--teacher", teacher, *keep)))
+                         ("--algo", "distill", "--algo_args", f"teacher={teacher}", *keep)))
     return found
 
 
