@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from parallel import gather, of_rank_0, ranks
 from rl import Trained, full_state_dict
 
+# They say that this is a single process.
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
 FILE_BYTES = 2**28  # a rank copies its part of a file before it writes it
@@ -41,13 +42,14 @@ def module_state(name: str, module: torch.nn.Module) -> dict[str, Tensor]:
     return {key: x for key, x in state.items() if name != "policy" or ".lora_" in key}
 
 
-def training_state(trained: Trained) -> tuple[dict[str, Tensor], dict[str, object]]:
+def training_state(trained: Trained,
+                   with_optimizers: bool) -> tuple[dict[str, Tensor], dict[str, object]]:
     """What a run holds beside the policy's weights, as the ranks hold it: tensors, and the numbers
-    of its optimizers. An optimizer that has taken no step has none."""
+    of its optimizers. An optimizer that has taken no step makes its state, if it is asked for."""
     tensors, numbers = {}, {}
     for name, (module, optimizer) in trained.items():
         found = {f"{name}.module.{key}": x for key, x in module_state(name, module).items()}
-        if optimizer.state:
+        if with_optimizers:
             state = get_optimizer_state_dict(module, optimizer, options=FLAT)
             found |= {f"{name}.optimizer.{key}": x for key, x in state.items()}
         for key, x in found.items():
@@ -80,11 +82,11 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         tokenizer.save_pretrained(partial)
     del weights
     if state is not None:
-        tensors, numbers = training_state(trained)
+        has_stepped = any(optimizer.state for _, optimizer in trained.values())
+        tensors, numbers = training_state(trained, has_stepped)
         writer = HuggingFaceStorageWriter(str(partial / "training"), file_numbers(tensors),
                                           save_distributed=True)
-        with quiet():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         names = of_rank_0(lambda: sorted(str(path.relative_to(partial))
                                          for path in partial.rglob("*") if path.is_file()))
         found = hashes(partial, names)
@@ -108,13 +110,9 @@ def resume(folder: Path, trained: Trained) -> dict:
     checkpoint that does not fit."""
     state = read_state(folder)
     try:
-        for _, optimizer in trained.values():
-            if state["optimizers"]:
-                make_state(optimizer)
-        tensors, _ = training_state(trained)
-        with quiet():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / "training")),
-                     no_dist=not dist.is_initialized())
+        tensors, _ = training_state(trained, with_optimizers=bool(state["optimizers"]))
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / "training")),
+                 no_dist=not dist.is_initialized())
         found = tensors | state["optimizers"]
         for name, (module, optimizer) in trained.items():
             own, weights = ({key.removeprefix(prefix): x for key, x in found.items()
@@ -130,19 +128,6 @@ def resume(folder: Path, trained: Trained) -> dict:
     return state
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, by a step of length 0."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * 0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-
-
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Name of a tensor -> the number, from 1 on, of the file that it goes to."""
     numbers, begun = {}, 0  # bytes of the tensors so far
@@ -150,14 +135,6 @@ def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
         numbers[name] = 1 + begun // (FILE_BYTES * ranks()[1])
         begun += tensor.numel() * tensor.element_size()
     return numbers
-
-
-@contextmanager
-def quiet():
-    """Without the warning that this is a single process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # ---- the checkpoints of a run ----
