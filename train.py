@@ -14,7 +14,6 @@ reward of 0.
 import fcntl
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -229,14 +228,14 @@ def is_finished(run: Run, steps: int) -> bool:
     with a final/ is to take more steps but has no checkpoint: it would start at step 0 and lose
     final/."""
     # A finished run stays finished when its checkpoints are damaged or deleted.
-    if not (run.folder / "final").exists():
+    final = run.folder / "final" / RUN_FILE
+    if not final.exists():
         return False
-    metrics = run.folder / "metrics.jsonl"
-    rows = read_objects(metrics)[0] if metrics.exists() else []
-    saved = [checkpoint.step_in(folder) for folder in checkpoint.named(run.folder)]
-    taken = max([len(rows), *saved])
-    limit = getattr(run.cfg, "turns", 0)  # sft.py has none
+    taken = json.loads(final.read_text())["taken"]
     has_ended = taken >= steps
+    metrics = run.folder / "metrics.jsonl"
+    rows = read_objects(metrics)[0][:taken] if metrics.exists() else []
+    limit = getattr(run.cfg, "turns", 0)  # sft.py has none
     if limit and rows:
         has_ended = has_ended or turns_reached(limit, [turns_played(row) for row in rows])
     if not has_ended and run.saved is None:
@@ -687,11 +686,14 @@ def stop(run: Run, signals: StopSignals) -> None:
 
 
 def finish(run: Run) -> None:
-    """Write final/, a plain Hugging Face folder in the compute dtype, and the run's settings."""
+    """Write final/, a plain Hugging Face folder in the compute dtype, with the run's settings and
+    the number of steps taken."""
     checkpoint.save(run.folder / "final", run.policy, run.tokenizer,
                     dtype=getattr(torch, run.cfg.dtype))
     if run.rank == 0:
-        shutil.copy(run.folder / "config.json", run.folder / "final" / RUN_FILE)
+        settings = json.loads((run.folder / "config.json").read_text())
+        write_atomically(run.folder / "final" / RUN_FILE,
+                         json.dumps(settings | {"taken": run.saved}, indent=1))
         world = next(iter(run.cfg.worlds))
         urls = servers(getattr(run.cfg, "env_url", ""), run.cfg.worlds)[world]
         played = f" --env_url {','.join(urls)}" if urls else ""

@@ -856,16 +856,21 @@ def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
     loaded = train.load(parse_config(flags))
     train.prepare(loaded)
     train.release(loaded)
-    assert (out / train.EARLIER_FINAL / "model.safetensors").read_bytes() == weights
-    assert not (out / "final").exists()
+    assert (out / "final/model.safetensors").read_bytes() == weights
 
     shutil.move(out / "checkpoints", tmp_path)
     refused = run(*flags)
-    assert refused.returncode == 2 and f"--model {out / train.EARLIER_FINAL}" in refused.stderr
+    assert refused.returncode == 2 and f"--model {out / 'final'}" in refused.stderr
     shutil.move(tmp_path / "checkpoints", out)
+    shutil.copytree(out / "final", tmp_path / "final")
     assert run(*flags).returncode == 0
-    assert (out / "final/model.safetensors").read_bytes() != weights
-    assert not (out / train.EARLIER_FINAL).exists()
+    later = (out / "final/model.safetensors").read_bytes()
+    assert later != weights
+    # Killed after the last step, and before final/ was replaced.
+    shutil.rmtree(out / "final")
+    shutil.copytree(tmp_path / "final", out / "final")
+    assert run(*flags).returncode == 0
+    assert (out / "final/model.safetensors").read_bytes() == later
 
 
 def test_an_item_file_that_is_a_folder_is_one_line(tmp_path):
