@@ -573,10 +573,17 @@ class Worker:
         if self.env is not None:
             close_quietly(self.env)
 
+    def _make_env(self) -> Env:
+        try:
+            return self.make()
+        except ValueError as e:  # no such world: the caller's mistake, as an unknown item is
+            raise_if_item_unknown(e)
+            raise
+
     def _do(self, future, function, args):
         try:
             if self.env is None:
-                env = self.make()
+                env = self._make_env()
                 self.made = time.monotonic()
                 self.env = env
             future.set_result(function(self.env, *args))

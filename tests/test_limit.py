@@ -6,7 +6,7 @@ from conftest import run_script
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-import bench
+import benches.__main__ as bench
 from benches import limit, memory
 
 

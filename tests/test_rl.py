@@ -11,6 +11,7 @@ from conftest import random_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import checkpoint
 import rl
 import update
 from rollout import rollout
@@ -88,7 +89,7 @@ def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     change_weights(folder, add_head)
     model, tokenizer = rl.load_policy(str(folder))
-    rl.save(tmp_path / "saved", model, tokenizer)
+    checkpoint.save(tmp_path / "saved", model, tokenizer)
     again, _ = rl.load_policy(str(tmp_path / "saved"))
     ids = torch.arange(9)[None]
     with torch.no_grad():
