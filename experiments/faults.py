@@ -77,7 +77,7 @@ CASES = {
                     tests("parallel", "ended_at_random signal_while"), is_quick=False),
     "kills": Case("30 kills, half of them while saving", script("kill"), is_quick=False),
     "damage": Case("bits flipped, files cut or missing in a checkpoint",
-                   tests("rl", "checkpoint")),
+                   tests("checkpoint", "damaged bit")),
     "templates": Case("chat templates that loop, fail, fill the memory or tell the time",
                       tests("agent", "template")),
     "code": Case("a model folder with code of its own", tests("train", "its_own_code")),
