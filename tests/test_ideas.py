@@ -55,29 +55,36 @@ def project(tmp_path_factory):
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("copy") / "project", ignore=left_out)
 
 
-@pytest.mark.parametrize("idea", IDEAS, ids=lambda path: path.stem)
-def test_each_idea_can_be_deleted(idea, project, tmp_path):
-    def python(*words):
-        env = os.environ | {"PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, *words], cwd=project, env=env, capture_output=True,
-                              text=True, timeout=300)
+def in_copy(project, *words):
+    env = os.environ | {"PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=project, env=env, capture_output=True,
+                          text=True, timeout=300)
 
+
+@pytest.mark.parametrize("idea", IDEAS, ids=lambda path: path.stem)
+def test_each_idea_can_be_deleted(idea, project):
     kept = [f"ideas.{path.stem}" for path in IDEAS if path != idea]
     top_level = [path.stem for path in ROOT.glob("*.py")]
     file = project / "ideas" / idea.name
     source = file.read_text()
     file.unlink()
     try:
-        done = python("-c", f"import {', '.join(kept + top_level)}\nprint(train.__file__)\n"
-                            f"envs.load_named('{idea.stem}', algos.ALGOS, 'advantage')")
+        done = in_copy(project, "-c", f"import {', '.join(kept + top_level)}\n"
+                                      "print(train.__file__)\n"
+                                      f"envs.load_named('{idea.stem}', algos.ALGOS, 'advantage')")
         assert done.stdout == f"{project}/train.py\n"
         last = done.stderr.splitlines()[-1]
         assert last.startswith(f"ValueError: there is no advantage '{idea.stem}'")
-        done = python("train.py", "--steps", "1", "--items_per_step", "2", "--rollouts_per_item",
-                      "2", "--horizon", "2", "--out", tmp_path / "r")
-        assert done.returncode == 0, done.stderr
     finally:
         file.write_text(source)
+
+
+def test_the_core_trains_without_ideas(project, tmp_path):
+    shutil.move(project / "ideas", tmp_path / "ideas")
+    done = in_copy(project, "train.py", "--steps", "1", "--items_per_step", "2",
+                   "--rollouts_per_item", "2", "--horizon", "2", "--out", tmp_path / "r")
+    shutil.move(tmp_path / "ideas", project / "ideas")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_core_names_no_idea():

@@ -395,8 +395,8 @@ def interrupt(how, tries, between, args, folder, rng, launcher=ONE_PROCESS):
 @pytest.mark.parametrize("how, tries, between", [
     (signal.SIGKILL, 2, (0, 3)),
     (signal.SIGTERM, 1, (0, 1)),
-    (signal.SIGINT, 1, (0, 1)),
-    (signal.SIGHUP, 1, (0, 1)),
+    pytest.param(signal.SIGINT, 1, (0, 1), marks=pytest.mark.slow),
+    pytest.param(signal.SIGHUP, 1, (0, 1), marks=pytest.mark.slow),
 ])
 def test_a_run_ended_at_random_moments_gives_every_bit_of_one_that_was_not(
         reference, how, tries, between, tmp_path):
