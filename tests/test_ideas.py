@@ -665,7 +665,9 @@ def test_a_run_with_all_of_these_that_is_stopped_resumes_exactly(
     assert (out / weights).read_bytes() == (with_signal / weights).read_bytes()
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize("has_teacher", [
+    False, pytest.param(True, marks=pytest.mark.slow),
+])
 @pytest.mark.parametrize("more", [
     ["--shard", "true"],
     pytest.param([], marks=pytest.mark.slow),
