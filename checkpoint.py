@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from parallel import gather, of_rank_0, ranks
 from rl import Trained, full_state_dict
 
-# They say that this is a single process.
+# These modules warn that torch.distributed is not initialized. A single process does without it.
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
-FILE_BYTES = 2**28  # a rank copies its part of a file before it writes it
+FILE_BYTES = 2**28  # of a rank in each file, which it copies to the CPU before it writes it
 
 
 def module_state(name: str, module: torch.nn.Module) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def module_state(name: str, module: torch.nn.Module) -> dict[str, Tensor]:
 def training_state(trained: Trained,
                    with_optimizers: bool) -> tuple[dict[str, Tensor], dict[str, object]]:
     """What a run holds beside the policy's weights, as the ranks hold it: tensors, and the numbers
-    of its optimizers. An optimizer that has taken no step makes its state, if it is asked for."""
+    of its optimizers. with_optimizers: their state too, initialized where no step was taken."""
     tensors, numbers = {}, {}
     for name, (module, optimizer) in trained.items():
         found = {f"{name}.module.{key}": x for key, x in module_state(name, module).items()}
@@ -129,7 +129,7 @@ def resume(folder: Path, trained: Trained) -> dict:
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Name of a tensor -> the number, from 1 on, of the file that it goes to."""
+    """Name of each tensor -> the number of the file that holds it: 1, 2 ..."""
     numbers, begun = {}, 0  # bytes of the tensors so far
     for name, tensor in tensors.items():
         numbers[name] = 1 + begun // (FILE_BYTES * ranks()[1])

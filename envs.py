@@ -145,11 +145,11 @@ SERVER_WORLDS = {"openenv": "worlds.openenv:OpenEnv"}
 
 
 def load_named(name: str, table: dict[str, str], kind: str) -> Any:
-    """What a name stands for: a row of `table`, name -> "module:attribute"; or itself written as
-    "module:attribute" or "FILE.py:attribute"; or the file ideas/NAME.py, whose attribute is `kind`.
+    """The object that a name stands for: a key of `table` (name -> "module:attribute"), a
+    "module:attribute" or "FILE.py:attribute", or NAME of a file ideas/NAME.py, for its `kind`.
 
-    kind: "agent", "advantage", "loss", or for messages what it is. Raises ValueError if there is no
-    such thing. An exception of the module's own code passes.
+    kind: "agent", "advantage", "loss" ...: also the word in the error message. Raises ValueError
+    if there is no such object. Exceptions of the module's own code pass.
     """
     where, _, attribute = table.get(name, name).rpartition(":")
     if not where:
