@@ -6,7 +6,7 @@ A leaf: it imports no other file of the project.
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -162,26 +162,26 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def _lines(path: str | Path) -> Iterator[tuple[int, dict | None, str]]:
+    """(number, object, what is wrong) of each line of a .jsonl file that is not empty."""
+    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if line.strip():
+            try:
+                value, wrong = json.loads(line.decode()), "no JSON object"
+            except (ValueError, RecursionError) as e:
+                value, wrong = None, str(e)
+            yield number, value if isinstance(value, dict) else None, wrong
+
+
 def read_objects(path: Path) -> tuple[list[dict], int]:
     """The JSON objects of a .jsonl file, one a line -> (objects, number of lines that hold none).
 
     A process that was killed may have left half a line. Empty lines are not counted.
     """
-    found = []
-    damaged = 0
-    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        else:
-            damaged += 1
-    return found, damaged
+    rows = [row for _, row, _ in _lines(path)]
+    found = [row for row in rows if row is not None]
+    return found, len(rows) - len(found)
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -194,18 +194,14 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
     ValueError, which names the line, for one that is damaged, but not for half a line at the end,
     which a killed process leaves."""
     found = []
-    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            t = Trajectory(**{f.name: row[f.name] for f in fields(Trajectory) if f.name in row})
-        except (ValueError, TypeError, RecursionError) as e:
-            if number == len(lines) > 1:
-                break
-            raise ValueError(f"line {number} of {path} holds no trajectory: {e}") from e
+    last = Path(path).read_bytes().count(b"\n") + 1  # the number of a line without its end
+    for number, row, wrong in _lines(path):
+        if row is None and number == last > 1:
+            break
+        if row is None or not {"item", "env"} <= row.keys():
+            wrong = wrong if row is None else "no item or env"
+            raise ValueError(f"line {number} of {path} holds no trajectory: {wrong}")
+        t = Trajectory(**{f.name: row[f.name] for f in fields(Trajectory) if f.name in row})
         t.starts = t.starts or [0] * bool(t.tokens)  # one segment, in older files
         t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # nothing that is learnt needs them
         if wrong := flaw(vars(t)):
