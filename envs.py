@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import queue
 import random
@@ -28,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, TimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,6 +88,10 @@ class Env:
     instant = False
     remote = False  # the episode is played on a server
     has_progress = False  # `step` gives `Step.progress`; --shaping needs it
+    # Defaults of settings in this world, for the tiny model and for others, where they are not
+    # config.py's. "eval_horizon" is the last horizon of training if it is absent.
+    tiny: dict[str, Any] = {}
+    real: dict[str, Any] = {}
 
     def reset(self, item: int) -> str:
         """Begin the episode of `item` -> the first observation. Several episodes may follow each
@@ -223,6 +228,29 @@ def read_settings(text: str, flag: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             settings[name] = value
     return settings
+
+
+class Numbers:
+    """The numbers that a flag may have, as argparse's `choices`: finite, and at least `low`, or
+    above it."""
+
+    def __init__(self, low: float, itself: bool):
+        self.low, self.itself = low, itself
+
+    def __contains__(self, x: float) -> bool:
+        return self.low < x < math.inf or self.itself and x == self.low
+
+    def __iter__(self):
+        yield f"numbers {'from' if self.itself else 'above'} {self.low}{' on' * self.itself}"
+
+
+ABOVE_0, NOT_NEGATIVE = Numbers(0, itself=False), Numbers(0, itself=True)
+
+
+def flag(default: Any, help: str, **kw: Any) -> Any:
+    """A field of a dataclass of settings that is a flag of a command, with its line of --help. A
+    field without it is no flag. kw: `choices`; study=True: it is set by --set FIELD=VALUE."""
+    return field(default=default, metadata={"help": help, **kw})
 
 
 def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:

@@ -25,17 +25,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import partial
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 # config comes before torch: it sets how idle threads wait.
-from config import LIMITS, arg, chat_arguments, check_ranges, flag_group, fraction
-from config import merge_env_args, mixture, not_negative, one_of, positive, presets, read_flags
-from config import read_prompts, run_of, servers
+from config import Setup, mixture, presets, read_flags, read_prompts, run_of, servers
 import numpy as np
 import requests
 import torch
@@ -46,10 +44,10 @@ from transformers.utils import logging
 import envs
 import rl
 import schedule
-from agent import FORMATS, PARSES, Chat, load_agent, note_history, settings_of, try_template
-from envs import EnvPool, split_item
+from agent import Chat, load_agent, note_history, settings_of, try_template
+from envs import ABOVE_0, NOT_NEGATIVE, EnvPool, flag, split_item
 from models.check import find_paths
-from rollout import Conversation, RolloutConfig, rollout
+from rollout import Conversation, Rollouts, rollout
 from trajectory import Status, Trajectory, write_atomically, write_trajectories
 from worlds.agentgym import read_body
 
@@ -57,135 +55,59 @@ from worlds.agentgym import read_body
 
 
 @dataclass
-class EvalConfig:
-    """The flags of eval.py."""
+class EvalConfig(Setup):
+    """the evaluation"""
 
-    flag_group("what is evaluated")
-    env: str | None = arg(None, f"world: {', '.join(envs.WORLDS)}; default: the run's, else babyai")
-    model: str = arg("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), "
-                             "a folder such as runs/NAME/final, a GGUF file, a hub id, or "
-                             "openai:NAME on the server --base_url")
-    chat_template: str = arg("", "file with a chat template (Jinja), for a model that has none")
-    system: str | None = arg(None, "text of a system message before the instructions; default: the "
-                                   "run's, else none")
-    chat_args: Annotated[str | None, chat_arguments] = arg(
-        None, "switches of the chat template: enable_thinking=false, several with spaces between "
-              "them, or a JSON object; default: the run's")
-    base_url: str = arg("", "an OpenAI-compatible server, http://host:port/v1; a key is taken from "
-                            "the environment's OPENAI_API_KEY")
-    samples: Annotated[int, positive] = arg(
-        1, "trajectories of each item: the k of avg@k and pass@k")
-    horizon: str = arg("", "largest number of turns; several, as in 2,4,6, are evaluated one after "
-                           "the other")
-    split: str = arg("test", "test (held out) | train")
-    items: Annotated[int | None, positive] = arg(
-        None, "number of items, drawn from the split by --seed; default: all")
-    data: str | None = arg(None, "folder in the layout of AgentGym-RL-Data-ID; default: the run's, "
-                                 "else data/")
-    out: str = arg("", "JSON file for the result. An evaluation that was stopped goes on from "
-                       "FILE.part, by the same command")
-    trajectories: str = arg("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is put "
-                                "into its name")
-    flag_group("trajectories")
-    seed: Annotated[int, not_negative] = arg(0, "every random number follows from it")
-    temperature: Annotated[float, not_negative] = arg(
-        1.0, "sampling temperature; 0 takes the likeliest token")
-    top_p: Annotated[float, fraction] = arg(1.0, "nucleus sampling")
-    top_k: Annotated[int, not_negative] = arg(0, "sample from the k likeliest tokens; 0: off")
-    max_tokens: Annotated[int | None, positive] = arg(None, "largest reply, tokens")
-    max_length: Annotated[int | None, positive] = arg(None, "largest trajectory, tokens")
-    action_format: Annotated[str | None, one_of(*FORMATS)] = arg(None, " | ".join(FORMATS))
-    parse: Annotated[str | None, one_of(*PARSES)] = arg(
-        None, "strict | lenient, see train.py --help; default: the run's, else lenient")
-    prompts: str | None = arg(None, "JSON file with other instructions, see train.py --help; "
-                                    "default: the run's; '': none")
-    agent: str | None = arg(None, "as in train.py --help; default: the run's")
-    agent_args: str | None = arg(None, "the agent's settings, NAME=VALUE; default: the run's")
-    history: Annotated[str | None, one_of("append", "template")] = arg(
-        None, "as in train.py --help; default: the run's")
-    plan: bool | None = arg(None, "ask for a plan before the first action; default: the run's")
-    reflect: bool | None = arg(None, "ask what went wrong after invalid actions and failed "
-                                     "episodes; default: the run's")
-    env_args: str | None = arg(None, "keyword arguments of the world in this process: "
-                                     "searchqa.topk=5; default: the run's")
-    flag_group("how it is computed")
-    dtype: Annotated[str | None, one_of("float32", "bfloat16")] = arg(None, "float32 | bfloat16")
-    slots: Annotated[int | None, positive] = arg(
-        None, "trajectories played at a time; at most 32 with a model on a server")
-    engine: Annotated[str, one_of("ragged", "hf")] = arg(
-        "ragged", "ragged | hf: the model's own attention, all trajectories in lockstep (slow; the "
-                  "reference)")
-    graphs: bool = arg(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
-                             "eagerly, more slowly")
-    arrival_order: bool | None = arg(None, "take environments' answers as they come, so runs are "
-                                           "not bit-for-bit repeatable; default: with --env_url")
-    env_url: str = arg("", "AgentGym's or OpenEnv's server(s) http://host:port[,...] to play on "
-                           "instead of in this process")
-    deadline: Annotated[float, positive] = arg(60.0, "seconds an environment has to answer")
-    create_deadline: Annotated[float, positive] = arg(
-        300.0, "seconds to create an environment; not counted in --deadline")
-
-    prompt_texts: dict[str, dict[str, str]] = field(init=False)  # what --prompts holds
+    samples: int = flag(1, "trajectories of each item: the k of avg@k and pass@k", choices=ABOVE_0)
+    split: str = flag("test", "test (held out) | train")
+    items: int | None = flag(None, "number of items, drawn from the split by --seed; default: all",
+                             choices=ABOVE_0)
+    base_url: str = flag("", "for --model openai:NAME: an OpenAI-compatible server, "
+                             "http://host:port/v1; a key is taken from OPENAI_API_KEY")
+    top_p: float = flag(1.0, "nucleus sampling", choices=ABOVE_0)
+    top_k: int = flag(0, "sample from the k likeliest tokens; 0: off", choices=NOT_NEGATIVE)
+    out: str = flag("", "JSON file for the result. An evaluation that was stopped goes on from "
+                        "FILE.part, by the same command")
+    trajectories: str = flag("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is "
+                                 "put into its name")
 
 
-# Flags whose default is the run's value, or else the preset's.
-TAKEN_FROM_RUN = ("data", "max_tokens", "max_length", "slots", "action_format", "parse", "agent",
-                  "agent_args", "history", "plan", "reflect", "dtype", "system", "chat_args")
+# Settings whose default is the run's; those of `OF_WORLD` only in a world that it was trained on.
+OF_RUN = ("parse", "agent", "agent_args", "history", "dtype")
+OF_WORLD = ("max_tokens", "max_length", "slots", "data", "action_format")
 MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
 def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
-    """The command line, checked and with every default filled in.
-
-    Raises ValueError with one clear line.
-    """
-    epilog = ("a flag without a default takes the run's value (--data, --max_tokens, --max_length "
-              "and --slots only in worlds that the run was trained on), else that of train.py "
-              "--help")
-    cfg = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0], epilog)
-
-    run = run_of(cfg.model)
+    """The command line, checked and with every default filled in: a setting that is not given is
+    the run's whose folder holds the model, or else train.py's. Raises ValueError with one line."""
+    given = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0])
+    model = given.get("model", EvalConfig.model)
+    run = run_of(model)
     trained_on = list(mixture(run["env"])) if run else []
-    if not cfg.env:
-        cfg.env = default_world(trained_on)
-
-    # The run's settings and the presets. In a mixture each world has limits of its own. The limits
-    # of a run that was not trained on this world are those of other worlds.
-    default = presets(cfg.model, cfg.env)
-    default |= {"data": "", "agent": "react", "agent_args": "", "history": None, "plan": False,
-                "reflect": False}
-    own = run | run.get("worlds", {}).get(cfg.env, {})
-    if cfg.env not in trained_on:
-        own = {name: value for name, value in run.items()
-               if name not in (*LIMITS, "slots", "data", "action_format")}
-
-    # Keyword arguments of the world. Those of the preset are for a world in this process. The run's
-    # own are taken only if it was trained on this world and changed the preset's.
-    preset_env_args = "" if cfg.env_url else default["env_args"]
-    run_has_its_own = cfg.env in trained_on and own.get("env_args") != default["env_args"]
-    if cfg.env_args is None and run_has_its_own:  # a mixture's may name other worlds, too
-        parts = own.get("env_args", preset_env_args).split()
-        cfg.env_args = " ".join(part for part in parts if part.startswith(f"{cfg.env}."))
-    elif cfg.env_args is None:
-        cfg.env_args = preset_env_args
-    elif cfg.env_args:  # an empty --env_args drops the preset's, too
-        cfg.env_args = merge_env_args(cfg.env_args, preset_env_args)
-
-    for name in TAKEN_FROM_RUN:
-        if getattr(cfg, name) is None:
-            setattr(cfg, name, own.get(name, default[name]))
-    cfg.prompt_texts = run.get("prompt_texts", {})
-    if cfg.prompts is not None:
-        cfg.prompt_texts = read_prompts(cfg.prompts, [cfg.env])
+    env = given.get("env") or default_world(trained_on)
+    default = presets(model, env)
+    stages = schedule.parse_rounds(default.get("horizon", EvalConfig.horizon), env)
+    default["horizon"] = str(default.get("eval_horizon", stages[-1]))
+    env_args = "" if given.get("env_url") else default.get("env_args", "")
+    default |= {name: run[name] for name in OF_RUN if run}
+    if env in trained_on:
+        own = run | run["worlds"][env]
+        default |= {name: own[name] for name in OF_WORLD} | {"horizon": str(own["rounds"][-1])}
+        if not given.get("env_url") or env in envs.SERVER_WORLDS:
+            env_args = " ".join(part for part in run["env_args"].split()
+                                if part.startswith(f"{env}."))
+    if given.get("env_args") != "":  # an empty --env_args drops the defaults
+        given["env_args"] = " ".join([env_args, given.get("env_args", "")]).strip()
+    if "prompts" in given:
+        default["prompt_texts"] = read_prompts(given["prompts"], [env])
+    names = {f.name for f in fields(EvalConfig)}
+    values = {name: x for name, x in (default | given).items() if name in names}
+    cfg = EvalConfig(**values | {"env": env})
     if is_served(cfg):
         cfg.slots = min(cfg.slots, MAX_SERVED_SLOTS)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
-
-    # A run's horizon says something only about the worlds that it was trained on.
-    if not cfg.horizon:
-        known = cfg.env in trained_on
-        cfg.horizon = str(last_horizon(own, cfg.env) if known else default["eval_horizon"])
     check_eval_config(cfg)
     return cfg
 
@@ -196,14 +118,6 @@ def default_world(trained_on: list[str]) -> str:
         raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
                          "choose one of them with --env")
     return trained_on[0] if trained_on else "babyai"
-
-
-def last_horizon(run: dict, world: str) -> int:
-    """The horizon that a run's training on this world ends with. run: its config.json, with the
-    world's own settings."""
-    if "rounds" in run:
-        return run["rounds"][-1]
-    return schedule.parse_rounds(run["horizon"], world)[-1]  # an older run
 
 
 def is_served(cfg: EvalConfig) -> bool:
@@ -223,13 +137,12 @@ def check_eval_config(cfg: EvalConfig) -> None:
     """Everything that can be known to be wrong before anything is played."""
     urls = servers(cfg.env_url, [cfg.env])[cfg.env]
     envs.check_name(cfg.env, urls)
-    check_ranges(cfg)
     options = options_of_world(cfg)
     if cfg.env_url and options and cfg.env not in envs.SERVER_WORLDS:
         raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a "
                          "server: give --env_args ''")
     schedule.parse_rounds(cfg.horizon, cfg.env)
-    load_agent(cfg.agent, settings_of(cfg.agent_args, cfg.plan, cfg.reflect))
+    load_agent(cfg.agent, settings_of(cfg.agent_args, False, False))
     check_item_count(cfg)
     check_model_flags(cfg)
     check_output_files(cfg)
@@ -379,13 +292,13 @@ def play_horizons(cfg: EvalConfig, items: list[str],
     policy, tokenizer = load_model(cfg)
     if is_served(cfg) and any(part.played.values()):
         policy.has_replied = True  # before this evaluation was stopped
-    config = RolloutConfig.from_flags(cfg)
+    config = cfg
     urls = servers(cfg.env_url, [cfg.env])
     played = {}
     with EnvPool(urls, options={cfg.env: options_of_world(cfg)}) as pool:
         for horizon in part.horizons:
             try:
-                trajectories = evaluate(policy, tokenizer, pool, items, horizon, config, cfg.engine,
+                trajectories = evaluate(policy, tokenizer, pool, items, horizon, config,
                                         part.played[horizon], partial(part.add, horizon))
             except (ValueError, ModelError) as e:
                 complete = getattr(e, "played", [])
@@ -425,12 +338,12 @@ def load_model(
 
 
 def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedTokenizerBase | None,
-             pool: EnvPool, items: list[str], horizon: int, config: RolloutConfig,
-             engine: str = "ragged", finished: Sequence[Trajectory] = (),
+             pool: EnvPool, items: list[str], horizon: int, config: Rollouts,
+             finished: Sequence[Trajectory] = (),
              save: Callable[[Trajectory], None] | None = None) -> list[Trajectory]:
     """Play every item `config.samples` times under a progress bar.
 
-    tokenizer: None for a `ServedModel`. engine: "ragged" or "hf", for models that run here.
+    tokenizer: None for a `ServedModel`.
     finished: trajectories played before; an item that has all of its samples is not played again.
     save: called with each new trajectory. -> the trajectories in the order of items; `group` is the
     item's place. Raises ValueError for a bad item, ModelError if the model's server fails.
@@ -456,8 +369,7 @@ def evaluate(policy: "PreTrainedModel | ServedModel", tokenizer: PreTrainedToken
         if isinstance(policy, ServedModel):
             played = play_served(policy, pool, items, horizon, config, on_end)
         elif items:
-            played = rollout(policy, tokenizer, pool, items, horizon, config,
-                             engine=engine, on_end=on_end)
+            played = rollout(policy, tokenizer, pool, items, horizon, config, on_end=on_end)
     return sorted([*kept, *played], key=lambda t: (places[t.item], t.sample))
 
 
@@ -627,7 +539,7 @@ class ServedModel:
 
 
 def play_text(t: Trajectory, model: ServedModel, pool: EnvPool, horizon: int,
-              config: RolloutConfig, cancelled: threading.Event) -> None:
+              config: Rollouts, cancelled: threading.Event) -> None:
     """Let a served model play a trajectory, in the calling thread, until its status says how it
     ended. It has messages but no tokens. When `cancelled` is set, the next request raises
     ModelError. Raises ModelError if the server fails, ValueError for an item that does not exist.
@@ -677,7 +589,7 @@ def next_reply(episode: Conversation, model: ServedModel, stop: Sequence[str],
 
 
 def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int,
-                config: RolloutConfig, on_end: Callable[[Trajectory], None] | None = None,
+                config: Rollouts, on_end: Callable[[Trajectory], None] | None = None,
                 ) -> list[Trajectory]:
     """As `rollout.rollout`, with a `ServedModel`: `config.slots` trajectories at a time, a thread
     each. How replies are sampled is the model's; `config` says the rest.
@@ -723,7 +635,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
 
 
 def play_with_retries(model: ServedModel, pool: EnvPool, item: str, group: int, sample: int,
-                      horizon: int, config: RolloutConfig,
+                      horizon: int, config: Rollouts,
                       cancelled: threading.Event) -> Trajectory:
     """Play one trajectory, and again if its environment fails, `config.retries` times at most.
     A conversation that the server refused is not begun again."""

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from envs import UserError
 
 # ---- processes ----
 
@@ -394,3 +397,33 @@ class StopSignals:
 
     def __exit__(self, *_):
         self.in_rollout = False
+
+
+# ---- the end of a command ----
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A ValueError of this block, which reads the user's inputs, is a UserError."""
+    try:
+        yield
+    except ValueError as e:
+        raise UserError(str(e)) from e
+
+
+def run_command(script: str, parse: Callable[[], Any], command: Callable[[Any], object]) -> None:
+    """Call command(parse()). A mistake of the user ends the process with one line on stderr and
+    exit code 2: a ValueError of `parse`, a UserError of `command`, or an OSError. Any other
+    exception is a bug."""
+    try:
+        with user_errors():
+            settings = parse()
+        command(settings)
+    except (UserError, OSError) as e:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            time.sleep(5)  # if rank 0 has the same error, torchrun ends this process before
+        at = f"rank {rank}: " if rank != "0" else ""
+        print(f"{script}: {at}" + " ".join(str(e).split()), file=sys.stderr)
+        sys.exit(2)
+    end_process()

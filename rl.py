@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 import algos
+from envs import NOT_NEGATIVE, flag
 from models.packed import pack, use_attention
 from parallel import blocks, ranks, sharded, through
 
@@ -219,6 +221,17 @@ def check_gguf(path: str) -> str:
         raise ValueError(f"{path}: the pre-tokenizer '{split}' is not supported; "
                          f"supported: {', '.join(GGUF_SPLITS)}")
     return split
+
+
+@dataclass
+class Sampling:
+    """how tokens are drawn: the rollout and the update must agree on it"""
+
+    seed: int = flag(0, "every random number follows from it", choices=NOT_NEGATIVE)
+    temperature: float = flag(1.0, "sampling temperature; 0 (in evaluation): the likeliest token",
+                              choices=NOT_NEGATIVE)
+    dtype: str = flag("float32", "arithmetic of the forward passes; trained weights are float32",
+                      choices=("float32", "bfloat16"))
 
 
 # Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.

@@ -24,100 +24,85 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
+from agent import AGENTS, FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
 from agent import settings_of, user
 from engine import Padded, Ragged, sample
-from envs import Env, EnvError, EnvPool, Step, Worker, split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, Step, Worker, flag, split_item
 from models.check import find_paths
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
-from rl import compute_paths_of, length_dependence
+from rl import Sampling, compute_paths_of, length_dependence
 from trajectory import Status, Trajectory
 
 # ---- settings ----
 
 
-@dataclass(frozen=True)
-class RolloutConfig:
-    """How trajectories are played. In a rollout of several worlds, `max_tokens`, `max_length` and
-    `invalid_penalty` may be a dict: {"babyai": 32, "textcraft": 64}."""
+@dataclass
+class Rollouts(Sampling):
+    """how trajectories are played"""
 
+    action_format: str = flag("react", "how a reply holds its action", choices=tuple(FORMATS))
+    parse: str = flag("lenient", "strict: a reply holds one action, exactly as --action_format has "
+                                 "it | lenient: it is read as AgentGym's client of the world reads "
+                                 "it (docs/worlds.md)", choices=PARSES)
+    agent: str | Callable = flag("react", f"{' | '.join(AGENTS)}, or a generator function of your "
+                                          "own: FILE.py:NAME or module:NAME (docs/agents.md)")
+    agent_args: str = flag("", "settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true")
+    history: str = flag("", "append: earlier replies stay in the prompt as they were sampled | "
+                            "template: as the chat template writes them, in a new segment where it "
+                            "rewrites them; default: template if it drops thoughts",
+                        choices=("append", "template"))
+    system: str = flag("", "text of a system message before the instructions; default: that of the "
+                           "run which wrote --model")
+    chat_args: str = flag("", "switches of the chat template: enable_thinking=false, or a JSON "
+                              "object; default: those of the run which wrote --model")
+    max_tokens: int = flag(512, "largest reply, tokens", choices=ABOVE_0)
+    max_length: int = flag(10240, "largest segment, tokens: with the agent react the largest "
+                                  "trajectory", choices=ABOVE_0)
+    invalid_penalty: float = flag(0.0, "subtracted from the reward of a turn with an invalid "
+                                       "action", choices=NOT_NEGATIVE)
+    slots: int = flag(32, "trajectories that each process plays at the same time", choices=ABOVE_0)
+    deadline: float = flag(60.0, "seconds an environment has to answer", choices=ABOVE_0)
+    create_deadline: float = flag(300.0, "seconds to create an environment; not counted in "
+                                         "--deadline", choices=ABOVE_0, study=True)
+    engine: str = flag("ragged", "hf: the model's own attention, all trajectories in lockstep "
+                                 "(slow; the reference)", choices=("ragged", "hf"), study=True)
+    graphs: bool = flag(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
+                              "eagerly, more slowly", study=True)
+    arrival_order: bool | None = flag(
+        None, "take environments' answers as they come, and deal trajectories to processes as they "
+              "ask, so runs are not bit-for-bit repeatable; default: with --env_url", study=True)
+    top_p: float = 1.0  # nucleus sampling, in evaluation
+    top_k: int = 0  # sample from the k likeliest tokens, in evaluation; 0: off
     samples: int = 1  # trajectories of each item
-    seed: int = 0
-    slots: int = 128  # trajectories played at a time
-    max_tokens: int | dict[str, int] = 512  # of a reply
-    max_length: int | dict[str, int] = 8192  # of a segment, in tokens
-    temperature: float = 1.0  # 0: the likeliest token
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    action_format: str = "react"
-    parse: str = "lenient"  # or "strict"; see `agent.parse`
-    agent: str | Callable = "react"  # a generator function, or its name: see `agent.load_agent`
-    agent_args: str = ""  # its settings, NAME=VALUE
-    history: str | None = None  # "append", "template": see `agent.Chat`
+    retries: int = 2  # how often an episode is played again after its environment failed
+    record_states: bool = False  # ask the environments for `Trajectory.states`
     # World -> {"prompt", "reply"}, in the place of its own instructions: see `agent.Play`.
     prompt_texts: dict[str, dict[str, str]] = field(default_factory=dict)
-    plan: bool = False  # a setting of the agent react
-    reflect: bool = False  # another one
-    invalid_penalty: float | dict[str, float] = 0.0  # taken off an invalid action's reward
-    record_states: bool = False  # ask the environments for `Trajectory.states`
-    deadline: float = 60.0  # seconds that an environment has to answer
-    create_deadline: float = 300.0  # seconds that the making of an environment may take
-    retries: int = 2  # how often an episode is played again after its environment failed
-    arrival_order: bool = False  # take answers as they come; else at fixed decode steps
-    graphs: bool = True  # on a GPU, record decode steps as CUDA graphs
+    worlds: dict[str, Any] = field(default_factory=dict)  # world -> its own max_tokens and so on
 
-    def __post_init__(self):
-        """Raise ValueError for values that no rollout can use."""
-        rules = {"samples": self.samples >= 1, "slots": self.slots >= 1,
-                 "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
-                 "top_k": self.top_k >= 0,
-                 "parse": self.parse in PARSES,
-                 "action_format": self.action_format in FORMATS}
-        for name in ("max_tokens", "max_length"):
-            limit = getattr(self, name)
-            smallest = min(limit.values()) if isinstance(limit, dict) else limit
-            rules[name] = smallest >= 1
-        for name, holds in rules.items():
-            if not holds:
-                raise ValueError(f"a rollout cannot have {name} {getattr(self, name)!r}")
-
-    @classmethod
-    def from_flags(cls, flags: object, **changes: object) -> "RolloutConfig":
-        """The fields that `flags` (train.py's or eval.py's) has under the same name, then
-        `changes`."""
-        own = {f.name: getattr(flags, f.name) for f in fields(cls) if hasattr(flags, f.name)}
-        return cls(**own | changes)
+    def of_world(self, name: str, world: str) -> Any:
+        """A setting's value in `world`: its own if it has one."""
+        return getattr(self.worlds.get(world, self), name)
 
     def load_agent(self) -> Callable[[Play], Agent]:
         """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
-        return load_agent(self.agent, settings_of(self.agent_args, self.plan,
-                                                              self.reflect))
+        return load_agent(self.agent, settings_of(self.agent_args, False, False))
 
     def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
         """An episode of `item`, "babyai_17", as its agent sees it."""
         world, _ = split_item(item)
         return Play(env, item, horizon, self.load_agent(), self.action_format,
-                          world if self.parse == "lenient" else "", self.prompt_texts.get(world),
-                          step, self.deadline)
-
-
-def limit_for(limit: int | float | dict, world: str) -> int | float:
-    """The limit that applies to `world`: `limit` is one number for all, or {world: number}.
-    Raises ValueError for a world that it lacks."""
-    if not isinstance(limit, dict):
-        return limit
-    if world not in limit:
-        raise ValueError(f"{world} has no entry in {limit}")
-    return limit[world]
+                    world if self.parse == "lenient" else "", self.prompt_texts.get(world), step,
+                    self.deadline)
 
 
 # ---- one trajectory while it is played ----
@@ -145,14 +130,14 @@ class Conversation:
     for a trajectory without tokens.
     """
 
-    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
+    def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
                  chat: Chat | None):
         self.trajectory = trajectory
         self.horizon = horizon
         self.config = config
         self.chat = chat
-        self.max_length = limit_for(config.max_length, trajectory.env)
-        self.invalid_penalty = limit_for(config.invalid_penalty, trajectory.env)
+        self.max_length = config.of_world("max_length", trajectory.env)
+        self.invalid_penalty = config.of_world("invalid_penalty", trajectory.env)
         self.play: Play | None = None
         self.prompt: Messages = []  # what the model was shown last
         self.tools: list[dict] | None = None  # with what it was shown
@@ -276,13 +261,13 @@ class Episode(Conversation):
     environment's thread.
     """
 
-    def __init__(self, trajectory: Trajectory, horizon: int, config: RolloutConfig,
+    def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
                  chat: Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
         super().__init__(trajectory, horizon, config, chat)
         self.occurrence = occurrence
         self.pool = pool
         self.on_cpu = on_cpu
-        self.max_tokens = limit_for(config.max_tokens, trajectory.env)
+        self.max_tokens = config.of_world("max_tokens", trajectory.env)
         self.uniforms = self._uniforms()
         self.pending: list[int] = []
         self.begins = False
@@ -391,7 +376,7 @@ class TrajectoryQueue:
     """The trajectories of one call of `rollout`: to be played, being played, finished."""
 
     def __init__(self, items: list[str], step: int, slots: int,
-                 make_episode: Callable[[Trajectory], Episode], config: RolloutConfig,
+                 make_episode: Callable[[Trajectory], Episode], config: Rollouts,
                  stats: dict[str, int], on_end: Callable[[Trajectory], object] | None,
                  on_step: Callable[["TrajectoryQueue"], object] | None, dealer: Dealer | None):
         self.items = items
@@ -476,12 +461,14 @@ class TrajectoryQueue:
             self.on_step(self)
 
 
-def make_engine(policy: PreTrainedModel, slots: int, graphs: bool = True) -> Ragged | str:
-    """-> a `Ragged` engine or, for a model on which that is not exact, "hf" and a line on stderr.
-    graphs: see `Ragged`. Raises ValueError for a model that no engine plays exactly."""
+def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragged | str:
+    """-> a `Ragged` engine or, if it is not exact for this model or the settings say so, "hf".
+    Raises ValueError for a model that no engine plays exactly."""
     paths = compute_paths_of(policy) or find_paths(policy)
+    if settings.engine == "hf":
+        return "hf"
     if paths.rollout == "ragged":
-        return Ragged(policy, slots, graphs)
+        return Ragged(policy, slots, settings.graphs)
     how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
     print(f"rollout: model type {policy.config.model_type}: trajectories are played on the model's "
           f"own attention, {how}", file=sys.stderr)
@@ -505,8 +492,8 @@ def count_earlier(items: list[str]) -> list[int]:
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int],
-            config: RolloutConfig | None = None, *, step: int = 0,
-            engine: str | Ragged = "ragged", stats: dict[str, int] | None = None,
+            config: Rollouts | None = None, *, step: int = 0,
+            engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
             on_end: Callable[[Trajectory], object] | None = None,
             on_step: Callable[[TrajectoryQueue], object] | None = None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
@@ -522,10 +509,9 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     policy: a causal LM; it is put into eval mode.
     items: ids such as "babyai_17".
     horizon: one number, or one for each world: {"babyai": 4, "textcraft": 8}.
-    config: see `RolloutConfig`. Its fields may also be given as keywords: rollout(..., samples=8).
+    config: see `Rollouts`. Its fields may also be given as keywords: rollout(..., samples=8).
     step: the training step, part of the key of each trajectory's random numbers.
-    engine: "ragged"; a `Ragged` of this policy, whose memory is reused; or "hf": the model's own
-        attention, all trajectories in lockstep.
+    engine: of `make_engine`, for this policy: its memory is reused.
     stats: these counts are added to it: "forwarded" (token positions computed, padding included),
         "steps" (forward passes that were sampled from), "busy" (slots fed, over all steps) and
         "usable" (slots that could have been fed: at most the unfinished trajectories).
@@ -538,7 +524,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     those that this rank has played. Raises ValueError for a bad item, AgentError for a bug of the
     agent, FloatingPointError if the policy's logits are not finite.
     """
-    config = replace(config or RolloutConfig(), **changes)
+    config = replace(config or Rollouts(), **changes)
     config.load_agent()  # before any episode: it may not exist
     shortest = min(horizon.values()) if isinstance(horizon, dict) else horizon
     if shortest < 1:
@@ -550,12 +536,11 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     policy.eval()
 
     def make_episode(t: Trajectory) -> Episode:
-        return Episode(t, limit_for(horizon, t.env), config, chat, envs, on_cpu,
-                       occurrences[t.group])
+        limit = horizon[t.env] if isinstance(horizon, dict) else horizon
+        return Episode(t, limit, config, chat, envs, on_cpu, occurrences[t.group])
 
-    if engine == "ragged":
-        slots = min(config.slots, len(items) * config.samples)
-        engine = make_engine(policy, slots, config.graphs)
+    if engine is None:
+        engine = make_engine(policy, min(config.slots, len(items) * config.samples), config)
     slots = config.slots if engine == "hf" else engine.slots
     queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, on_end, on_step,
                             dealer)
@@ -564,8 +549,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             if engine == "hf":
                 forwarded = decode_in_lockstep(policy, queue)
             else:
-                lengths = config.max_length
-                engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
+                engine.clear(max(config.of_world("max_length", split_item(i)[0]) for i in items))
                 forwarded = Decoder(engine, queue, envs.on_servers).run()
                 engine.clear()
     finally:

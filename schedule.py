@@ -13,6 +13,7 @@ step t as a run that was never interrupted.
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,14 +21,28 @@ MIN_RISE = 0.02  # adaptive: success has levelled off if its mean rose by less t
 MIN_CUT = 0.05  # adaptive: a longer horizon helps only if it cuts more trajectories than this
 
 
+@dataclass
+class Horizon:
+    """the horizon"""
+
+    horizon_schedule: str = field(default="scaling_inter", metadata={
+        "help": "fixed: one horizon throughout | adaptive: a stage ends when success levels off",
+        "choices": ("scaling_inter", "fixed", "adaptive")})
+    horizon_steps: int = field(default=100, metadata={
+        "help": "training steps of a stage; adaptive: success is averaged over windows of half as "
+                "many steps"})
+
+
 def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,
                kind: str = "scaling_inter") -> int:
     """The horizon at `step`, counted from 0: rounds[0] for `every` steps, then rounds[1] ..., and
-    the last round from then on. Raises ValueError for rounds or steps below 1, and for a kind
-    "fixed" with several rounds."""
+    the last round from then on. Raises ValueError for rounds or steps below 1, for rounds that
+    fall, and for a kind "fixed" with several rounds."""
     if not rounds or min(rounds) < 1 or every < 1:
         raise ValueError(f"a horizon and the steps that it lasts are at least 1, not {rounds}, "
                          f"{every}")
+    if list(rounds) != sorted(rounds):
+        raise ValueError(f"the horizon must not fall from one stage to the next: {rounds}")
     if kind == "fixed" and len(rounds) > 1:
         raise ValueError(f"a fixed horizon is one number, not {len(rounds)} of them: {rounds}")
     return rounds[min(step // every, len(rounds) - 1)]
@@ -85,7 +100,10 @@ def lr_factor_at(step: int, steps: int, warmup: int, kind: str = "constant") -> 
 
 def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str]:
     """The items of a training step. Every epoch has a new order, a function of (seed, epoch); the
-    items that are left over at its end, fewer than `count`, are not played in it."""
+    items that are left over at its end, fewer than `count`, are not played in it. Raises ValueError
+    if there are fewer than `count` items, or `count` is 0."""
+    if not 0 < count <= len(items):
+        raise ValueError(f"a step cannot take {count} of {len(items)} items (--items_per_step)")
     epoch, part = divmod(step, len(items) // count)
     order = np.random.default_rng([seed, epoch]).permutation(len(items))
     return [items[i] for i in order[part * count:(part + 1) * count]]

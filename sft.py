@@ -15,15 +15,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 # config comes before torch: it sets how idle threads wait.
-from config import EVAL_ITEMS, RunConfig, arg, below_one, check_run, fill_in, flag_group
-from config import items_per_world, mixture, not_negative, one_of, positive, preset_tables
-from config import read_flags
+from config import EVAL_ITEMS, RunConfig, check_worlds, fill_in, items_per_world, read_flags
 import numpy as np
 from torch import Tensor
 from tqdm import tqdm
@@ -33,10 +30,10 @@ import envs
 import rl
 import train
 from agent import Chat
-from envs import Env, EnvPool, split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvPool, flag, split_item
 from metrics import memory_gb
-from parallel import StopSignals, Terminated, end_process, of_rank_0, on_any_rank
-from rollout import Conversation, RolloutConfig
+from parallel import StopSignals, Terminated, of_rank_0, on_any_rank, run_command, user_errors
+from rollout import Conversation, make_engine
 from train import Run
 from trajectory import Status, Trajectory, read_trajectories, write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
@@ -46,55 +43,39 @@ from update import Batch, collate, map_rows, optimizer_step
 
 @dataclass
 class SFTConfig(RunConfig):
-    """The flags of sft.py."""
+    """what is learnt"""
 
-    flag_group("what is learnt")
-    demos: Annotated[int, not_negative] = arg(
-        0, "successful trajectories that the worlds' experts play on training items; several "
-           "worlds share them by their weights")
-    noise: Annotated[float, below_one] = arg(
-        0.1, "share of turns in which a random action is taken instead of the expert's, a valid or "
-             "(in TextCraft) a refused one: it is not learnt, the recovery from it is")
-    trajectories: str = arg(
-        "", "learn from this file, too: JSON lines of train.py, eval.py or sft.py, or AgentGym's "
-            "AgentTraj-L (JSON)")
-    min_reward: float | None = arg(
-        None, "leave out trajectories of --trajectories with a smaller reward")
-    epochs: Annotated[int, positive] = arg(2, "passes over the trajectories")
-    batch: Annotated[int, positive] = arg(8, "trajectories of an optimizer step")
-    lr: Annotated[float | None, positive] = arg(2e-4, "AdamW's learning rate")
-    lr_schedule: Annotated[str, one_of("constant", "cosine")] = arg(
-        "cosine", "constant | cosine (to a tenth, over all steps), after the warm-up")
-    algo: str = field(init=False, default="sft")  # what config.json says
+    demos: int = flag(0, "successful trajectories that the worlds' experts play on training items; "
+                         "several worlds share them by their weights", choices=NOT_NEGATIVE)
+    noise: float = flag(0.1, "share of turns in which a random action is taken instead of the "
+                             "expert's, a valid or (in TextCraft) a refused one: it is not learnt, "
+                             "the recovery from it is", choices=NOT_NEGATIVE)
+    trajectories: str = flag("", "learn from this file, too: JSON lines of train.py, eval.py or "
+                                 "sft.py, or AgentGym's AgentTraj-L (JSON)")
+    min_reward: float | None = flag(None, "leave out trajectories of --trajectories with a smaller "
+                                          "reward")
+    epochs: int = flag(2, "passes over the trajectories", choices=ABOVE_0)
+    batch: int = flag(8, "trajectories of an optimizer step", choices=ABOVE_0)
+    lr: float = flag(2e-4, "AdamW's learning rate", choices=ABOVE_0)
+    lr_schedule: str = flag("cosine", "after the warm-up; cosine: to a tenth, over all steps",
+                            choices=("constant", "cosine"))
+    algo: str = "sft"  # what config.json says
 
 
 def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     """The command line, checked and with every default filled in. Raises ValueError with one clear
     line."""
-    cfg = read_flags(SFTConfig, argv, "sft.py", __doc__.split("\n\n")[0], preset_tables())
-    weights = mixture(cfg.env)
-    for world in weights:
-        envs.check_name(world, url="any")
-        if world not in envs.WORLDS and (cfg.demos or cfg.eval_every or not cfg.trajectories):
-            raise ValueError(f"'{world}' cannot be played here: choose from "
-                             f"{', '.join(envs.WORLDS)}, or give --trajectories, without --demos "
-                             "and --eval_every")
-    fill_in(cfg, weights, list(weights), "sft")
-    check_run(cfg)
+    given = read_flags(SFTConfig, argv, "sft.py", __doc__.split("\n\n")[0])
+    if not given.get("resume"):
+        given = {"lr": SFTConfig.lr} | given  # and not that of a preset
+    cfg = fill_in(SFTConfig, given, "sft")
     if not cfg.demos and not cfg.trajectories:
         raise ValueError("nothing to learn from: give --demos or --trajectories")
-    # A resumed run learns from a copy in its own folder.
-    if cfg.trajectories and not cfg.resume and not Path(cfg.trajectories).is_file():
-        raise ValueError(f"there is no file {cfg.trajectories}")
     if cfg.min_reward is not None and not cfg.trajectories:
         raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
                          "those that succeed are kept")
-    options = envs.env_options(cfg.env_args, weights)
-    for world in weights if cfg.demos or cfg.eval_every else ():  # else nothing is played
-        envs.items(world, "train", cfg.data or None)
-        if cfg.eval_every:
-            envs.items(world, "test", cfg.data or None)
-        envs.check_env(world, **options.get(world, {}))
+    if cfg.demos or cfg.eval_every:  # else nothing is played
+        check_worlds(cfg)
     return cfg
 
 
@@ -163,7 +144,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     world, _ = split_item(item)
     own = cfg.worlds[world]
     t = Trajectory(item, world)
-    config = RolloutConfig.from_flags(cfg, max_length=own.max_length)
+    config = replace(cfg, max_length=own.max_length, invalid_penalty=0.0, worlds={})
     episode = Conversation(t, own.rounds[-1], config, chat)
     answer = episode.advance(env)
     while episode.take(answer):
@@ -329,23 +310,20 @@ def sft(cfg: SFTConfig) -> None:
     Under torchrun every process calls it. Raises ValueError for a model or file that cannot be
     loaded, SystemExit when training cannot go on.
     """
-    options = envs.env_options(cfg.env_args, cfg.worlds)
-    with EnvPool(options=options) as pool:
+    with train.run_folder(cfg), train.env_pool(cfg) as pool:
         signals = StopSignals()
-        run = None
         try:
-            with train.exit_on_system_error(cfg, "sft.py"):
+            with user_errors():
                 run = train.load(cfg)
                 demos, held_out = of_rank_0(partial(collect_demos, run, signals))
-                steps = cfg.epochs * steps_per_epoch(len(demos), cfg)
-                if not train.is_finished(run, steps):
-                    train.prepare(run)
-                    write_demos(run, demos, held_out)
-                    train.prepare_rollouts(run, "ragged", cfg.slots)
-                    training_loop(run, demos, held_out, steps, pool, signals)
+            steps = cfg.epochs * steps_per_epoch(len(demos), cfg)
+            if not train.is_finished(run, steps):
+                train.prepare(run)
+                write_demos(run, demos, held_out)
+                run.engine = make_engine(run.policy, cfg.slots, cfg)
+                training_loop(run, demos, held_out, steps, pool, signals)
         finally:
             signals.end()
-            train.release(run)
 
 
 DEMO_FILES = ("demos.jsonl", "held_out.jsonl")
@@ -435,8 +413,9 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
             for name in ("loss", "grad_norm"):
                 if not np.isfinite(row[name]):
                     sys.exit(f"sft.py: stopped at step {step}: {name} is {row[name]}")
-            if (step + 1) % cfg.save_every == 0 or step + 1 == steps:
-                train.save_checkpoint(run, step + 1)
+            run.step = step + 1
+            if run.step % cfg.save_every == 0 or run.step == steps:
+                train.save_checkpoint(run)
         else:  # all steps are done: no stop signal ended the loop
             train.finish(run)
 
@@ -474,8 +453,4 @@ def mean_loss(run: Run, trajectories: list[Trajectory]) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        sft(parse_sft_config())
-    except (ValueError, OSError) as e:
-        train.usage_error(e, "sft.py")
-    end_process()
+    run_command("sft.py", parse_sft_config, sft)

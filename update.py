@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +25,84 @@ from transformers import PreTrainedModel
 
 import algos
 import rl
-from envs import load_function
+from envs import ABOVE_0, NOT_NEGATIVE, flag, load_function
 from metrics import explained_variance
 from models.packed import common_prefix_length
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
+from rl import Sampling
 from trajectory import Trajectory, reply_spans
-
-if TYPE_CHECKING:
-    from config import Config
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
+
+# ---- settings ----
+
+
+@dataclass
+class Optim(Sampling):
+    """optimization, memory and precision"""
+
+    lr: float = flag(1e-6, "AdamW's learning rate", choices=ABOVE_0)
+    lr_schedule: str = flag("constant", "after the warm-up; cosine: to a tenth, over all steps",
+                            choices=("constant", "cosine"), study=True)
+    warmup_steps: int = flag(10, "steps over which the learning rates rise to their values (Adam's "
+                                 "first steps are mostly noise)", choices=NOT_NEGATIVE, study=True)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", choices=ABOVE_0,
+                                study=True)
+    microbatch_tokens: int = flag(16384, "largest number of tokens in one forward and backward "
+                                         "pass", choices=ABOVE_0)
+    gradient_checkpointing: bool = flag(True, "compute blocks again in the backward pass: a third "
+                                              "slower, far less memory")
+    lora_rank: int = flag(0, "0: train all weights; else LoRA adapters of this rank (needs the "
+                             "extra lora), merged into the weights in final/", choices=NOT_NEGATIVE)
+    shard: bool | None = flag(None, "FSDP2: shard weights, gradients and optimizer states over the "
+                                    "ranks; default: on GPUs, without --lora_rank")
+    offload: bool = flag(False, "with --shard: keep the shards in CPU memory and update them "
+                                "there", study=True)
+
+
+@dataclass
+class Loss(Optim):
+    """rewards, advantages and loss"""
+
+    algo: str = flag("grpo", f"{' | '.join(algos.ALGOS)}, or the name of a file in ideas/, "
+                             "FILE.py:NAME, module:NAME")
+    algo_args: str = flag("", "settings of the algorithm, NAME=VALUE: gamma=0.99 lam=0.95")
+    loss: str = flag("ppo", f"{' | '.join(algos.LOSSES)}, or the name of a file in ideas/, "
+                            "FILE.py:NAME, module:NAME")
+    loss_args: str = flag("", "settings of the loss, NAME=VALUE: clip_low=0.2 clip_high=0.28")
+    shaping: str = flag("none", "potential: reward progress, and subtract the sum of these rewards "
+                                "at the end | progress: reward progress (textcraft, sciworld, "
+                                "textworld)", choices=("none", "potential", "progress"))
+    turn_cost: float = flag(0.0, "subtracted from each turn's reward", choices=NOT_NEGATIVE,
+                            study=True)
+    kl_coef: float = flag(0.001, "weight of the KL to the starting model; 0: no reference model "
+                                 "at all", choices=NOT_NEGATIVE)
+    kl_in: str = flag("loss", "add the KL to the loss, or subtract it from the rewards",
+                      choices=("loss", "reward"))
+    kl_type: str = flag("k3", "KL estimator (see algos.kl); k1 only with --kl_in reward",
+                        choices=("k1", "abs", "k2", "k3"), study=True)
+    entropy_coef: float = flag(0.0, "weight of an entropy bonus", choices=NOT_NEGATIVE)
+    aggregation: str = flag("token", "mean of the loss over tokens, or over trajectories' means",
+                            choices=("token", "sequence"), study=True)
+    minibatches: int = flag(4, "optimizer steps an epoch", choices=ABOVE_0)
+    epochs: int = flag(1, "passes over a step's trajectories", choices=ABOVE_0, study=True)
+    critic_lr: float = flag(1e-5, "AdamW's learning rate for PPO's critic", choices=ABOVE_0)
+    value_clip: float = flag(0.5, "clip range of the critic's values around those before the "
+                                  "update (ppo)", choices=ABOVE_0, study=True)
+
+    @property
+    def advantage(self) -> Callable[..., Any]:
+        """The function of --algo with its settings. Raises ValueError."""
+        return load_function(self.algo, algos.ALGOS, "advantage", self.algo_args)
+
+    @property
+    def loss_function(self) -> Callable[..., Any]:
+        """The function of --loss with its settings. Raises ValueError."""
+        return load_function(self.loss, algos.LOSSES, "loss", self.loss_args)
+
 
 # ---- rewards and advantages of a step ----
 
@@ -126,7 +191,7 @@ class Gathered:
     returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
 
 
-def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: torch.device,
+def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
                   models: dict[str, PreTrainedModel] | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
@@ -140,23 +205,23 @@ def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: tor
     outcomes, groups, valid = outcome_rewards(trajectories)
     mask = batch["mask"] & valid[:, None]  # [B, T]
     step = Gathered(trajectories, batch, mask, batch["rewards"], outcomes, groups, valid,
-                    partial(logprobs_of, batch=batch, cfg=cfg), models or {})
+                    partial(logprobs_of, batch=batch, settings=settings), models or {})
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:
         with rl.adapters_off(reference):
-            batch["ref_logprobs"] = logprobs_of(reference, batch, cfg)
-        if cfg.kl_in == "reward":
-            kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], cfg.kl_type, mask)
-            penalty = cfg.kl_coef * torch.where(mask, kl, 0.0)
+            batch["ref_logprobs"] = logprobs_of(reference, batch, settings)
+        if settings.kl_in == "reward":
+            kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], settings.kl_type, mask)
+            penalty = settings.kl_coef * torch.where(mask, kl, 0.0)
             step.rewards = step.rewards - penalty
             step.outcomes = step.outcomes - penalty.sum(1)
 
     if critic is not None:
-        with rl.compute_in(cfg.dtype, device):
+        with rl.compute_in(settings.dtype, device):
             step.values = map_rows(lambda model, ids, mask: model(ids, mask), critic, batch,
-                                   cfg.microbatch_tokens)
-    advantage = cfg.advantage
+                                   settings.microbatch_tokens)
+    advantage = settings.advantage
     batch["advantages"] = advantage(step)
     if critic is not None:
         batch |= {"old_values": step.values, "returns": step.returns}
@@ -165,14 +230,14 @@ def advantages_of(trajectories: Sequence[Trajectory], cfg: "Config", device: tor
     return batch
 
 
-def logprobs_of(model: PreTrainedModel, batch: Batch, cfg: "Config") -> Tensor:
+def logprobs_of(model: PreTrainedModel, batch: Batch, settings: Loss) -> Tensor:
     """A model's log-probs of a whole batch's sampled tokens, in micro-batches, shared among the
     ranks. -> [B, T] float32 on the CPU"""
     def of_rows(model, ids, mask):
-        return rl.token_logprobs(model, ids, mask, cfg.temperature)[0]
+        return rl.token_logprobs(model, ids, mask, settings.temperature)[0]
 
-    with rl.compute_in(cfg.dtype, device_of(model)):
-        return map_rows(of_rows, model, batch, cfg.microbatch_tokens)
+    with rl.compute_in(settings.dtype, device_of(model)):
+        return map_rows(of_rows, model, batch, settings.microbatch_tokens)
 
 
 def record_advantages(trajectories: Sequence[Trajectory], advantages: Tensor,
@@ -190,7 +255,7 @@ def record_advantages(trajectories: Sequence[Trajectory], advantages: Tensor,
 # ---- the passes over a step's trajectories ----
 
 
-def update(trajectories: Sequence[Trajectory], batch: Batch, cfg: "Config", step: int,
+def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, step: int,
            policy: PreTrainedModel, optimizer: torch.optim.Optimizer,
            critic: rl.Critic | None = None,
            critic_optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
@@ -202,29 +267,30 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, cfg: "Config", step
     usable = [i for i, t in enumerate(trajectories) if t.status != "env_error"]
     has_advantage = (batch["advantages"] != 0).any(1).tolist()
     # A trajectory of advantage 0 has a gradient only if the loss has another term.
-    other_terms = cfg.entropy_coef > 0 or ("ref_logprobs" in batch and cfg.kl_in == "loss")
+    has_kl = "ref_logprobs" in batch and settings.kl_in == "loss"
+    other_terms = settings.entropy_coef > 0 or has_kl
     sums: dict[str, float] = {}
     num_updates = 0
     gap = 0.0
     groups = [trajectories[i].group for i in usable]
-    for epoch in range(cfg.epochs):
-        for rows in minibatches(usable, groups, cfg.minibatches, cfg.seed, step, epoch):
+    for epoch in range(settings.epochs):
+        for rows in minibatches(usable, groups, settings.minibatches, settings.seed, step, epoch):
             # Rows without a gradient count in the denominator, and are not computed.
-            denominator = loss_denominator(batch["mask"][rows], cfg.aggregation)
+            denominator = loss_denominator(batch["mask"][rows], settings.aggregation)
             with_gradient = [i for i in rows if other_terms or has_advantage[i]]
             is_first = num_updates == 0  # the weights are still those that sampled
             if is_first and not with_gradient:
                 with_gradient = list(rows[:1])  # one trajectory, to measure `logprob_gap`
 
-            loss_of = partial(policy_objective, policy, cfg, denominator)
+            loss_of = partial(policy_objective, policy, settings, denominator)
             stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
-                                   cfg.microbatch_tokens, cfg.max_grad_norm)
+                                   settings.microbatch_tokens, settings.max_grad_norm)
             took_step = math.isfinite(stats["grad_norm"])
             stats["weight_change"] = adam_step_norm(policy, optimizer) if took_step else 0.0
             if critic is not None:
-                loss_of = partial(value_objective, critic, cfg, denominator)
+                loss_of = partial(value_objective, critic, settings, denominator)
                 value_stats = optimizer_step(critic, critic_optimizer, batch, rows, loss_of,
-                                             cfg.microbatch_tokens, cfg.max_grad_norm)
+                                             settings.microbatch_tokens, settings.max_grad_norm)
                 stats["value_loss"] = value_stats.get("loss", 0.0)
             if is_first:
                 gap = stats.get("gap", 0.0) / max(1.0, stats.get("tokens", 0.0))
@@ -268,36 +334,35 @@ def loss_denominator(mask: Tensor, aggregation: str) -> int:
     return max(1, int(counted.sum()))
 
 
-def policy_objective(policy: PreTrainedModel, cfg: "Config", denominator: int,
+def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int,
                      part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss,
     stats, which are sums over its tokens."""
     mask = part["mask"]
-    with rl.compute_in(cfg.dtype, part["ids"].device):
-        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, cfg.temperature,
-                                          entropy_gradient=cfg.entropy_coef > 0)
-    loss_function = load_function(cfg.loss, algos.LOSSES, "loss", cfg.loss_args)
-    loss, stats = loss_function(part | {"logprobs": logp})
+    with rl.compute_in(settings.dtype, part["ids"].device):
+        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, settings.temperature,
+                                          entropy_gradient=settings.entropy_coef > 0)
+    loss, stats = settings.loss_function(part | {"logprobs": logp})
     stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
     if "ref_logprobs" in part:
-        kl = algos.kl(logp, part["ref_logprobs"], cfg.kl_type, mask)
+        kl = algos.kl(logp, part["ref_logprobs"], settings.kl_type, mask)
         stats["kl"] = kl.detach().sum()
-        if cfg.kl_in == "loss":
-            loss = loss + cfg.kl_coef * kl
-    if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * entropy
-    return algos.aggregate(loss, mask, cfg.aggregation, denominator,
+        if settings.kl_in == "loss":
+            loss = loss + settings.kl_coef * kl
+    if settings.entropy_coef:
+        loss = loss - settings.entropy_coef * entropy
+    return algos.aggregate(loss, mask, settings.aggregation, denominator,
                            part.get("num_sampled")), stats
 
 
-def value_objective(critic: rl.Critic, cfg: "Config", denominator: int,
+def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
                     part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss of a micro-batch -> loss, no stats."""
     mask = part["mask"]
-    with rl.compute_in(cfg.dtype, part["ids"].device):
+    with rl.compute_in(settings.dtype, part["ids"].device):
         values = critic(part["ids"], mask)
-    loss = algos.value_loss(values, part["old_values"], part["returns"], mask, cfg.value_clip)
-    return algos.aggregate(loss, mask, cfg.aggregation, denominator,
+    loss = algos.value_loss(values, part["old_values"], part["returns"], mask, settings.value_clip)
+    return algos.aggregate(loss, mask, settings.aggregation, denominator,
                            part.get("num_sampled")), {}
 
 

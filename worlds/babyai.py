@@ -196,6 +196,8 @@ class BabyAI(Env):
     ValueError for anything but 0 and 1.
     """
 
+    tiny = dict(horizon="3,4", horizon_steps=30)
+
     instant = True
     prompt = (
         "You are an agent in a grid of rooms, and you have a goal. Every turn you see what is in "

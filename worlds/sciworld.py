@@ -335,6 +335,10 @@ class SciWorld(Env):
         the package's 100.
     """
 
+    # A Java process holds 32 environments. With more processes, resets were too slow.
+    tiny = dict(horizon="4,6", horizon_steps=20, steps=40, slots=32)
+    real = dict(horizon="10,20,30", items_per_step=16, rollouts_per_item=8, max_tokens=200)
+
     has_progress = True
     prompt = PROTOCOLS["sciworld"].prompt  # the same here and on a server
 

@@ -188,6 +188,9 @@ class SearchQA(Env):
     the package bm25s.
     """
 
+    tiny = dict(horizon="2,3,4", horizon_steps=30, action_format="tags", steps=300)
+    real = dict(horizon="5,8,10", eval_horizon=30, action_format="tags")
+
     instant = True
     whole_reply = True
     stop = ("</search>", "</answer>")

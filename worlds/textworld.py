@@ -160,6 +160,9 @@ class TextWorld(Env):
     size: "small" or "full", the package's default parameters.
     """
 
+    tiny = dict(horizon="4,8", horizon_steps=20, steps=40, items_per_step=8)
+    real = dict(horizon="5,10,15")
+
     has_progress = True
     prompt = (
         "You play a text game by short commands. It says first what your task is. After each of "

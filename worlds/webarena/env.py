@@ -171,6 +171,11 @@ def _check_browser_arguments(chromium, storage, width, height):
 class WebArena(Env):
     """One task at a time. Any number of environments may play at once, in threads."""
 
+    # Each slot is a browser window. A low window gives short pages.
+    tiny = dict(horizon="3,5,8", horizon_steps=30, action_format="backticks", items_per_step=8,
+                slots=32, max_length=12288, env_args="webarena.height=240")
+    real = dict(horizon="8,12,15", horizon_steps=80, action_format="backticks", max_length=16384)
+
     whole_reply = True
     prompt = (
         "You use a web browser to carry out a task. A page is a list of elements, each with its "
