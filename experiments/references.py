@@ -35,7 +35,6 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import envs  # noqa: E402
-from config import TINY_HORIZONS  # noqa: E402
 from eval import bootstrap  # noqa: E402
 from experiments import web  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402

@@ -90,11 +90,10 @@ def main():
     failed = []
     if missing and not args.draw:
         commit = play.revision()
-        lock = play.begin(args.study, results)
+        play.check_base(args.study, results)
         if args.study in ("algorithms", "worlds", "transfer"):
             make_item_sets()
         failed = run_all(args.study, missing, commit, args.jobs)
-        lock.close()
         results = rows.load(args.study)
     print(report.table(args.study, results))
     report.draw(args.study, results)

@@ -15,10 +15,12 @@ load: EPISODES at once (default 32) with STEPS random valid actions each (defaul
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -72,49 +74,33 @@ def fixed_link(folder):
 
 
 def memory():
-    """Bytes of this process and everything below it (PSS: a shared page is divided among its
+    """GiB of this process and everything below it (PSS: a shared page is divided among its
     users)."""
     kib = 0
     for pid in process_tree():
-        try:
+        with suppress(OSError):  # the process has ended
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # the process has ended
-            continue
-        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return 1024 * kib
+            kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kib / 2**20
 
 
 def process_tree():
     """The ids of this process and of all processes below it."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # the process has ended
             # The command's name stands in parentheses; the parent's id is the second field after.
             parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # the process has ended
-            pass
-    found = set()
-    new = {os.getpid()}
-    while new:
+    found = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= new
-        new = {pid for pid, parent in parents.items() if parent in new} - found
     return found
 
 
-def any_action(rng, text, mark="mark"):
+def any_action(rng, text, mark):
     """An action on one of an observation's elements, or a scroll; `mark` is what it writes."""
-    fields = []
-    links = []
-    for line in text.splitlines():
-        if not line.lstrip().startswith("[") or "] " not in line:
-            continue
-        number, rest = line.split("] ")[:2]
-        number = number.split("[")[-1]
-        role = rest.split()[0]
-        if role in ("textbox", "searchbox"):
-            fields.append(number)
-        elif role in ("link", "button"):
-            links.append(number)
+    fields = re.findall(r"\[(\d+)\] (?:textbox|searchbox)\b", text)
+    links = re.findall(r"\[(\d+)\] (?:link|button)\b", text)
     if fields and rng.random() < 0.2:
         return f"type [{rng.choice(fields)}] [{mark}] [1]"
     if links and rng.random() < 0.9:
@@ -187,24 +173,16 @@ def load(episodes=32, steps=100, kill=False):
     start = time.monotonic()
     for thread in threads:
         thread.start()
-    before = 0
     while any(thread.is_alive() for thread in threads):
         time.sleep(10)
-        print(
-            f"{time.monotonic() - start:5.0f} s  {run.done} steps  "
-            f"{(run.done - before) / 10:.1f} a second  {memory() / 2**30:.2f} GB  "
-            f"{len(run.errors)} errors",
-            flush=True,
-        )
-        before = run.done
+        seconds = time.monotonic() - start
+        print(f"{seconds:5.0f} s  {run.done} steps  {run.done / seconds:.1f} a second  "
+              f"{memory():.2f} GB  {len(run.errors)} env_errors  {len(run.foreign)} saw another's "
+              "mark", flush=True)
         if kill and run.done > episodes * steps / 2:
             kill = False
             next(b for browsers in browser._BROWSERS.values() for b in browsers).kill()
             print("killed one of the browsers", flush=True)
-    print(
-        f"{episodes} episodes x {steps}: {run.done / (time.monotonic() - start):.1f} steps/s, "
-        f"{len(run.errors)} env_errors, {len(run.foreign)} saw another's mark"
-    )
 
 
 if __name__ == "__main__":

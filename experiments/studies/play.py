@@ -1,6 +1,5 @@
 """Train and evaluate one run of a study."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -40,6 +39,7 @@ def do(study, run, commit):
         RuntimeError: a command failed, or another commit than `commit` is checked out.
     """
     out = ROOT / "runs/study" / study / run.name
+    out.parent.mkdir(parents=True, exist_ok=True)
     metrics, stopped = train(run, out) if run.label != "base" else ([], "")
 
     # The last model, and checkpoints on the way.
@@ -239,19 +239,7 @@ def base_sha256():
     return hashlib.sha256((ROOT / "data/tiny/model.safetensors").read_bytes()).hexdigest()
 
 
-def begin(study, results):
-    """Take the study's lock -> an open file, the lock until it is closed.
-
-    Exits if another process works at the study, or if its finished runs, {run name: [row, ...]},
-    start from another built-in model than today's.
-    """
-    folder = ROOT / "runs/study" / study
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        sys.exit(f"study.py: another one is at work in {folder}")
+def check_base(study, results):
+    """Exit if the finished runs of a study start from another built-in model than today's."""
     if {run_rows[-1]["base_sha256"] for run_rows in results.values()} - {base_sha256()}:
         sys.exit(f"study.py: the rows of {study} in {rows.RESULTS} are of another built-in model")
-    return lock

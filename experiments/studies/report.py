@@ -334,7 +334,8 @@ def draw_training(ax, seeds, what, style):
 
 
 def resampled(trainings, what):
-    """Smoothed curves of several seeds on one grid of thousand turns -> grid [n], curves [seeds, n].
+    """Smoothed curves of several seeds on one grid of thousand turns -> grid [n],
+    curves [seeds, n].
 
     The grid ends where half of the seeds have ended. Before that, a seed that has ended is NaN.
     """
