@@ -185,7 +185,7 @@ def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_a
     assert results.read_bytes() == kept
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", KEPT, ids=lambda name: f"rows of {name}")
 def test_every_kept_run_says_what_it_takes_to_repeat_it(name):
     results = rows.load(name)
     if name in runs.STUDIES:
