@@ -8,8 +8,7 @@ meta-pytorch/OpenEnv, whose folder envs/ holds the worlds.
 
 1. Their client plays our server: the expert's episodes of BabyAI and TextCraft, played in this
    process, are played again through it. Every observation, reward and end must be the same.
-2. Our client plays their servers: a scripted policy that can win, then two training steps of the
-   built-in model, in which no environment may fail.
+2. Our client plays their servers: a scripted policy that can win.
 
 Prints a Markdown table. Exit code 1 if anything differs.
 """
@@ -20,7 +19,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,7 +173,7 @@ def ours_by_their_client(world, python, count):
 
 
 def theirs_by_our_client(name, python, folder, count):
-    """-> (rows of the table, whether all went well)."""
+    """-> (a row of the table, whether all went well)."""
     world = THEIR_WORLDS[name]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -185,19 +183,8 @@ def theirs_by_our_client(name, python, folder, count):
         steps = [world["policy"](env, seed) for seed in range(count)]
         env.close()
         won = sum(step.success for step in steps)
-        rows = [f"| {name} | our client, scripted policy | {count} | {won} successes |"]
-        with tempfile.TemporaryDirectory() as out:
-            env_args = " ".join(f"openenv.{key}={value}" for key, value in world["options"].items())
-            command = [sys.executable, "train.py", "--env", "openenv", "--env_url", url,
-                       "--env_args", env_args, "--model", "tiny", "--horizon", "4", "--slots",
-                       "16", "--action_format", "plain", "--steps", "2", "--items_per_step", "4",
-                       "--rollouts_per_item", "4", "--horizon_schedule", "fixed", "--out",
-                       f"{out}/run"]
-            subprocess.run(command, cwd=ROOT, check=True)
-            lines = Path(f"{out}/run/metrics.jsonl").read_text().splitlines()
-            faults = [json.loads(line)["env_error"] for line in lines]
-            rows.append(f"| {name} | train.py, 2 steps | 32 | env_error {faults} |")
-    return rows, (won == count or not world["wins"]) and faults == [0, 0]
+    return (f"| {name}, theirs | our client, scripted policy | {count} | {won} successes |",
+            won == count or not world["wins"])
 
 
 def main():
@@ -207,16 +194,11 @@ def main():
     parser.add_argument("--episodes", type=int, default=50)
     args = parser.parse_args()
     print("| world | played by | episodes | |\n|---|---|---|---|")
-    all_good = True
-    for world in ("babyai", "textcraft"):
-        row, good = ours_by_their_client(world, args.python, args.episodes)
-        print(row, flush=True)
-        all_good = all_good and good
-    for name in THEIR_WORLDS:
-        rows, good = theirs_by_our_client(name, args.python, args.envs, 10)
-        print("\n".join(rows), flush=True)
-        all_good = all_good and good
-    sys.exit(0 if all_good else 1)
+    found = [ours_by_their_client(world, args.python, args.episodes)
+             for world in ("babyai", "textcraft")]
+    found += [theirs_by_our_client(name, args.python, args.envs, 10) for name in THEIR_WORLDS]
+    print(*(row for row, _ in found), sep="\n")
+    sys.exit(not all(good for _, good in found))
 
 
 if __name__ == "__main__":

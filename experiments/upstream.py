@@ -254,27 +254,9 @@ def maze_move(rng, step, seen):
     return "move right" if column < branch else "move left"
 
 
-def guess(rng, step, seen):
-    return " ".join(rng.choice(["there", "about", "think", "going", "great", "zzzzz"]))
-
-
 def query(rng, step, seen):
     sql = dict(SQL_QUESTIONS)[seen[0].splitlines()[-1]]
     return rng.choice([sql, sql, "SELECT 1", "SELECT * FROM nothing", "SELECT name FROM town"])
-
-
-def science(rng, step, seen):
-    return rng.choice([
-        "look around", "open door to kitchen", "go to kitchen", "inventory", "dance",
-        "open door to hallway", "go to hallway", "pick up picture", "focus on door to hallway",
-    ])
-
-
-def search(rng, step, seen):
-    think = "<think> hm </think> "
-    right = "<answer> Shakespeare </answer>"
-    others = ["<search> Hamlet </search>", "<answer> Marlowe </answer>", "I do not know."]
-    return think + rng.choice([right, *others])
 
 
 def browse(rng, step, seen):
@@ -285,25 +267,31 @@ def browse(rng, step, seen):
     return f"I take this. ```{action}```"
 
 
+def any_of(*actions):
+    return lambda rng, step, seen: rng.choice(actions)
+
+
 def tool_call(*calls):
-    def choose(rng, step, seen):
-        call = rng.choice([*calls, "check_valid_actions with Action Input: {}"])
-        return rng.choice([f"Thought: hm.\n\nAction: {call}", f"Action: {call}", "no call"])
+    calls = ("check_valid_actions with Action Input: {}",
+             'finish with Action Input: {"answer": 18.5}', *calls)
+    return lambda rng, step, seen: rng.choice(
+        [f"Thought: hm.\n\nAction: {rng.choice(calls)}", f"Action: {rng.choice(calls)}", "no call"])
 
-    return choose
 
-
-FINISH = 'finish with Action Input: {"answer": 18.5}'
-OFFLINE_WEATHER = [
-    "get_user_current_date with Action Input: {}",
-    "get_user_current_location with Action Input: {}",
-    'get_air_quality_level with Action Input: {"air_quality_index": 30}',
-]
 POLICIES = {
-    "babyai": listed_action, "textcraft": crafting, "maze": maze_move, "wordle": guess,
-    "sqlgym": query, "sciworld": science, "searchqa": search, "webarena": browse,
-    "weather": tool_call(FINISH, *OFFLINE_WEATHER), "movie": tool_call(FINISH),
-    "academia": tool_call(FINISH),
+    "babyai": listed_action, "textcraft": crafting, "maze": maze_move, "sqlgym": query,
+    "webarena": browse, "movie": tool_call(), "academia": tool_call(),
+    "wordle": any_of(*map(" ".join, ("there", "about", "think", "going", "great", "zzzzz"))),
+    "sciworld": any_of(
+        "look around", "open door to kitchen", "go to kitchen", "inventory", "dance",
+        "open door to hallway", "go to hallway", "pick up picture", "focus on door to hallway"),
+    "searchqa": any_of(*("<think> hm </think> " + rest for rest in (
+        "<answer> Shakespeare </answer>", "<search> Hamlet </search>",
+        "<answer> Marlowe </answer>", "I do not know."))),
+    "weather": tool_call(
+        "get_user_current_date with Action Input: {}",
+        "get_user_current_location with Action Input: {}",
+        'get_air_quality_level with Action Input: {"air_quality_index": 30}'),
 }
 
 
@@ -371,11 +359,7 @@ def play_theirs(client, world, item, actions):
 
 def client_class(world, agentgym):
     """agentenv's class for `world`. Its other parts import the package openai, not used here."""
-    if "openai" not in sys.modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            import openai  # noqa: F401
-    if "openai" not in sys.modules:
-        sys.modules["openai"] = types.SimpleNamespace(OpenAI=None)
+    sys.modules.setdefault("openai", types.SimpleNamespace(OpenAI=None))
     sys.path.append(str(agentgym / "agentenv"))
     from agentenv import envs as theirs
 

@@ -119,43 +119,31 @@ class Load:
     def __init__(self, episodes, steps):
         self.episodes = episodes
         self.steps = steps
-        self.done = 0
+        self.done = [0] * episodes  # steps of each; an environment error counts as one
         self.errors = []
         self.foreign = []  # episodes that saw a mark that was not theirs
-        self.lock = threading.Lock()
 
     def play(self, k):
-        """Play episode k until it has made its steps. An environment error counts as a step."""
+        """Play episode k until it has made its steps."""
         env = make_env("webarena")
         rng = random.Random(k)
-        count = 0
-        while count < self.steps:
+        mark = f"Mark{k:03} Street"
+        while self.done[k] < self.steps:
             try:
-                text = self.write_mark(env, k)
-                for n in range(min(EPISODE, self.steps - count)):
+                text = env.reset(k)
+                env.step("```goto [http://shop.localhost/account/edit]```")
+                number = tree.find(env._observe(), "textbox", "Street")
+                env.step(f"```type [{number}] [{mark}] [1]```")
+                for n in range(min(EPISODE, self.steps - self.done[k])):
                     if n % 20 == 19:
                         self.look(env, k)
-                    result = env.step(f"```{any_action(rng, text, self.mark(k))}```")
-                    if result.valid:
-                        text = result.observation
-                    count += 1
-                    with self.lock:
-                        self.done += 1
+                    result = env.step(f"```{any_action(rng, text, mark)}```")
+                    text = result.observation if result.valid else text
+                    self.done[k] += 1
             except EnvError as e:
                 self.errors.append(str(e))
-                count += 1
+                self.done[k] += 1
         env.close()
-
-    def mark(self, k):
-        return f"Mark{k:03} Street"
-
-    def write_mark(self, env, k):
-        """Reset, and write the mark -> the first observation."""
-        text = env.reset(k)
-        env.step("```goto [http://shop.localhost/account/edit]```")
-        number = tree.find(env._observe(), "textbox", "Street")
-        env.step(f"```type [{number}] [{self.mark(k)}] [1]```")
-        return text
 
     def look(self, env, k):
         """Look at the account: it must show this episode's mark and no other's."""
@@ -175,11 +163,10 @@ def load(episodes=32, steps=100, kill=False):
         thread.start()
     while any(thread.is_alive() for thread in threads):
         time.sleep(10)
-        seconds = time.monotonic() - start
-        print(f"{seconds:5.0f} s  {run.done} steps  {run.done / seconds:.1f} a second  "
-              f"{memory():.2f} GB  {len(run.errors)} env_errors  {len(run.foreign)} saw another's "
-              "mark", flush=True)
-        if kill and run.done > episodes * steps / 2:
+        seconds, done = time.monotonic() - start, sum(run.done)
+        print(f"{seconds:5.0f} s  {done} steps  {done / seconds:.1f} a second  {memory():.2f} GB  "
+              f"{len(run.errors)} env_errors  {len(run.foreign)} saw another's mark", flush=True)
+        if kill and done > episodes * steps / 2:
             kill = False
             next(b for browsers in browser._BROWSERS.values() for b in browsers).kill()
             print("killed one of the browsers", flush=True)
