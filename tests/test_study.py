@@ -190,6 +190,8 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(name):
     results = rows.load(name)
     if name in runs.STUDIES:
         assert set(results) <= {run.name for run in runs.runs_of(name)}
+    if name == "references":
+        assert set(results) == set(references.REFERENCES)
     for run_name, run_rows in results.items():
         known = {field for row in run_rows for field in row if row[field] is not None}
         assert not {"command", "commit", "seed", "machine"} - known, run_name
@@ -201,11 +203,6 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(name):
         if name in runs.STUDIES:
             steps = [row["step"] for row in run_rows[:-1]]
             assert steps == list(range(len(steps))), run_name
-
-
-def test_every_study_and_every_reference_has_rows():
-    assert set(runs.STUDIES) <= set(KEPT)
-    assert set(rows.load("references")) == set(references.REFERENCES)
 
 
 # ---- references and pretrained models ----
@@ -234,13 +231,6 @@ def test_a_policy_is_measured_as_recorded():
     entry = references.REFERENCES["policies_textcraft_20"]._replace(only="uniform")
     found = references.measure_policies(entry)
     assert json.loads(json.dumps(found)) == {"uniform": recorded}
-
-
-def test_what_a_policy_leaves_in_its_row():
-    items = {"a_1": [1.0, 1.0, 1], "a_2": [0.0, 0.0, 4], "a_3": [0.5, 0.5, 2]}
-    found = references.figures_of(items, {"a_1": "near", "a_2": "far", "a_3": "far"})
-    assert found["success"] == 0.5 and found["categories"] == {"near": 1.0, "far": 0.25}
-    assert abs(found["turns"] - 7 / 3) < 1e-9
 
 
 def test_the_report_of_pretrained_models_says_what_grpo_adds(tmp_path, monkeypatch, capsys):
@@ -293,7 +283,7 @@ def test_a_collapse_is_the_loss_of_half_of_the_best():
 def test_the_table_of_a_study_shows_every_kept_run(name):
     results = rows.load(name)
     lines = report.table(name, results).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
+    assert results and len({line.count("|") for line in lines}) == 1
     labels = {(run.world, run.label) for run in runs.runs_of(name) if run.name in results}
     assert {tuple(line.split(" | ")[:2]) for line in lines[2:]} >= {
         (f"| {world}", label) for world, label in labels if name not in ("transfer", "worlds")}
