@@ -23,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from experiments.studies.play import turns_played  # noqa: E402
+from experiments.studies.rows import read_lines  # noqa: E402
 from sft import SFTConfig  # noqa: E402
 
 # Flags of sft.py that do not take the values of the warm start.
@@ -34,14 +36,8 @@ def command(script: str, *flags: object) -> None:
     subprocess.run([sys.executable, ROOT / script, *map(str, flags)], check=True)
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def turns_of_run(run: Path) -> int:
-    """All environment turns of a train.py run."""
-    return sum(round(row["turns"] * row["trajectories"])
-               for row in read_lines(run / "metrics.jsonl"))
+def write_lines(path: Path, trajectories: list[dict]) -> None:
+    path.write_text("".join(json.dumps(t) + "\n" for t in trajectories))
 
 
 def explore(args: argparse.Namespace, model: Path, iteration: int, folder: Path) -> list[dict]:
@@ -56,7 +52,7 @@ def explore(args: argparse.Namespace, model: Path, iteration: int, folder: Path)
 def learn(args: argparse.Namespace, learnt: list[dict], folder: Path) -> Path:
     """Train the first model on these trajectories -> the folder of the new model."""
     path = folder / "learnt.jsonl"
-    path.write_text("".join(json.dumps(t) + "\n" for t in learnt))
+    write_lines(path, learnt)
     settings = json.loads((args.warm / "config.json").read_text())
     flags = []
     for field in fields(SFTConfig):
@@ -69,13 +65,6 @@ def learn(args: argparse.Namespace, learnt: list[dict], folder: Path) -> Path:
     return folder / "sft/final"
 
 
-def evaluate(args: argparse.Namespace, model: Path, folder: Path) -> dict:
-    """Held-out success of a model -> eval.py's result."""
-    command("eval.py", "--env", args.env, "--model", model, "--samples", 2,
-            "--out", folder / "eval.json")
-    return json.loads((folder / "eval.json").read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,16 +75,13 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="items explored an iteration")
     parser.add_argument("--samples", type=int, default=4, help="trajectories of each")
     args = parser.parse_args()
-    for name in ("config.json", "demos.jsonl"):
-        if not (args.warm / name).exists():
-            parser.error(f"{args.warm} is not the folder of an sft.py run: it has no {name}")
     args.env = json.loads((args.warm / "config.json").read_text())["env"]
-    if "," in args.env or ":" in args.env:
-        parser.error(f"{args.warm} was trained in several worlds ({args.env}); eval.py plays one")
-    budget = turns_of_run(args.compare) if args.compare else args.turns
+    budget = args.turns
+    if args.compare:
+        budget = round(turns_played(read_lines(args.compare / "metrics.jsonl")))
 
     rows_file = args.out / "rows.jsonl"
-    rows = read_lines(rows_file) if rows_file.exists() else []
+    rows = read_lines(rows_file)
     learnt = read_lines(args.warm / "demos.jsonl")
     for row in rows:
         learnt += read_lines(args.out / f"iteration_{row['iteration']}/kept.jsonl")
@@ -107,10 +93,12 @@ def main() -> None:
         explored = explore(args, model, iteration, folder)
         played = [t for t in explored if t["status"] != "env_error"]
         kept = [t for t in played if t["success"]]
-        (folder / "kept.jsonl").write_text("".join(json.dumps(t) + "\n" for t in kept))
+        write_lines(folder / "kept.jsonl", kept)
         learnt += kept
         model = learn(args, learnt, folder)
-        result = evaluate(args, model, folder)
+        command("eval.py", "--env", args.env, "--model", model, "--samples", 2,
+                "--out", folder / "eval.json")
+        result = json.loads((folder / "eval.json").read_text())
         turns = (rows[-1]["turns"] if rows else 0) + sum(t["turns"] for t in explored)
         rows.append({
             "iteration": iteration, "turns": turns, "explored": len(explored),
@@ -118,8 +106,7 @@ def main() -> None:
             "success": result["success"], "ci95": result["ci95"]["success"],
             "model_sha256": result["config"]["model_sha256"],
         })
-        with rows_file.open("a") as f:
-            f.write(json.dumps(rows[-1]) + "\n")
+        write_lines(rows_file, rows)
         print(json.dumps(rows[-1]))
 
 

@@ -6,8 +6,7 @@ A run of 40 steps that saves at every step is ended again and again, and resumed
 ends are `kill -9` at a random moment, a half `kill -9` while a checkpoint (two in five of them:
 `final/`) is being saved, a sixth are full disks, where train.py must end by itself with one line
 and exit code 2. Finally the run is resumed to its end: every metric and every bit of the weights
-must equal those of a run that was left alone. Prints what the run was doing when it was killed, and
-the lines about full disks.
+must equal those of a run that was left alone. Prints what the run was saving when it was killed.
 """
 
 import argparse
@@ -19,16 +18,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-ARGS = [
-    sys.executable, "train.py", "--algo", "ppo", "--items_per_step", "8", "--steps", "40",
-    "--save_every", "1",
-]
+COMMAND = [sys.executable, "train.py", "--algo", "ppo", "--items_per_step", "8", "--steps", "40",
+           "--save_every", "1"]
 NOT_REPEATABLE = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
 CHECKPOINT = "checkpoints/step_*.partial"
 FINAL = "final.partial"
@@ -40,12 +36,7 @@ def metrics(folder):
     return [{k: v for k, v in row.items() if k not in NOT_REPEATABLE} for row in rows]
 
 
-def start(out, flags):
-    return subprocess.Popen([*ARGS, *flags, "--out", str(out)], cwd=ROOT, text=True,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def wait_for(condition: Callable[[], bool], child: subprocess.Popen):
+def wait_for(condition, child):
     """Return when the condition holds."""
     while not condition():
         time.sleep(0.002)
@@ -67,16 +58,13 @@ def kill_at_random(out, child, rng):
 
 def kill_in_checkpoint(out, child, rng):
     wait_for_row(out, child)
-    kill_in(CHECKPOINT, out, child, rng)
+    wait_for(lambda: any(out.glob(CHECKPOINT)), child)
+    time.sleep(rng.uniform(0, 0.02))
+    child.kill()
 
 
 def kill_in_final(out, child, rng):
-    kill_in(FINAL, out, child, rng)
-
-
-def kill_in(partial, out, child, rng):
-    """Kill the run while a folder that it is saving is not complete."""
-    wait_for(lambda: any(out.glob(partial)), child)
+    wait_for(lambda: any(out.glob(FINAL)), child)
     time.sleep(rng.uniform(0, 0.02))
     child.kill()
 
@@ -86,21 +74,6 @@ def fill_disk(out, child, rng):
     wait_for_row(out, child)
     largest = rng.choice([0, 10**3, 10**5, 3 * 10**6])  # bytes
     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (largest, largest))
-
-
-def activity(out):
-    """What the run was doing when it was killed, as its files tell."""
-    if any(out.glob(CHECKPOINT)):
-        return "saving a checkpoint"
-    if any(out.glob(FINAL)):
-        return "saving final/"
-    step = len(metrics(out))
-    states = out.glob("checkpoints/step_*/state.json")
-    saved = max([0, *(int(path.parent.name[5:]) for path in states)])
-    has_trajectories = (out / f"trajectories/step_{step - 1:06d}.jsonl").exists()
-    if step > saved or not has_trajectories:
-        return "between the row and the save"
-    return "rollout or update"
 
 
 def draw_ends(number, rng):
@@ -117,38 +90,35 @@ def draw_ends(number, rng):
 
 def main(num_ends, seed, flags):
     """Returns whether anything differs."""
+
+    def start(out, *more):
+        return subprocess.Popen([*COMMAND, *flags, *more, "--out", str(out)], cwd=ROOT, text=True,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
     rng = random.Random(seed)
-    activities = Counter()
+    killed_while = Counter()
     faults = []  # full disks after which the run did not end as it should
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        killed = Path(folder) / "killed"
-        child = start(whole, flags)
-        child.communicate()
-        assert child.returncode == 0
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        _, said = (child := start(whole)).communicate()
+        assert child.returncode == 0, said
         for number, end in enumerate(tqdm(draw_ends(num_ends, rng), desc="ends")):
-            child = start(killed, [*flags, *(["--resume"] if number else [])])
+            child = start(killed, *(["--resume"] if number else []))
             end(killed, child, rng)
             _, said = child.communicate()
-            if end is fill_disk:
-                activities["full disk"] += 1
-                line = said.splitlines()[-1] if said else ""
-                tqdm.write(line)
-                if child.returncode != 2 or not line.startswith("train.py: "):
-                    faults.append(f"exit code {child.returncode}: {said}")
-            else:
-                activities[activity(killed)] += 1
-        child = start(killed, [*flags, "--resume"])
-        _, said = child.communicate()
+            is_line = (said.splitlines() or [""])[-1].startswith("train.py: ")
+            if end is fill_disk and (child.returncode != 2 or not is_line):
+                faults.append(f"exit code {child.returncode}: {said}")
+            what = "saving" if any([*killed.glob(CHECKPOINT), *killed.glob(FINAL)]) else "else"
+            killed_while["full disk" if end is fill_disk else what] += 1
+        _, said = (child := start(killed, "--resume")).communicate()
         assert child.returncode == 0, said
         same = metrics(whole) == metrics(killed)
         weights = "final/model.safetensors"
         bits = (whole / weights).read_bytes() == (killed / weights).read_bytes()
     print(*faults, sep="\n")
-    print(
-        f"{num_ends} ends: {dict(activities)}; {len(faults)} full disks not said in a line; "
-        f"metrics equal: {same}; weights equal bit for bit: {bits}"
-    )
+    print(f"{num_ends} ends: {dict(killed_while)}; {len(faults)} full disks not said in a line; "
+          f"metrics equal: {same}; weights equal bit for bit: {bits}")
     return not same or not bits or bool(faults)
 
 

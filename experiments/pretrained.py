@@ -8,16 +8,15 @@ the model of several worlds; "sciworld find seed 1" for another seed, "... float
 dtype. STAGE: raw, warm or rl.
 RESULT: what eval.py wrote to --out. RUN: the folder of the sft.py or train.py run, for its flags
 and its rows; COMMIT: the one it ran at. Without arguments: the table, and docs/pretrained.png of
-what has been through RL, from experiments/results/pretrained.jsonl.gz and, for random policies and
-experts, references.jsonl.gz alone. Where both evaluations kept their items, what GRPO adds to the
-warm start, item by item.
+what has been through RL, from the rows of "pretrained" and, for random policies and experts,
+"references" alone. Where both evaluations kept their items, what GRPO adds to the warm start, item
+by item.
 """
 
 import json
 import re
 import shlex
 import sys
-from inspect import signature
 from pathlib import Path
 
 import matplotlib
@@ -27,6 +26,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from experiments.references import REFERENCES  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.report import difference_over_items, in_words  # noqa: E402
 
@@ -34,14 +34,13 @@ STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
 POLICIES = {"random": "random policy", "expert": "expert"}
 MIXTURE = "mixture, "
-# World -> its entry in experiments/references.py, and the horizon there.
-REFERENCES = {
-    "babyai go-to": ("policies_babyai_once", 4),
-    "babyai levels": ("policies_levels_four", 20),
-    "textcraft": ("policies_textcraft_20", 20),
-    "searchqa": ("policies_searchqa_5", 5),
-    "sciworld find": ("policies_sciworld_find", 20),
-    "webarena one click": ("policies_webarena_one_click", 4),
+POLICIES_OF = {  # world -> its entry in experiments/references.py
+    "babyai go-to": "policies_babyai_once",
+    "babyai levels": "policies_levels_four",
+    "textcraft": "policies_textcraft_20",
+    "searchqa": "policies_searchqa_5",
+    "sciworld find": "policies_sciworld_find",
+    "webarena one click": "policies_webarena_one_click",
 }
 
 
@@ -51,21 +50,20 @@ def add(world, stage, result, run=None, commit=""):
     `machine` in the row is the one that this is called on. A model without a run has no command:
     the flags of its evaluation are in evaluation["config"].
     """
-    if stage not in STAGES:
-        sys.exit(f"pretrained.py: a stage is one of {', '.join(STAGES)}, not {stage}")
-    summary = {"evaluation": json.loads(Path(result).read_text())}
-    if "success" not in summary["evaluation"]:
-        sys.exit(f"pretrained.py: {result} is not the result of one evaluation")
-    config = summary["evaluation"]["config"]
-    summary |= {"model_sha256": config["model_sha256"], "seed": config["seed"],
-                "command": "", "commit": commit, "machine": play.machine()}
+    assert stage in STAGES, f"a stage is one of {', '.join(STAGES)}, not {stage}"
+    evaluation = json.loads(Path(result).read_text())
+    assert "success" in evaluation, f"{result} is not the result of one evaluation"
+    config = evaluation["config"]
+    summary = {"evaluation": evaluation, "model_sha256": config["model_sha256"],
+               "seed": config["seed"], "command": "", "commit": commit, "machine": play.machine()}
     metrics = []
     if run:
         metrics = rows.read_lines(Path(run) / "metrics.jsonl")
         flags = json.loads((Path(run) / "config.json").read_text())
-        summary |= {"flags": flags, "seed": flags["seed"], "command": command_of(flags)}
-        summary["minutes"] = round(sum(map(seconds, metrics)) / 60, 1)
-    keep(world, stage, [*metrics, summary])
+        seconds = sum(row.get("seconds_rollout", 0) + row["seconds_update"] for row in metrics)
+        summary |= {"flags": flags, "seed": flags["seed"], "command": command_of(flags),
+                    "minutes": round(seconds / 60, 1)}
+    rows.keep(STUDY, {f"{world}_{stage}": [*metrics, summary]})
 
 
 def command_of(flags):
@@ -78,25 +76,17 @@ def command_of(flags):
     return " ".join(words)
 
 
-def seconds(row):
-    return row.get("seconds_rollout", 0) + row["seconds_update"]
-
-
 def policies():
     """The rows of random policies and experts, in the form of a model's -> {name: [row]}."""
     found = {}
     measured = rows.load("references")
-    for world, (entry, horizon) in REFERENCES.items():
+    for world, entry in POLICIES_OF.items():
         figures = measured[entry][0]["figures"]
         random = "uniform" if "uniform" in figures else "imitated"
+        config = {"horizon": REFERENCES[entry].horizon}
         for stage, policy in (("random", random), ("expert", "expert")):
-            evaluation = {**figures[policy], "config": {"horizon": horizon}}
-            found[f"{world}_{stage}"] = [{"evaluation": evaluation}]
+            found[f"{world}_{stage}"] = [{"evaluation": {**figures[policy], "config": config}}]
     return found
-
-
-def keep(world, stage, new):
-    rows.save(STUDY, rows.load(STUDY) | {f"{world}_{stage}": new})
 
 
 def report():
@@ -114,7 +104,7 @@ def report():
     for world in trained:
         warm, rl = (kept[f"{world}_{stage}"][-1]["evaluation"] for stage in ("warm", "rl"))
         if "items" in warm and "items" in rl:
-            rise = difference_over_items([rl["items"]], [warm["items"]])
+            rise = difference_over_items({0: rl["items"]}, {0: warm["items"]})
             print(f"{world}: GRPO minus warm start over items: {rise}")
     alone = [world for world in trained if not world.startswith(MIXTURE)]
     together = [world for world in trained if world.startswith(MIXTURE)]
@@ -142,26 +132,22 @@ def draw(axes, kept, worlds):
         own = re.sub(r"( seed \d+| float32)+$", "", world.removeprefix(MIXTURE))
         for number, (stage, label) in enumerate((STAGES | POLICIES).items()):
             source = world if stage in ("warm", "rl") else own
-            x = place + 0.25 * (number - 1)
-            if f"{source}_{stage}" not in kept:
-                axes.text(x, 0.01, "not measured", rotation=90, ha="center", fontsize=8)
-                continue
             evaluation = kept[f"{source}_{stage}"][-1]["evaluation"]
             success = evaluation["success"]
-            low, high = evaluation["ci95"]["success"]
-            if stage in STAGES:
-                axes.bar(x, success, 0.22, color=f"C{number}", label=label)
-                axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
-                              color="black", capsize=3, label="95 % interval over items")
-                axes.text(x, high + 0.02, f"{success:.3f}", ha="center", va="bottom",
-                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
-            else:
+            if stage in POLICIES:
                 axes.hlines(success, place - 0.38, place + 0.38, colors="0.3",
                             linestyles="--" if stage == "expert" else ":", label=label)
-        rows_of_world = next(run for name, run in kept.items() if name.startswith(f"{world}_"))
-        horizon = rows_of_world[-1]["evaluation"]["config"]["horizon"]
-        name = world.removeprefix(MIXTURE)
-        names.append(" ".join(map(in_words, name.split())) + f",\nhorizon {horizon}")
+                continue
+            x = place + 0.25 * (number - 1)
+            low, high = evaluation["ci95"]["success"]
+            axes.bar(x, success, 0.22, color=f"C{number}", label=label)
+            axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
+                          color="black", capsize=3, label="95 % interval over items")
+            axes.text(x, high + 0.02, f"{success:.3f}", ha="center", va="bottom",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
+        horizon = kept[f"{world}_rl"][-1]["evaluation"]["config"]["horizon"]
+        words = map(in_words, world.removeprefix(MIXTURE).split())
+        names.append(f"{' '.join(words)},\nhorizon {horizon}")
     axes.set_xticks(range(len(worlds)), names)
     axes.set(ylabel="success on held-out items", ylim=(0, 1.12))
 
@@ -178,10 +164,9 @@ def line(world, label, run):
 
 
 if __name__ == "__main__":
-    name, *arguments = sys.argv[1:] or ["report"]
-    command = {"report": report, "add": add}.get(name)
-    try:
-        signature(command).bind(*arguments)
-    except TypeError:  # no such command, or arguments that it does not take
+    if sys.argv[1:2] == ["add"] and len(sys.argv) in (5, 7):
+        add(*sys.argv[2:])
+    elif len(sys.argv) == 1:
+        report()
+    else:
         sys.exit(__doc__)
-    command(*arguments)

@@ -26,8 +26,8 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
-    r"benches rollout|benches update|kill.py|load.py|experiments/gpu": MEASUREMENT,
-    r"study.py|test_time.py": "hours",
+    r"benches rollout|benches update|kill.py|faults.py|experiments/gpu": MEASUREMENT,
+    r"study.py|references.py --only": "hours",
 }
 QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}  # pattern -> added flags
 

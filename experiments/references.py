@@ -1,60 +1,66 @@
 """Figures that trained models are compared with, each with a row.
 
-    python experiments/references.py [--only TEXT] [--show]
+    python experiments/references.py [--only TEXT] [--show] [--again]
+    python experiments/references.py sciworld FOLDER TASK...
 
-What random policies and experts reach, the built-in model on all tasks of a world, and warm starts
-of the built-in model. Each entry of REFERENCES leaves a row in
-experiments/results/references.jsonl.gz: its commands, the commit, the machine, the hash of the
-model (if one plays) and the figures. An entry whose row has the same commands is not run again;
-remove the row to repeat it. --show prints the kept rows and runs nothing.
+What simple policies reach on held-out items, the built-in model on all tasks of a world, and warm
+starts of the built-in model. Each entry of REFERENCES leaves a row in experiments/results.jsonl.gz:
+its commit, the machine, the hash of the model (if one plays) and the figures. An entry with a row
+is measured only with --again. --show prints the kept rows and measures nothing. The policies:
+
+uniform: any of the valid actions, in worlds that list them.
+imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
+expert: `Env.expert`, in worlds that have one. It gives up where it sees no way on.
 
 Measuring needs a checkout that nobody edits, the extras sciworld, textworld and webarena, and
 Chromium. One entry at a time, one thread. The policies take half an hour, trainings 45 minutes.
+
+sciworld FOLDER TASK...: writes item sets of some of SciWorld's tasks, for --data FOLDER. Training
+items are the package's training variations, held-out items its test variations: at most 300 and 100
+of each task.
 """
 
 import argparse
 import json
-import shlex
+import random
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import envs  # noqa: E402
+from eval import bootstrap  # noqa: E402
+from experiments import web  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.runs import SCIWORLD_ITEMS, WEBARENA_ITEMS  # noqa: E402
+from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 
 STUDY = "references"
 FIND_ITEMS = "runs/items/FIND"
-# Folder of item sets -> the command that writes it, and its last file.
-MADE_ITEMS = {
-    SCIWORLD_ITEMS: (f"experiments/sciworld_tasks.py {SCIWORLD_ITEMS} find-non-living-thing",
-                     "AgentItemId/sciworld_train.json"),
-    FIND_ITEMS: (f"experiments/sciworld_tasks.py {FIND_ITEMS} find-living-thing "
-                 "find-non-living-thing find-plant find-animal",
-                 "AgentItemId/sciworld_train.json"),
-    WEBARENA_ITEMS: (f"experiments/web.py navigate {WEBARENA_ITEMS}",
-                     "AgentEval/webarena/admin.json"),
+SCIWORLD_TASKS = {  # folder of item sets -> their tasks
+    SCIWORLD_ITEMS: ("find-non-living-thing",),
+    FIND_ITEMS: ("find-living-thing", "find-non-living-thing", "find-plant", "find-animal"),
 }
 
 
-def policies(arguments):
-    return [f"experiments/policies.py {arguments} --out {{out}}"]
+class Policies(NamedTuple):
+    """Policies on the held-out items of a world."""
+
+    world: str
+    episodes: int  # of each item
+    horizon: int
+    data: str = ""  # folder of item sets
+    only: str = ""  # the name of a policy
 
 
 def evaluation(flags):
     return [f"eval.py --model tiny --out {{out}} {flags}"]
-
-
-def coin(model, *training):
-    """Train the built-in model in TextWorld's coin game, then evaluate {run}/`model`."""
-    return [
-        "sft.py --env textworld --data data/coin --demos 150 --horizon 8 --out {run}/warm",
-        *training,
-        f"eval.py --env textworld --data data/coin --model {{run}}/{model}/final --horizon 8 "
-        "--samples 2 --out {out}",
-    ]
 
 
 def warm_start(world, demos, epochs, horizon, data=""):
@@ -68,29 +74,33 @@ def warm_start(world, demos, epochs, horizon, data=""):
     ]
 
 
-# name -> commands. {run}: the folder of a model that an earlier one writes. The last one writes its
-# figures to {out}; what it prints is kept where it has no {out}.
+COIN = "--env textworld --data data/coin"
+COIN_WARM = f"sft.py {COIN} --demos 150 --horizon 8 --out {{run}}/warm"
+COIN_EVAL = f"eval.py {COIN} --horizon 8 --samples 2 --out {{out}} --model {{run}}/"
+
+# name -> Policies, or commands. {run}: the folder of a model that an earlier command writes. The
+# last command writes its figures to {out}; what it prints is kept where it has no {out}.
 REFERENCES = {
-    "policies_babyai": policies("babyai 4 4"),
-    "policies_babyai_once": policies("babyai 1 4"),
-    "policies_rooms": policies("babyai 4 10 data/rooms"),
-    "policies_levels": policies("babyai 1 20 data/levels"),
-    "policies_levels_four": policies("babyai 4 20 data/levels"),
-    "policies_textcraft": policies("textcraft 4 8"),
-    "policies_textcraft_20": policies("textcraft 1 20"),
-    "policies_textcraft_30": policies("textcraft 1 30"),
-    "policies_searchqa": policies("searchqa 4 4"),
-    "policies_searchqa_5": policies("searchqa 4 5"),
-    "policies_searchqa_10": policies("searchqa 1 10"),
-    "policies_sciworld": policies("sciworld 1 6 '' uniform"),
-    "policies_sciworld_imitated": policies("sciworld 1 6 '' imitated"),
-    "policies_sciworld_one_task": policies(f"sciworld 1 6 {SCIWORLD_ITEMS}"),
-    "policies_sciworld_find": policies(f"sciworld 1 20 {FIND_ITEMS}"),
-    "policies_webarena": policies("webarena 1 15 '' expert"),
-    "policies_webarena_one_click": policies(f"webarena 1 4 {WEBARENA_ITEMS}"),
-    "policies_textworld": policies("textworld 1 15"),
-    "policies_textworld_8": policies("textworld 1 8 '' expert"),
-    "policies_coin": policies("textworld 2 8 data/coin"),
+    "policies_babyai": Policies("babyai", 4, 4),
+    "policies_babyai_once": Policies("babyai", 1, 4),
+    "policies_rooms": Policies("babyai", 4, 10, "data/rooms"),
+    "policies_levels": Policies("babyai", 1, 20, "data/levels"),
+    "policies_levels_four": Policies("babyai", 4, 20, "data/levels"),
+    "policies_textcraft": Policies("textcraft", 4, 8),
+    "policies_textcraft_20": Policies("textcraft", 1, 20),
+    "policies_textcraft_30": Policies("textcraft", 1, 30),
+    "policies_searchqa": Policies("searchqa", 4, 4),
+    "policies_searchqa_5": Policies("searchqa", 4, 5),
+    "policies_searchqa_10": Policies("searchqa", 1, 10),
+    "policies_sciworld": Policies("sciworld", 1, 6, only="uniform"),
+    "policies_sciworld_imitated": Policies("sciworld", 1, 6, only="imitated"),
+    "policies_sciworld_one_task": Policies("sciworld", 1, 6, SCIWORLD_ITEMS),
+    "policies_sciworld_find": Policies("sciworld", 1, 20, FIND_ITEMS),
+    "policies_webarena": Policies("webarena", 1, 15, only="expert"),
+    "policies_webarena_one_click": Policies("webarena", 1, 4, WEBARENA_ITEMS),
+    "policies_textworld": Policies("textworld", 1, 15),
+    "policies_textworld_8": Policies("textworld", 1, 8, only="expert"),
+    "policies_coin": Policies("textworld", 2, 8, "data/coin"),
     "fixed_actions_babyai": ["data/make_items.py --check"],
     "fixed_link_webarena": [f"experiments/web.py fixed_link {WEBARENA_ITEMS}"],
     "tiny_sciworld": evaluation("--env sciworld --samples 1"),
@@ -102,82 +112,77 @@ REFERENCES = {
     "warm_crafts_4000": warm_start("textcraft", 4000, 3, 20, "data/crafts"),
     "warm_searchqa": warm_start("searchqa", 1500, 2, 4),
     "warm_levels": warm_start("babyai", 800, 2, 16, "data/levels"),
-    "warm_coin": coin("warm"),
-    "grpo_coin": coin("grpo", "train.py --env textworld --data data/coin --algo grpo "
-                      "--model {run}/warm/final --out {run}/grpo"),
+    "warm_coin": [COIN_WARM, COIN_EVAL + "warm/final"],
+    "grpo_coin": [COIN_WARM,
+                  f"train.py {COIN} --algo grpo --model {{run}}/warm/final --out {{run}}/grpo",
+                  COIN_EVAL + "grpo/final"],
 }
 
 
-def parse():
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="entries whose name holds this text")
-    parser.add_argument("--show", action="store_true", help="print the kept rows, run nothing")
+    parser.add_argument("--show", action="store_true", help="print the kept rows")
+    parser.add_argument("--again", action="store_true", help="measure what has a row, too")
     args = parser.parse_args()
-    if not any(args.only in name for name in REFERENCES):
-        parser.error(f"no entry has '{args.only}' in its name: {', '.join(REFERENCES)}")
-    return args
-
-
-def main():
-    args = parse()
     names = [name for name in REFERENCES if args.only in name]
+    kept = rows.load(STUDY)
     if not args.show:
         commit = play.revision()
         for name in names:
-            kept = rows.load(STUDY)
-            if name not in kept or kept[name][0]["command"] != command_line(name):
+            if args.again or name not in kept:
                 print(name, flush=True)
-                rows.save(STUDY, kept | {name: [measure(name, commit)]})
-    kept = rows.load(STUDY)
+                rows.keep(STUDY, {name: [measure(name, commit)]})
+        kept = rows.load(STUDY)
     print("\n".join(table(name, kept[name][0]) for name in names if name in kept))
 
 
-def command_line(name):
-    """What repeats an entry, item sets included."""
-    made = [make for folder, (make, _) in MADE_ITEMS.items() if uses(name, folder)]
-    shown = {"out": "OUT.json", "run": f"runs/{name}"}
-    commands = [command.format(**shown) for command in REFERENCES[name]]
-    return " && ".join(f"OMP_NUM_THREADS=1 python {command}" for command in made + commands)
-
-
-def uses(name, folder):
-    return any(folder in shlex.split(command) for command in REFERENCES[name])
-
-
 def measure(name, commit):
-    """Run the commands of an entry -> its row.
+    """Measure an entry -> its row.
 
     Raises:
         RuntimeError: a command failed, or another commit than `commit` is checked out.
     """
-    for folder, (make, last_file) in MADE_ITEMS.items():
-        if uses(name, folder) and not (ROOT / folder / last_file).exists():
-            play.call(*shlex.split(make))
-
+    make_item_sets(str(REFERENCES[name]))
     folder = ROOT / "runs/references" / name
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
     folder.mkdir(parents=True)
-    out = folder / "figures.json"
     begin = time.monotonic()
-    for command in REFERENCES[name]:
-        words = shlex.split(command)
-        printed = play.call(*(word.format(out=out, run=folder / "run") for word in words))
+    entry = REFERENCES[name]
+    model = ""
+    if isinstance(entry, Policies):
+        figures = measure_policies(entry)
+    else:
+        for command in entry:
+            words = [word.format(out=folder / "figures.json", run=folder / "run")
+                     for word in command.split()]
+            figures = {"printed": play.call(*words).splitlines()}
+        if "{out}" in command:
+            found = json.loads((folder / "figures.json").read_text())
+            model = found["config"]["model_sha256"]
+            figures = play.held_out_figures(found)
     if play.revision() != commit:
         raise RuntimeError("another commit is checked out than at the beginning")
-
-    found = json.loads(out.read_text()) if out.exists() else {"printed": printed.splitlines()}
-    is_model = "config" in found  # written by eval.py
     return {
-        "command": command_line(name),
+        "command": f"OMP_NUM_THREADS=1 python experiments/references.py --only {name}",
         "commit": commit,
         "machine": play.machine(),
         "seed": 0,
-        "model_sha256": found["config"]["model_sha256"] if is_model else "",
+        "model_sha256": model,
         "seconds": round(time.monotonic() - begin),
-        "figures": play.held_out_figures(found) if is_model else found,
+        "figures": figures,
     }
+
+
+def make_item_sets(needed):
+    """The item sets whose folders the text `needed` names, where they are not there yet."""
+    for folder, tasks in SCIWORLD_TASKS.items():
+        if folder in needed and not (ROOT / folder).exists():
+            sciworld_items(ROOT / folder, *tasks)
+    if WEBARENA_ITEMS in needed and not (ROOT / WEBARENA_ITEMS).exists():
+        web.navigate(ROOT / WEBARENA_ITEMS)
 
 
 def table(name, row):
@@ -186,10 +191,7 @@ def table(name, row):
     if "printed" in figures:
         return "\n".join(f"{name:28} {line}" for line in figures["printed"])
     if row["model_sha256"]:
-        low, high = figures["ci95"]
-        return (f"{name:28} {'model':9} success {figures['success']:.3f} [{low:.3f}, {high:.3f}], "
-                f"score {figures['score']:.3f}, turns {figures['turns']:.2f}, "
-                f"valid {figures['valid_actions']:.3f}")
+        figures = {"model": figures | {"ci95": {"success": figures["ci95"]}}}
     lines = []
     for label, found in figures.items():
         low, high = found["ci95"]["success"]
@@ -198,5 +200,109 @@ def table(name, row):
     return "\n".join(lines)
 
 
+# ---- the policies ----
+
+
+def measure_policies(entry):
+    """Play the held-out items -> {policy: its figures}."""
+    env = world(entry.world)
+    items = envs.items(entry.world, "test", entry.data or None)
+    category = envs.categories(entry.world, entry.data or None)
+    policies = {
+        "uniform": lambda rng, read: rng.choice(env.valid_actions()),
+        "imitated": lambda rng, read: draw(random_policy(env, entry.world, read), rng)[1],
+        "expert": lambda rng, read: env.expert(),
+    }
+    if type(env).valid_actions is envs.Env.valid_actions:  # SearchQA and WebArena list none
+        del policies["uniform"]
+    if entry.world not in SLIPS:  # the built-in model was not trained on this world
+        del policies["imitated"]
+    if type(env).expert is envs.Env.expert:
+        del policies["expert"]
+    found = {}
+    for label, policy in policies.items():
+        if entry.only not in ("", label):
+            continue
+        rng = random.Random(0)
+        played = {item: [] for item in items}
+        for item in tqdm(items * entry.episodes, desc=label, leave=False):
+            step, turns = play_episode(env, item, entry.horizon, policy, rng)
+            played[item].append((step.success, step.score, turns))
+        means = {item: np.mean(episodes, axis=0).tolist() for item, episodes in played.items()}
+        found[label] = figures_of(means, category)
+    env.close()
+    return found
+
+
+def figures_of(items, category):
+    """Means, their intervals, and those of the categories.
+
+    Args:
+        items: {item: [success, score, turns]}.
+        category: {item: its category}.
+    """
+    found = {"ci95": {}, "categories": {}, "items": items}
+    for place, what in enumerate(("success", "score", "turns")):
+        values = [figures[place] for figures in items.values()]
+        found[what] = float(np.mean(values))
+        found["ci95"][what] = bootstrap(values, 0)
+    for name in sorted(set(category.values())):
+        of_category = [items[item][0] for item in items if category.get(item) == name]
+        found["categories"][name] = float(np.mean(of_category))
+    return found
+
+
+def play_episode(env, item, horizon, policy, rng):
+    """One episode -> (the last step, the number of turns).
+
+    `policy(rng, observations) -> action`; None gives up, which counts as all turns without success.
+    """
+    observations = [env.reset(envs.split_item(item)[1])]
+    step = envs.Step(observations[0])
+    for turn in range(1, horizon + 1):
+        action = policy(rng, observations)
+        if action is None:
+            break
+        step = env.step(action)
+        observations.append(step.observation)
+        if step.done:
+            return step, turn
+    return step, horizon
+
+
+# ---- item sets of SciWorld's tasks ----
+
+
+def sciworld_items(folder, *tasks):
+    """Write item sets of these tasks."""
+    from worlds.sciworld import ENDS, TASKS, SciWorld  # needs the extra sciworld
+
+    rng = random.Random(0)
+    env = SciWorld()
+    sets = {"AgentItemId/sciworld_train": [], "AgentEval/sciworld/sciworld_test": []}
+    train, test = sets.values()
+    for task in tasks:
+        first = ENDS[list(TASKS).index(task)] - TASKS[task]  # the task's first item
+        env.reset(first)
+        variations = {split: env.variations(split) for split in ("train", "test")}
+        train += [first + n for n in sample(rng, variations["train"], 300)]
+        held_out = [first + n for n in sample(rng, variations["test"], 100)]
+        test += held_out
+        sets[f"AgentEval/sciworld/{task}"] = held_out
+    env.close()
+    for name, numbers in sets.items():
+        path = Path(folder) / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([{"item_id": f"sciworld_{n}"} for n in sorted(numbers)]))
+    print(f"{len(train)} training items, {len(test)} held out")
+
+
+def sample(rng, numbers, most):
+    return rng.sample(numbers, min(most, len(numbers)))
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["sciworld"]:
+        sciworld_items(*sys.argv[2:])
+    else:
+        main()

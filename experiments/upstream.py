@@ -4,8 +4,7 @@
 
 AGENTGYM: a checkout of https://github.com/WooooDyy/AgentGym with its submodule (maze and wordle
 need it). PYTHON: the interpreter of a virtual environment with the servers' packages;
-docs/worlds.md lists them. --train: instead of comparing, evaluate the built-in model on each of the
-servers and train it there for two steps.
+docs/worlds.md lists them.
 
 Each server of AgentGym is started. A scripted policy plays each episode twice on it: through
 `worlds.agentgym.RemoteEnv`, and through the class for that world in the package agentenv. Then the
@@ -30,15 +29,14 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import DATA_NAMES, WORLDS, EnvError, make_env  # noqa: E402
+from envs import WORLDS, EnvError, make_env  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- the servers ----
@@ -119,7 +117,6 @@ class Server(NamedTuple):
     stands_in: str = ""  # for what `code` and the made files stand in
 
 
-TOOLS = "agentenv-tool"
 SERVERS = {
     "babyai": Server("agentenv-babyai", "agentenv_babyai"),
     "textcraft": Server("agentenv-textcraft", "agentenv_textcraft"),
@@ -131,25 +128,19 @@ SERVERS = {
                        stands_in="one question and a retriever that invents articles"),
     "webarena": Server("agentenv-webarena", "agentenv_webarena", code=WEBARENA_STAND_IN,
                        stands_in="a browser with one page, and an evaluator that wants 3"),
-    "weather": Server(TOOLS, "agentenv_weather"),
-    "movie": Server(TOOLS, "agentenv_movie"),
-    "academia": Server(TOOLS, "agentenv_academia"),
-    "todo": Server(TOOLS, "agentenv_todo"),
-    "sheet": Server(TOOLS, "agentenv_sheet"),
-    "alfworld": Server("agentenv-alfworld", "agentenv_alfworld"),
-    "webshop": Server("agentenv-webshop", "agentenv_webshop"),
+    "weather": Server("agentenv-tool", "agentenv_weather"),
+    "movie": Server("agentenv-tool", "agentenv_movie"),
+    "academia": Server("agentenv-tool", "agentenv_academia"),
 }
-
-
-class NotStarted(Exception):
-    """A server did not start; the text says why."""
 
 
 @contextlib.contextmanager
 def running(world, args):
-    """Start AgentGym's server of `world` -> its address. Raises NotStarted."""
+    """Start AgentGym's server of `world` -> its address. Raises EnvError: it did not start."""
     server = SERVERS[world]
-    with tempfile.TemporaryDirectory() as made, socket_port() as port:
+    with tempfile.TemporaryDirectory() as made:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
         folder = args.agentgym / server.folder
         work_folder = folder
         variables = {"PROJECT_PATH": str(folder / "Toolusage"), "PYTHONWARNINGS": "ignore"}
@@ -161,9 +152,9 @@ def running(world, args):
             work_folder = Path(made)
             make_webarena(work_folder, folder)
         variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-        start = f"import uvicorn; from {server.module} import app; "
-        start += f"uvicorn.run(app, host='127.0.0.1', port={port}, log_level='warning')"
-        code = f"AGENTGYM = {str(args.agentgym)!r}\n{server.code}\n{start}"
+        code = (f"AGENTGYM = {str(args.agentgym)!r}\n{server.code}\n"
+                f"import uvicorn; from {server.module} import app; "
+                f"uvicorn.run(app, host='127.0.0.1', port={port}, log_level='warning')")
         log = Path(made) / "log"
         with log.open("w") as file:
             process = subprocess.Popen([args.python, "-c", code], cwd=work_folder, stdout=file,
@@ -174,38 +165,24 @@ def running(world, args):
             wait_for(url, process)
             yield url + server.path
         except (requests.RequestException, EnvError, AssertionError, KeyError) as e:
-            lines = log.read_text().strip().splitlines() or ["nothing was written"]
-            said = f"its last words: {lines[-1]}"
-            raise NotStarted(f"{type(e).__name__}: {e}; {said}") from e
+            said = (log.read_text().strip().splitlines() or ["nothing was written"])[-1]
+            raise EnvError(f"{type(e).__name__}: {e}; its last words: {said}") from e
         finally:
             stop(process)
 
 
-@contextlib.contextmanager
-def socket_port():
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    yield port
-
-
 def wait_for(url, process, seconds=120):
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise EnvError("the server ended at once")
+    while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(requests.RequestException):
             requests.get(url, timeout=5)
             return
         time.sleep(0.2)
-    raise EnvError(f"no answer within {seconds} s")
+    raise EnvError(f"the server ended at once, or gave no answer within {seconds} s")
 
 
 def stop(process):
     """End a server and the processes that it started: its session."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -277,27 +254,9 @@ def maze_move(rng, step, seen):
     return "move right" if column < branch else "move left"
 
 
-def guess(rng, step, seen):
-    return " ".join(rng.choice(["there", "about", "think", "going", "great", "zzzzz"]))
-
-
 def query(rng, step, seen):
     sql = dict(SQL_QUESTIONS)[seen[0].splitlines()[-1]]
     return rng.choice([sql, sql, "SELECT 1", "SELECT * FROM nothing", "SELECT name FROM town"])
-
-
-def science(rng, step, seen):
-    return rng.choice([
-        "look around", "open door to kitchen", "go to kitchen", "inventory", "dance",
-        "open door to hallway", "go to hallway", "pick up picture", "focus on door to hallway",
-    ])
-
-
-def search(rng, step, seen):
-    think = "<think> hm </think> "
-    right = "<answer> Shakespeare </answer>"
-    others = ["<search> Hamlet </search>", "<answer> Marlowe </answer>", "I do not know."]
-    return think + rng.choice([right, *others])
 
 
 def browse(rng, step, seen):
@@ -308,25 +267,31 @@ def browse(rng, step, seen):
     return f"I take this. ```{action}```"
 
 
+def any_of(*actions):
+    return lambda rng, step, seen: rng.choice(actions)
+
+
 def tool_call(*calls):
-    def choose(rng, step, seen):
-        call = rng.choice([*calls, "check_valid_actions with Action Input: {}"])
-        return rng.choice([f"Thought: hm.\n\nAction: {call}", f"Action: {call}", "no call"])
+    calls = ("check_valid_actions with Action Input: {}",
+             'finish with Action Input: {"answer": 18.5}', *calls)
+    return lambda rng, step, seen: rng.choice(
+        [f"Thought: hm.\n\nAction: {rng.choice(calls)}", f"Action: {rng.choice(calls)}", "no call"])
 
-    return choose
 
-
-FINISH = 'finish with Action Input: {"answer": 18.5}'
-OFFLINE_WEATHER = [
-    "get_user_current_date with Action Input: {}",
-    "get_user_current_location with Action Input: {}",
-    'get_air_quality_level with Action Input: {"air_quality_index": 30}',
-]
-POLICIES: dict[str, Callable] = {
-    "babyai": listed_action, "textcraft": crafting, "maze": maze_move, "wordle": guess,
-    "sqlgym": query, "sciworld": science, "searchqa": search, "webarena": browse,
-    "weather": tool_call(FINISH, *OFFLINE_WEATHER), "movie": tool_call(FINISH),
-    "academia": tool_call(FINISH), "todo": tool_call(FINISH), "sheet": tool_call(FINISH),
+POLICIES = {
+    "babyai": listed_action, "textcraft": crafting, "maze": maze_move, "sqlgym": query,
+    "webarena": browse, "movie": tool_call(), "academia": tool_call(),
+    "wordle": any_of(*map(" ".join, ("there", "about", "think", "going", "great", "zzzzz"))),
+    "sciworld": any_of(
+        "look around", "open door to kitchen", "go to kitchen", "inventory", "dance",
+        "open door to hallway", "go to hallway", "pick up picture", "focus on door to hallway"),
+    "searchqa": any_of(*("<think> hm </think> " + rest for rest in (
+        "<answer> Shakespeare </answer>", "<search> Hamlet </search>",
+        "<answer> Marlowe </answer>", "I do not know."))),
+    "weather": tool_call(
+        "get_user_current_date with Action Input: {}",
+        "get_user_current_location with Action Input: {}",
+        'get_air_quality_level with Action Input: {"air_quality_index": 30}'),
 }
 
 
@@ -394,11 +359,7 @@ def play_theirs(client, world, item, actions):
 
 def client_class(world, agentgym):
     """agentenv's class for `world`. Its other parts import the package openai, not used here."""
-    if "openai" not in sys.modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            import openai  # noqa: F401
-    if "openai" not in sys.modules:
-        sys.modules["openai"] = types.SimpleNamespace(OpenAI=None)
+    sys.modules.setdefault("openai", types.SimpleNamespace(OpenAI=None))
     sys.path.append(str(agentgym / "agentenv"))
     from agentenv import envs as theirs
 
@@ -409,29 +370,15 @@ def client_class(world, agentgym):
 # ---- comparing ----
 
 
-class Row(NamedTuple):
-    world: str
-    how: str
-    episodes: int
-    compared: int
-    different: list[tuple[str, Any, Any]]
-
-
-def compare(world, theirs, ours, theirs_shows_instructions):
-    """The differences between two plays -> [(where, theirs, ours)]."""
-    different = []
-    for n, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-        if n == 0 and theirs_shows_instructions:
-            a = a._replace(observation=b.observation if a.observation.endswith(b.observation)
-                           else a.observation)
-        for field in Turn._fields:
-            if getattr(a, field) != getattr(b, field):
-                different.append((f"{field} of turn {n}", getattr(a, field), getattr(b, field)))
-    return different
+def compare(world, theirs, ours):
+    """The differences between two plays -> [(world, where, theirs, ours)]."""
+    return [(world, f"{field} of turn {n}", getattr(a, field), getattr(b, field))
+            for n, (a, b) in enumerate(zip(theirs, ours, strict=True))
+            for field in Turn._fields if getattr(a, field) != getattr(b, field)]
 
 
 def our_client(world, args):
-    """Both clients on AgentGym's server -> Row."""
+    """Both clients on AgentGym's server -> the number of comparisons, and the differences."""
     compared = 0
     different = []
     with running(world, args) as url:
@@ -440,17 +387,20 @@ def our_client(world, args):
         if world == "wordle":
             compared += 1
             missing = [word for word in their_client.info["vocab"] if word not in env.prompt]
-            if missing:
-                different.append(("vocabulary", missing, env.prompt))
+            different += [(world, "vocabulary", missing, env.prompt)] if missing else []
         for item in items_of(world, args.episodes):
             theirs, actions = play_theirs(their_client, world, item, POLICIES[world])
-            if world == "wordle":  # the class shows its instructions instead of the server's words
-                theirs[0] = theirs[0]._replace(observation=their_words(url, item))
             ours = play_ours(env, world, item, actions)
+            first = theirs[0].observation
+            if world == "wordle":  # the class shows its instructions instead of the server's words
+                first = their_words(url, item)
+            elif world == "maze" and first.endswith(ours[0].observation):  # instructions, too
+                first = ours[0].observation
+            theirs[0] = theirs[0]._replace(observation=first)
             compared += len(theirs)
-            different += compare(world, theirs, ours, world == "maze")
+            different += compare(world, theirs, ours)
         env.close()
-    return Row(world, "our client, their server", args.episodes, compared, different)
+    return compared, different
 
 
 def make_client(world, url, args):
@@ -466,7 +416,7 @@ def their_words(url, item):
 
 
 def our_server(world, args):
-    """agentenv's class on our server, and the same world in this process -> Row."""
+    """agentenv's class on our server, and the same world in this process -> as `our_client`."""
     compared = 0
     different = []
     command = [sys.executable, ROOT / "envs.py", "serve", "--env", world, "--port", "0"]
@@ -479,101 +429,39 @@ def our_server(world, args):
         for item in items_of(world, args.episodes):
             theirs, actions = play_theirs(their_client, world, item, POLICIES[world])
             compared += len(theirs)
-            different += compare(world, theirs, play_ours(env, world, item, actions), False)
+            different += compare(world, theirs, play_ours(env, world, item, actions))
         their_client.close()
     finally:
         stop(process)
         env.close()
-    return Row(world, "their client, our server", args.episodes, compared, different)
+    return compared, different
 
 
-EXPLAINED: dict[tuple[str, str], str] = {}  # (world, who meets whom) -> why there are differences
-
-
-def train_on(world, args):
-    """The built-in model on AgentGym's server: 8 items evaluated, two steps of 4 items x 4 -> a row
-    of the second table."""
-    with running(world, args) as url, tempfile.TemporaryDirectory() as folder:
-        items = [{"item_id": f"{DATA_NAMES.get(world, world)}_{n}"}
-                 for n in sorted(set(items_of(world, 8)))]
-        for path in (f"AgentItemId/{world}_train.json", f"AgentEval/{world}/{world}_test.json"):
-            file = Path(folder, path)
-            file.parent.mkdir(parents=True)
-            file.write_text(json.dumps(items))
-        flags = ["--env", world, "--env_url", url, "--data", folder, "--max_length", "8192",
-                 "--slots", "4", "--horizon", "4"]
-        run_script("eval.py", *flags, "--samples", "1", "--out", f"{folder}/eval.json")
-        result = json.loads(Path(f"{folder}/eval.json").read_text())
-        run_script("train.py", *flags, "--horizon_schedule", "fixed", "--steps", "2",
-                   "--items_per_step", "4", "--rollouts_per_item", "4", "--minibatches", "1",
-                   "--out", f"{folder}/run")
-        rows = [json.loads(line)
-                for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
-    steps = " and ".join(f"{row['turns']:.1f} turns, valid {row['valid_actions']:.2f}, "
-                         f"env_error {row['env_error']:.2f}" for row in rows)
-    return (f"| {world} | {len(items)} items, turns {result['turns']:.1f}, env_error "
-            f"{result['env_error']:.2f} | {steps} |")
-
-
-def run_script(script, *flags):
-    command = [sys.executable, script, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        raise EnvError(f"{script}: {done.stderr.strip().splitlines()[-1]}")
-
-
-def main(argv=None):
-    """The command: prints the table."""
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("agentgym", type=Path)
     parser.add_argument("python")
     parser.add_argument("--worlds", default=",".join(SERVERS))
     parser.add_argument("--episodes", type=int, default=12)
-    parser.add_argument("--train", action="store_true")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     args.agentgym = args.agentgym.resolve()
-    if not (args.agentgym / "agentenv/agentenv/envs").is_dir():
-        print(f"upstream.py: {args.agentgym} is no checkout of AgentGym", file=sys.stderr)
-        return 2
-    not_started = []
-    if args.train:
-        print("| world | eval.py | train.py, two steps |\n|---|---|---|")
-        for world in args.worlds.split(","):
-            try:
-                print(train_on(world, args), flush=True)
-            except (NotStarted, EnvError) as e:
-                not_started.append((world, "training", str(e)))
-        return report_missing(not_started)
-    print("| world | who meets whom | episodes | comparisons | differences |")
-    print("|---|---|---|---|---|")
+    print("| world | who meets whom | episodes | comparisons | differences |\n" + "|---" * 5 + "|")
     for world in args.worlds.split(","):
-        for measure in (our_client, our_server):
-            if measure is our_server and world not in WORLDS:
-                continue
+        stands_in = SERVERS[world].stands_in
+        name = f"{world} (stand-in: {stands_in})" if stands_in else world
+        measures = [(our_client, "our client, their server", name)]
+        if world in WORLDS:
+            measures.append((our_server, "their client, our server", world))
+        for measure, how, shown in measures:
             try:
-                print_row(measure(world, args))
-            except (NotStarted, EnvError, ValueError) as e:
-                not_started.append((world, measure.__name__, str(e)))
-    return report_missing(not_started)
-
-
-def report_missing(not_started):
-    for world, how, why in not_started:
-        print(f"\n{world} ({how.replace('_', ' ')}) was not played: {why[:300]}")
-    return 0
-
-
-def print_row(row):
-    stands_in = SERVERS[row.world].stands_in if row.how.startswith("our") else ""
-    name = f"{row.world} (stand-in: {stands_in})" if stands_in else row.world
-    count = str(len(row.different))
-    if row.different:
-        count += f": {EXPLAINED.get((row.world, row.how), 'not explained')}"
-    print(f"| {name} | {row.how} | {row.episodes} | {row.compared} | {count} |", flush=True)
-    for where, theirs, ours in row.different[:3]:
-        both = f"theirs {theirs!r:.300}, ours {ours!r:.300}"
-        print(f"  {row.world}, {where}: {both}", file=sys.stderr)
+                compared, different = measure(world, args)
+            except (EnvError, ValueError) as e:
+                print(f"| {shown} | {how} | not played: {str(e)[:300]} | | |", flush=True)
+                continue
+            print(f"| {shown} | {how} | {args.episodes} | {compared} | {len(different)} |",
+                  flush=True)
+            print(*different[:3], sep="\n", end="\n" if different else "", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

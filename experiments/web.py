@@ -1,45 +1,35 @@
-"""Measurements of the world webarena (needs Chromium).
+"""Item sets and load of the world webarena.
 
-    python experiments/web.py COMMAND
+    python experiments/web.py navigate FOLDER
+    python experiments/web.py fixed_link FOLDER
+    python experiments/web.py load [EPISODES STEPS] [kill]         (needs Chromium)
 
-COMMAND: screenshots, solve [N], load [EPISODES STEPS], step (the default), navigate FOLDER or
-fixed_link FOLDER.
-
-screenshots: docs/web_*.png.
-solve: play N items of the held-out set (default 100) by their plans.
-load: EPISODES at once (default 32) with STEPS random valid actions each (default 100). Prints steps
-    per second, memory, and whether an episode saw another's mark. With `kill` as the last word one
-    browser is killed in the middle, by its process id.
-step: how long a step and a reset take, with one episode alone.
 navigate: item sets of the easiest tasks, those that one click solves, for train.py's --data FOLDER.
 fixed_link: of the held-out tasks in such a FOLDER, the link of each site that solves most, and the
     share that it solves: a policy that never reads the task. Counted from the tasks' plans.
+load: EPISODES at once (default 32) with STEPS random valid actions each (default 100). Prints steps
+    per second, memory, and whether an episode saw another's mark. `kill`: one browser is killed in
+    the middle, by its process id.
 """
 
 import json
+import os
 import random
-import statistics
+import re
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import EnvError, categories, items, make_env, split_item  # noqa: E402
-from experiments.load import process_tree  # noqa: E402
+from envs import EnvError, categories, make_env, split_item  # noqa: E402
 from websites import tasks  # noqa: E402
-from worlds.webarena import browser, plans, tree  # noqa: E402
-from worlds.webarena.env import embedded_websites  # noqa: E402
+from worlds.webarena import browser, tree  # noqa: E402
 
 EPISODE = 50  # steps of an episode under load; WebArena's have 30 at most
-SHOTS = {  # site -> path
-    "shop": "/category/kitchen",
-    "forum": "/f/books?sort=top",
-    "code": "{}/-/issues?state=open",
-    "admin": "/",
-}
 
 
 def navigate(folder):
@@ -84,96 +74,33 @@ def fixed_link(folder):
 
 
 def memory():
-    """Bytes of this process and everything below it (PSS: a shared page is divided among its
+    """GiB of this process and everything below it (PSS: a shared page is divided among its
     users)."""
     kib = 0
     for pid in process_tree():
-        try:
+        with suppress(OSError):  # the process has ended
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # the process has ended
-            continue
-        kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return 1024 * kib
+            kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kib / 2**20
 
 
-def screenshots():
-    # With the flags against compositing there is no picture.
-    browser.FLAGS = [flag for flag in browser.FLAGS if "compositing" not in flag]
-    env = make_env("webarena", height=720, width=1100)
-    env.reset(0)
-    for name, path in SHOTS.items():
-        if name == "code":  # the project with the most stars
-            db = embedded_websites().episodes[env.episode][0]
-            query = "select path from project order by stars desc"
-            path = path.format("/" + db.execute(query).fetchone()[0])
-        env.browser.call(env.window.goto, embedded_websites().address(name) + path)
-        file = ROOT / f"docs/web_{name}.png"
-        env.browser.call(lambda at=str(file): env.window.page.screenshot(path=at))
-        print(file, file.stat().st_size)
-    env.close()
+def process_tree():
+    """The ids of this process and of all processes below it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended
+            # The command's name stands in parentheses; the parent's id is the second field after.
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+    found = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found
 
 
-def solve(count=100):
-    names = items("webarena", "test")
-    count = min(count, len(names))
-    start = time.monotonic()
-    env = make_env("webarena")
-    inner_step = env.step
-    wins = 0
-    steps = 0
-
-    def counted_step(action):
-        nonlocal steps
-        steps += 1
-        return inner_step(action)
-
-    env.step = counted_step
-    for name in random.Random(0).sample(names, count):
-        wins += plans.solve(env, split_item(name)[1]).success
-    seconds = time.monotonic() - start
-    print(f"{wins} of {count} solved, {steps} steps in {seconds:.0f} s")
-    env.close()
-
-
-def step():
-    env = make_env("webarena")
-    rng = random.Random(0)
-    resets = []  # seconds
-    clicks = []  # seconds
-    for n in range(30):
-        begin = time.monotonic()
-        text = env.reset(n)
-        resets.append(time.monotonic() - begin)
-        for _ in range(6):
-            action = any_action(rng, text)
-            begin = time.monotonic()
-            result = env.step(f"```{action}```")
-            if action.startswith("click"):
-                clicks.append(time.monotonic() - begin)
-            if result.valid:
-                text = result.observation
-    # The first reset starts the browser.
-    for name, values in (("reset", sorted(resets[1:])), ("click", sorted(clicks))):
-        median = 1000 * statistics.median(values)
-        p95 = 1000 * values[int(0.95 * len(values))]
-        print(f"{name}: median {median:.0f} ms, p95 {p95:.0f} ms, {len(values)} of them")
-    env.close()
-
-
-def any_action(rng, text, mark="mark"):
+def any_action(rng, text, mark):
     """An action on one of an observation's elements, or a scroll; `mark` is what it writes."""
-    fields = []
-    links = []
-    for line in text.splitlines():
-        if not line.lstrip().startswith("[") or "] " not in line:
-            continue
-        number, rest = line.split("] ")[:2]
-        number = number.split("[")[-1]
-        role = rest.split()[0]
-        if role in ("textbox", "searchbox"):
-            fields.append(number)
-        elif role in ("link", "button"):
-            links.append(number)
+    fields = re.findall(r"\[(\d+)\] (?:textbox|searchbox)\b", text)
+    links = re.findall(r"\[(\d+)\] (?:link|button)\b", text)
     if fields and rng.random() < 0.2:
         return f"type [{rng.choice(fields)}] [{mark}] [1]"
     if links and rng.random() < 0.9:
@@ -192,43 +119,31 @@ class Load:
     def __init__(self, episodes, steps):
         self.episodes = episodes
         self.steps = steps
-        self.done = 0
+        self.done = [0] * episodes  # steps of each; an environment error counts as one
         self.errors = []
         self.foreign = []  # episodes that saw a mark that was not theirs
-        self.lock = threading.Lock()
 
     def play(self, k):
-        """Play episode k until it has made its steps. An environment error counts as a step."""
+        """Play episode k until it has made its steps."""
         env = make_env("webarena")
         rng = random.Random(k)
-        count = 0
-        while count < self.steps:
+        mark = f"Mark{k:03} Street"
+        while self.done[k] < self.steps:
             try:
-                text = self.write_mark(env, k)
-                for n in range(min(EPISODE, self.steps - count)):
+                text = env.reset(k)
+                env.step("```goto [http://shop.localhost/account/edit]```")
+                number = tree.find(env._observe(), "textbox", "Street")
+                env.step(f"```type [{number}] [{mark}] [1]```")
+                for n in range(min(EPISODE, self.steps - self.done[k])):
                     if n % 20 == 19:
                         self.look(env, k)
-                    result = env.step(f"```{any_action(rng, text, self.mark(k))}```")
-                    if result.valid:
-                        text = result.observation
-                    count += 1
-                    with self.lock:
-                        self.done += 1
+                    result = env.step(f"```{any_action(rng, text, mark)}```")
+                    text = result.observation if result.valid else text
+                    self.done[k] += 1
             except EnvError as e:
                 self.errors.append(str(e))
-                count += 1
+                self.done[k] += 1
         env.close()
-
-    def mark(self, k):
-        return f"Mark{k:03} Street"
-
-    def write_mark(self, env, k):
-        """Reset, and write the mark -> the first observation."""
-        text = env.reset(k)
-        env.step("```goto [http://shop.localhost/account/edit]```")
-        number = tree.find(env._observe(), "textbox", "Street")
-        env.step(f"```type [{number}] [{self.mark(k)}] [1]```")
-        return text
 
     def look(self, env, k):
         """Look at the account: it must show this episode's mark and no other's."""
@@ -246,44 +161,24 @@ def load(episodes=32, steps=100, kill=False):
     start = time.monotonic()
     for thread in threads:
         thread.start()
-    before = 0
     while any(thread.is_alive() for thread in threads):
         time.sleep(10)
-        print(
-            f"{time.monotonic() - start:5.0f} s  {run.done} steps  "
-            f"{(run.done - before) / 10:.1f} a second  {memory() / 2**30:.2f} GB  "
-            f"{len(run.errors)} errors",
-            flush=True,
-        )
-        before = run.done
-        if kill and run.done > episodes * steps / 2:
+        seconds, done = time.monotonic() - start, sum(run.done)
+        print(f"{seconds:5.0f} s  {done} steps  {done / seconds:.1f} a second  {memory():.2f} GB  "
+              f"{len(run.errors)} env_errors  {len(run.foreign)} saw another's mark", flush=True)
+        if kill and done > episodes * steps / 2:
             kill = False
             next(b for browsers in browser._BROWSERS.values() for b in browsers).kill()
             print("killed one of the browsers", flush=True)
-    print(
-        f"{episodes} episodes x {steps}: {run.done / (time.monotonic() - start):.1f} steps/s, "
-        f"{len(run.errors)} env_errors, {len(run.foreign)} saw another's mark"
-    )
-
-
-COMMANDS = {
-    "screenshots": screenshots,
-    "solve": solve,
-    "step": step,
-    "load": load,
-    "navigate": navigate,
-    "fixed_link": fixed_link,
-}
-
-
-def argument(word):
-    """A word of the command line: a number or a folder."""
-    return int(word) if word.isdecimal() else word
 
 
 if __name__ == "__main__":
-    command, *words = sys.argv[1:] or ["step"]
-    if command not in COMMANDS:
+    command, *words = sys.argv[1:] or [""]
+    if command == "navigate" and len(words) == 1:
+        navigate(words[0])
+    elif command == "fixed_link" and len(words) == 1:
+        fixed_link(words[0])
+    elif command == "load":
+        load(*(int(word) for word in words if word != "kill"), kill="kill" in words)
+    else:
         sys.exit(__doc__)
-    options = {"kill": True} if "kill" in words else {}
-    COMMANDS[command](*(argument(word) for word in words if word != "kill"), **options)

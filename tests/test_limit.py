@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from conftest import run_script
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-import benches.__main__ as bench
 from benches import limit, memory
 
 
@@ -53,21 +51,6 @@ def test_the_share_is_the_time_of_the_loop_over_ours(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("argv, states", [
-    (["rollout"], True),
-    (["rollout", "--scale"], False),
-    (["update"], True),
-    (["memory"], True),
-    (["memory", "--model", "tiny"], False),
-    (["limit"], False),
-    (["check"], False),
-    (["peers"], False),
-])
-def test_a_benchmark_without_a_stated_ratio_does_not_say_that_it_is_reached(argv, states):
-    args = bench.parse_args(argv)
-    assert bench.states_a_ratio(args) == states
-
-
 def test_the_estimate_of_memory_has_ppos_critic_and_takes_nested_configs():
     config = memory.config_of("Qwen/Qwen2.5-0.5B-Instruct")
     alone, with_critic = (memory.estimate(config, gpus=2, ppo=ppo) for ppo in (False, True))
@@ -77,14 +60,3 @@ def test_the_estimate_of_memory_has_ppos_critic_and_takes_nested_configs():
         assert with_critic[part] - alone[part] == pytest.approx(critic)
     nested = memory.estimate(AutoConfig.for_model("gemma3"), gpus=1)
     assert nested["cache"] > 0
-
-
-def test_bad_usage_is_one_line_before_anything_is_measured(tmp_path):
-    for flags, says in ((("rollout", "--threads", "0"), "--threads must be positive"),
-                        (("rollout", "--out", tmp_path / "none/x.json"), "there is no such folder"),
-                        (("rollout", "--colour", "red"), "--colour")):
-        done = run_script("benches/__main__.py", *flags)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert says in done.stderr
-    done = run_script("view.py")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

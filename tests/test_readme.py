@@ -17,9 +17,17 @@ import eval as evaluation
 from experiments import readme
 from rollout import rollout
 
-RUN = os.environ | {"OMP_NUM_THREADS": "1"}
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 GUESS = next(block for block in BLOCKS if "class Guess" in block)
+
+
+def train(command, cwd, out):
+    """Run a training -> the rows of its metrics."""
+    done = subprocess.run([sys.executable, *command, "--steps", "2", "--out", out], cwd=cwd,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_world_in_the_readme_plays(tiny):
@@ -39,12 +47,10 @@ def test_the_agent_in_the_readme_trains_as_the_readme_says(tmp_path):
     (tmp_path / "mine.py").write_text(block)
     flags = "--agent mine.py:diary --agent_args most=3"
     assert flags in (ROOT / "README.md").read_text()
-    command = [sys.executable, ROOT / "train.py", *flags.split(), "--steps", "2", "--out", "run",
-               "--items_per_step", "4", "--horizon", "4"]
-    done = subprocess.run(command, cwd=tmp_path, env=RUN, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    # Files of the same names in the current folder are not ours.
+    (tmp_path / "agent.py").write_text("raise RuntimeError('the wrong file')\n")
+    command = [ROOT / "train.py", *flags.split(), "--items_per_step", "4", "--horizon", "4"]
+    rows = train(command, tmp_path, tmp_path / "run")
     assert all(row["env_error"] == 0 and row["segments"] == row["turns"] for row in rows)
     assert all(row["logprob_gap"] < 1e-4 for row in rows)
 
@@ -59,12 +65,7 @@ def test_the_world_in_the_readme_trains_as_the_readme_says(tmp_path):
     (repo / "envs.py").write_text(code.replace("WORLDS = {", registry, 1))
     items = [{"item_id": f"guess_{n}"} for n in range(16)]
     (repo / "data/AgentItemId/guess_train.json").write_text(json.dumps(items))
-    command = [sys.executable, "train.py", "--env", "guess", "--horizon", "4,8", "--steps", "2",
-               "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=repo, env=RUN, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = train(["train.py", "--env", "guess", "--horizon", "4,8"], repo, tmp_path / "run")
     assert [row["env"] for row in rows] == ["guess", "guess"]
     assert [row["trajectories"] for row in rows] == [128, 128]
     assert [row["env_error"] for row in rows] == [0.0, 0.0]
@@ -105,9 +106,6 @@ def test_a_newcomer_can_follow_the_readme():
     assert done.stdout.count("\nok ") > 10
 
 
-# ---- what is installed, and from where it runs ----
-
-
 def test_an_installation_that_is_not_editable_is_refused():
     """It would lack the model, the items and the page."""
     assert 'build-backend = "editable_only"' in (ROOT / "pyproject.toml").read_text()
@@ -116,15 +114,3 @@ def test_an_installation_that_is_not_editable_is_refused():
                           timeout=120)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].endswith("pip install -e .")
-
-
-def test_a_run_from_a_folder_with_files_of_the_same_names_is_ours(tmp_path):
-    """Python puts the folder of the script, not the current one, before all others."""
-    for name in ("agent.py", "config.py", "envs.py", "rl.py"):
-        (tmp_path / name).write_text("raise RuntimeError('the wrong file')\n")
-    command = [sys.executable, str(ROOT / "train.py"), "--steps", "1", "--items_per_step", "1",
-               "--rollouts_per_item", "2", "--max_tokens", "4", "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=RUN, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run/final/model.safetensors").exists()

@@ -1,35 +1,68 @@
-"""The rows of finished runs: experiments/results/NAME.jsonl.gz, one compressed file per study.
+"""The rows of all finished runs: experiments/results.jsonl.gz.
 
-Each line of the file is a JSON object {"run": RUN, ...row}. The lines of a run stand together and
-in order: one row per training step, then a row with the evaluation. `zcat` shows them.
+Each line is a JSON object {"study": STUDY, "run": RUN, ...row}. The lines of a run stand together
+and in order: one row per training step, then a row with the evaluation. `zcat` shows them.
 
 The rows of a run have among them its command ("" for a model before training, see `evaluation`),
 commit, model_sha256 ("" where no model plays), seed and machine. If the trained weights were not
 kept, model_sha256 is null, and start_sha256 is of the weights that the training began with.
 added_later: the fields that older rows got afterwards, from recorded flags and the docs.
-
-While a study runs, each finished run is a plain file, experiments/results/NAME/RUN.jsonl, with one
-row per line. `pack` moves the plain files into the compressed file. `load` reads both.
 """
 
+import fcntl
 import gzip
 import json
+import os
 from pathlib import Path
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).parent.parent / "results.jsonl.gz"
 
 
-def packed_path(study):
-    return RESULTS / f"{study}.jsonl.gz"
+def load(study):
+    """The rows of every finished run of a study -> {run name: [row, ...]}."""
+    runs = {}
+    beginning = f'{{"study": "{study}", '
+    for line in lines():
+        if line.startswith(beginning):
+            row = json.loads(line)
+            del row["study"]
+            runs.setdefault(row.pop("run"), []).append(row)
+    return runs
 
 
-def run_path(study, run_name):
-    """The plain file of a run whose study is not packed yet."""
-    return RESULTS / study / f"{run_name}.jsonl"
+def studies():
+    """The names of the studies that have rows."""
+    return sorted({json.loads(line)["study"] for line in lines()})
 
 
-def plain_files(study):
-    return sorted((RESULTS / study).glob("*.jsonl"))
+def lines():
+    if not RESULTS.exists():
+        return []
+    return gzip.decompress(RESULTS.read_bytes()).decode().splitlines(keepends=True)
+
+
+def keep(study, runs):
+    """Write the rows of these runs, {run name: [row, ...]}, in place of what they had before.
+
+    The other runs stay. Several processes and threads may call this at the same time.
+    """
+    new = {(study, run): [json.dumps({"study": study, "run": run, **row}) + "\n" for row in rows]
+           for run, rows in runs.items()}
+    folder = os.open(RESULTS.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        kept = {}  # (study, run) -> its lines
+        for line in lines():
+            row = json.loads(line)
+            kept.setdefault((row["study"], row["run"]), []).append(line)
+        kept |= new
+        text = "".join(line for key in sorted(kept) for line in kept[key])
+        # A time of 0 and no file name in the header: the bytes depend on the rows alone.
+        partial = RESULTS.with_suffix(".partial")
+        partial.write_bytes(gzip.compress(text.encode(), mtime=0))
+        partial.rename(RESULTS)
+    finally:
+        os.close(folder)
 
 
 def read_lines(path):
@@ -37,42 +70,3 @@ def read_lines(path):
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def load(study):
-    """The rows of every finished run of a study -> {run name: [row, ...]}."""
-    runs = {}
-    if packed_path(study).exists():
-        with gzip.open(packed_path(study), "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                runs.setdefault(row.pop("run"), []).append(row)
-    for path in plain_files(study):
-        runs[path.stem] = read_lines(path)
-    return runs
-
-
-def save(study, runs):
-    """Write {run name: [row, ...]} to the compressed file. The same rows give the same bytes."""
-    lines = []
-    for run_name in sorted(runs):
-        for row in runs[run_name]:
-            lines.append(json.dumps({"run": run_name, **row}) + "\n")
-    # A time of 0 and no file name in the header: the bytes depend on the rows alone.
-    data = gzip.compress("".join(lines).encode(), compresslevel=9, mtime=0)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    partial = packed_path(study).with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.rename(packed_path(study))
-
-
-def pack(study):
-    """Move the plain files of finished runs into the compressed file."""
-    plain = plain_files(study)
-    if not plain:
-        return
-    save(study, load(study))
-    for path in plain:
-        path.unlink()
-    if not any((RESULTS / study).iterdir()):
-        (RESULTS / study).rmdir()

@@ -4,54 +4,20 @@ from typing import NamedTuple
 
 from config import TINY_HORIZONS
 
-# Study "horizon": environment turns in all of a run, and the number of seeds.
-TURNS = {"babyai": 25_000, "textcraft": 40_000}
-SEEDS = {"babyai": 3, "textcraft": 8}
-
-# Study "credit": label -> flags besides those of GRPO; for each world the flags of all its runs and
-# the horizon in evaluation.
-CREDITS = {
-    "grpo": "",
-    "gspo": "--loss gspo --aggregation sequence",
-    "gspo_turn": "--loss gspo --loss_args per=turn --aggregation sequence",
-    "state": "--algo gigpo",
+# Studies whose runs are also evaluated during the training, and after which parts of it.
+HALF = (0.5,)
+QUARTERS = (0.25, 0.5, 0.75)
+MIDWAY = {
+    "horizon": QUARTERS, "collapse": QUARTERS, "distill": QUARTERS, "credit": HALF,
+    "rooms_horizon": HALF, "pretrained_horizon": HALF, "pretrained_rooms": HALF,
+    "pretrained_rooms_gpu": HALF, "pretrained_rooms_36k": HALF,
 }
-# Flags that showed no gain and were taken out. Commit 8a0ad8a has them, and can repeat these runs.
-CREDITS_TAKEN_OUT = {
-    "cispo": "--loss cispo",
-    "turn": "--credit turn",
-    "dynamic": "--dynamic_sampling 48",
-    "keep_half": "--keep_groups 0.5",
-    "frontier": "--sampler frontier",
-}
-# Control: the part of gspo_turn that does not explain its gain.
-CREDIT_CONTROLS = {"babyai": {"sequence": "--aggregation sequence"}}
-CREDIT_TURNS = 16_000
-CREDIT_WORLDS = {
-    "babyai": ("--data data/rooms --horizon 3,6 --horizon_steps 20", 10),
-    "textcraft": ("", 8),
-}
-
-# Studies whose runs are also evaluated at a quarter, half and three quarters of the training.
-EVALUATED_MIDWAY = (
-    "horizon", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu",
-    "pretrained_rooms_36k", "collapse", "credit", "distill",
-)
-# Those evaluated at other parts of the training.
-MIDWAY_PARTS = dict.fromkeys(
-    ("credit", "rooms_horizon", "pretrained_horizon", "pretrained_rooms", "pretrained_rooms_gpu",
-     "pretrained_rooms_36k"),
-    (0.5,),
-)
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
-# The label that the others are compared with.
-BASELINES = {"horizon": "scaling", "rooms_horizon": "scaling", "pretrained_horizon": "scaling",
-             "pretrained_rooms": "scaling", "pretrained_rooms_gpu": "scaling",
-             "pretrained_rooms_36k": "scaling", "collapse": "scaling", "credit": "grpo",
-             "distill": "grpo"}
+# The label that the others are compared with, if it is not "scaling".
+BASELINES = {"credit": "grpo", "distill": "grpo"}
 
-# Studies "algorithms", "worlds" and "transfer": folders of item sets.
+# Folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
 WEBARENA_ITEMS = "runs/items/NAV"
 ALL_ITEMS = "runs/items/ALL"  # five worlds: those two, and the sets in data/ of the others
@@ -63,49 +29,71 @@ WORLD_FLAGS = {
     "sciworld": (f"--steps 40 --data {SCIWORLD_ITEMS}", 0),
     "webarena": (f"--steps 50 --data {WEBARENA_ITEMS} --horizon 3,4", 4),
 }
+ALGORITHMS = ("grpo", "ppo", "rloo", "reinforce_pp")
 
-# Studies "horizon" and "rooms_horizon": only NaN and --max_kl stop a run. Checkpoints are frequent:
-# one near every number of turns.
-TO_THE_END = ("--min_entropy", "0", "--save_every", "5", "--keep", "1000")
+# Study "credit": label -> flags besides those of GRPO. "sequence" is a control: the part of
+# gspo_turn that does not explain its gain. The flags of the last five showed no gain and were taken
+# out; commit 8a0ad8a has them, and can repeat these runs.
+CREDITS = {
+    "grpo": "",
+    "gspo": "--loss gspo --aggregation sequence",
+    "gspo_turn": "--loss gspo --loss_args per=turn --aggregation sequence",
+    "sequence": "--aggregation sequence",
+    "state": "--algo gigpo",
+    "cispo": "--loss cispo",
+    "turn": "--credit turn",
+    "dynamic": "--dynamic_sampling 48",
+    "keep_half": "--keep_groups 0.5",
+    "frontier": "--sampler frontier",
+}
+CREDIT_TURNS = 16_000
+CREDIT_WORLDS = {  # flags of all runs, horizon in evaluation
+    "babyai": ("--data data/rooms --horizon 3,6 --horizon_steps 20", 10),
+    "textcraft": ("", 8),
+}
+
+# Only NaN and --max_kl stop such a run. Checkpoints are frequent: one near every number of turns.
+TO_THE_END = "--min_entropy 0 --save_every 5 --keep 1000"
 ROOMS_ROUNDS = (3, 6, 10)
-ROOMS_TURNS = 50_000
 
-# Study "pretrained_horizon": SmolLM2-135M after the warm start in four worlds (docs/warm_start.md).
-PRETRAINED = (
-    "--model runs/mix_warm/final --slots 32 --items_per_step 16 --rollouts_per_item 8 "
-    "--max_tokens 48 --max_length 2048 --minibatches 1 --lr 3e-5 --warmup_steps 2 --kl_coef 0 "
-    "--microbatch_tokens 2048 --min_entropy 0 --save_every 2 --keep 1000"
-)
-PRETRAINED_ROUNDS = (3, 4, 5)
-PRETRAINED_TURNS = 6_000
+# SmolLM2-135M after a warm start; the commands of these are in docs/warm_start.md.
+SMOLLM2 = ("--model runs/{model}/final --slots {slots} --items_per_step {items} "
+           "--rollouts_per_item 8 --minibatches 1 --lr {lr} --warmup_steps 2 --kl_coef 0 "
+           "--microbatch_tokens {microbatch} --min_entropy 0 ")
+ROOMS = SMOLLM2 + "--data data/rooms --max_tokens 24 "
+ON_GPU = dict(model="rooms_warm", items=16, lr="3e-5", microbatch=16384)
 
-# Study "pretrained_rooms": SmolLM2-135M after the warm start in BabyAI's rooms.
-PRETRAINED_ROOMS = (
-    "--model runs/rooms_warm/final --data data/rooms --slots 32 --items_per_step 8 "
-    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 5e-5 "
-    "--warmup_steps 2 --kl_coef 0 --microbatch_tokens 2048 --min_entropy 0 --save_every 4 "
-    "--keep 1000"
-)
-PRETRAINED_ROOMS_TURNS = 8_000
 
-# Study "pretrained_rooms_gpu": the same with more and larger steps.
-PRETRAINED_ROOMS_GPU = (
-    "--model runs/rooms_warm/final --data data/rooms --slots 128 --items_per_step 16 "
-    "--rollouts_per_item 8 --max_tokens 24 --max_length 2048 --minibatches 1 --lr 3e-5 "
-    "--invalid_penalty 0.1 --warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 "
-    "--min_entropy 0 --save_every 13 --keep 1000"
-)
-PRETRAINED_ROOMS_GPU_TURNS = 24_000
+class Pretrained(NamedTuple):
+    """A study of schedules of the horizon with a pretrained model, two seeds."""
 
-# Study "pretrained_rooms_36k": with --max_length 2048 up to a quarter of the trajectories of a step
-# end before the horizon of 10, with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
-PRETRAINED_ROOMS_36K = (
-    "--model runs/rooms_warm/final --data data/rooms --slots 112 --items_per_step 16 "
-    "--rollouts_per_item 8 --max_tokens 24 --max_length 2560 --minibatches 1 --lr 3e-5 "
-    "--invalid_penalty 0.1 --warmup_steps 2 --kl_coef 0 --microbatch_tokens 16384 "
-    "--min_entropy 0 --save_every 6 --keep 5"
-)
-PRETRAINED_ROOMS_36K_TURNS = 36_000
+    world: str
+    flags: str  # of all runs
+    rounds: tuple
+    horizon_steps: int
+    turns: int
+    labels: tuple = ("scaling", "long")
+
+
+PRETRAINED = {
+    "pretrained_horizon": Pretrained(
+        "searchqa",
+        SMOLLM2.format(model="mix_warm", slots=32, items=16, lr="3e-5", microbatch=2048)
+        + "--max_tokens 48 --max_length 2048 --save_every 2 --keep 1000",
+        (3, 4, 5), 5, 6_000, ("scaling", "long", "short")),
+    "pretrained_rooms": Pretrained(
+        "babyai",
+        ROOMS.format(model="rooms_warm", slots=32, items=8, lr="5e-5", microbatch=2048)
+        + "--max_length 2048 --save_every 4 --keep 1000", ROOMS_ROUNDS, 10, 8_000),
+    "pretrained_rooms_gpu": Pretrained(
+        "babyai", ROOMS.format(slots=128, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2048 "
+        "--save_every 13 --keep 1000", ROOMS_ROUNDS, 13, 24_000),
+    # With --max_length 2048 up to a quarter of the trajectories of a step end before the horizon of
+    # 10, with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
+    "pretrained_rooms_36k": Pretrained(
+        "babyai", ROOMS.format(slots=112, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2560 "
+        "--save_every 6 --keep 5", ROOMS_ROUNDS, 13, 36_000),
+}
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -144,108 +132,76 @@ class Run(NamedTuple):
         return f"{self.world.replace(',', '+')}_{self.label}_s{self.seed}"
 
 
-def fixed(horizon):
-    return ("--horizon_schedule", "fixed", "--horizon", str(horizon))
+def run(world, label, seed=0, flags="", **rest):
+    return Run(world, label, seed, tuple(flags.split()), **rest)
 
 
 def algorithms():
     found = []
     for world, (flags, horizon) in WORLD_FLAGS.items():
-        flags = tuple(flags.split())
-        found.append(Run(world, "base", 0, flags, horizon=horizon))
+        found.append(run(world, "base", flags=flags, horizon=horizon))
         for seed in range(3):
-            for algo in ("grpo", "ppo", "rloo", "reinforce_pp"):
-                found.append(Run(world, algo, seed, ("--algo", algo, *flags), horizon=horizon))
+            found += [run(world, algo, seed, f"--algo {algo} {flags}", horizon=horizon)
+                      for algo in ALGORITHMS]
     return found
 
 
-def schedules(rounds, growing=()):
+def schedules(rounds, growing=""):
     """The four schedules of the horizon: label -> flags. growing: the flags that set `rounds`."""
     return {
         "scaling": growing,
-        "long": fixed(rounds[-1]),
-        "short": fixed(rounds[0]),
-        "adaptive": ("--horizon_schedule", "adaptive", *growing),
+        "long": f"--horizon_schedule fixed --horizon {rounds[-1]}",
+        "short": f"--horizon_schedule fixed --horizon {rounds[0]}",
+        "adaptive": f"--horizon_schedule adaptive {growing}",
     }
 
 
 def horizon():
     found = []
-    for world in ("babyai", "textcraft"):
-        found.append(Run(world, "base", 0))
-        labels = schedules(TINY_HORIZONS[world].rounds)
-        for seed in range(SEEDS[world]):
-            for label, schedule in labels.items():
-                found.append(Run(world, label, seed, schedule + TO_THE_END, TURNS[world]))
+    for world, turns, seeds in (("babyai", 25_000, 3), ("textcraft", 40_000, 8)):
+        found.append(run(world, "base"))
+        for seed in range(seeds):
+            found += [run(world, label, seed, f"{flags} {TO_THE_END}", turns=turns)
+                      for label, flags in schedules(TINY_HORIZONS[world].rounds).items()]
     return found
 
 
 def rooms_horizon():
-    rooms = ("--data", "data/rooms")
-    labels = schedules(ROOMS_ROUNDS, ("--horizon", ",".join(map(str, ROOMS_ROUNDS))))
+    rooms = "--data data/rooms"
     last = ROOMS_ROUNDS[-1]
-    found = [Run("babyai", "base", 0, rooms, horizon=last)]
+    found = [run("babyai", "base", flags=rooms, horizon=last)]
     for seed in range(5):
-        for label, schedule in labels.items():
-            flags = schedule + rooms + TO_THE_END
-            found.append(Run("babyai", label, seed, flags, ROOMS_TURNS, last))
+        found += [run("babyai", label, seed, f"{flags} {rooms} {TO_THE_END}", turns=50_000,
+                      horizon=last)
+                  for label, flags in schedules(ROOMS_ROUNDS, "--horizon 3,6,10").items()]
     return found
 
 
-def pretrained_horizon():
-    return horizons_of_pretrained(
-        "searchqa", PRETRAINED, PRETRAINED_ROUNDS, 5, PRETRAINED_TURNS, ("scaling", "long", "short")
-    )
-
-
-def pretrained_rooms():
-    return horizons_of_pretrained(
-        "babyai", PRETRAINED_ROOMS, ROOMS_ROUNDS, 10, PRETRAINED_ROOMS_TURNS
-    )
-
-
-def pretrained_rooms_gpu():
-    return horizons_of_pretrained(
-        "babyai", PRETRAINED_ROOMS_GPU, ROOMS_ROUNDS, 13, PRETRAINED_ROOMS_GPU_TURNS
-    )
-
-
-def pretrained_rooms_36k():
-    return horizons_of_pretrained(
-        "babyai", PRETRAINED_ROOMS_36K, ROOMS_ROUNDS, 13, PRETRAINED_ROOMS_36K_TURNS
-    )
-
-
-def horizons_of_pretrained(
-    world, flags, rounds, horizon_steps, turns, labels=("scaling", "long")
-):
-    """Some schedules of the horizon for a pretrained model, two seeds. flags: of all runs."""
-    flags = tuple(flags.split())
-    growing = ("--horizon", ",".join(map(str, rounds)), "--horizon_steps", str(horizon_steps))
-    schedule = schedules(rounds, growing)
-    found = [Run(world, "base", 0, flags, horizon=rounds[-1])]
+def pretrained(name):
+    study = PRETRAINED[name]
+    last = study.rounds[-1]
+    rounds = ",".join(map(str, study.rounds))
+    schedule = schedules(study.rounds,
+                         f"--horizon {rounds} --horizon_steps {study.horizon_steps}")
+    found = [run(study.world, "base", flags=study.flags, horizon=last)]
     for seed in range(2):
-        for label in labels:
-            found.append(Run(world, label, seed, schedule[label] + flags, turns, rounds[-1]))
+        found += [run(study.world, label, seed, f"{schedule[label]} {study.flags}",
+                      turns=study.turns, horizon=last) for label in study.labels]
     return found
 
 
 def collapse():
-    flags = ("--min_entropy", "0", "--steps", "250", "--keep", "1000")
-    schedules = {"long": fixed(TINY_HORIZONS["textcraft"].rounds[-1]), "scaling": ()}
-    found = [Run("textcraft", "base", 0)]
-    for seed in range(2):
-        for label, schedule in schedules.items():
-            found.append(Run("textcraft", label, seed, schedule + flags))
-    return found
+    schedule = schedules(TINY_HORIZONS["textcraft"].rounds)
+    flags = "--min_entropy 0 --steps 250 --keep 1000"
+    return [run("textcraft", "base")] + [
+        run("textcraft", label, seed, f"{schedule[label]} {flags}")
+        for seed in range(2) for label in ("long", "scaling")]
 
 
 def recipe():
-    found = [Run("babyai", "base", 0)]
-    for seed in range(2):
-        for label, flags in RECIPES.items():
-            found.append(Run("babyai", label, seed, ("--steps", "40", *flags.split())))
-    return found
+    return [run("babyai", "base")] + [
+        run("babyai", label, seed, f"--steps 40 {flags}")
+        for seed in range(2) for label, flags in RECIPES.items()]
 
 
 def worlds():
@@ -253,72 +209,58 @@ def worlds():
     for seed in range(3):
         for world in ("searchqa", "sciworld", "babyai,textcraft", "webarena"):
             flags, horizon = WORLD_FLAGS.get(world, ("--steps 100", 0))
-            flags = tuple(flags.split())
             if seed == 0 and world in WORLD_FLAGS:
-                found.append(Run(world, "base", 0, flags, horizon=horizon))
-            found.append(Run(world, "grpo", seed, flags, horizon=horizon))
+                found.append(run(world, "base", flags=flags, horizon=horizon))
+            found.append(run(world, "grpo", seed, flags, horizon=horizon))
     return found
 
 
 def credit():
-    found = []
-    for world, (flags, horizon) in CREDIT_WORLDS.items():
-        found.append(Run(world, "base", 0, tuple(flags.split()), horizon=horizon))
-    keep = "--save_every 5 --keep 1000"
+    found = [run(world, "base", flags=flags, horizon=horizon)
+             for world, (flags, horizon) in CREDIT_WORLDS.items()]
     for seed in range(5):
         for world, (flags, horizon) in CREDIT_WORLDS.items():
-            labels = CREDITS | CREDITS_TAKEN_OUT | CREDIT_CONTROLS.get(world, {})
-            for label, own in labels.items():
-                flags_of_run = tuple(f"{flags} {own} {keep}".split())
-                found.append(Run(world, label, seed, flags_of_run, CREDIT_TURNS, horizon))
+            found += [run(world, label, seed, f"{flags} {own} --save_every 5 --keep 1000",
+                          turns=CREDIT_TURNS, horizon=horizon)
+                      for label, own in CREDITS.items()
+                      if (world, label) != ("textcraft", "sequence")]
     return found
 
 
 def distill():
-    found = [Run("babyai", "base", 0)]
-    keep = ("--save_every", "5", "--keep", "1000")
+    found = [run("babyai", "base")]
+    keep = "--save_every 5 --keep 1000"
     for seed in range(3):
         teacher = f"runs/study/distill/babyai_grpo_s{seed}/final"
-        found.append(Run("babyai", "grpo", seed, keep))
-        found.append(Run("babyai", "distill", seed,
-                         ("--algo", "distill", "--algo_args", f"teacher={teacher}", *keep)))
+        found.append(run("babyai", "grpo", seed, keep))
+        found.append(run("babyai", "distill", seed,
+                         f"--algo distill --algo_args teacher={teacher} {keep}"))
     return found
 
 
 def transfer():
     every = tuple(TRANSFER_STEPS)
-    data = ("--data", ALL_ITEMS)
-    found = [Run("babyai", "base", 0, data, measured=every)]
+    data = f"--data {ALL_ITEMS}"
+    found = [run("babyai", "base", flags=data, measured=every)]
     before = ""
     for world, steps in TRANSFER_STEPS.items():
-        flags = ("--steps", str(steps), *data)
-        found.append(Run(world, "alone", 0, flags, measured=every))
+        flags = f"--steps {steps} {data}"
+        found.append(run(world, "alone", flags=flags, measured=every))
         if before:  # the first of them is the run above
-            model = f"runs/study/transfer/{before}/final"
-            found.append(Run(world, "next", 0, (*flags, "--model", model), measured=every))
+            model = f"--model runs/study/transfer/{before}/final"
+            found.append(run(world, "next", flags=f"{flags} {model}", measured=every))
         before = found[-1].name
     mixture = ",".join(every)
-    found.append(Run(mixture, "mixture", 0, ("--steps", "60", *data), measured=every))
-    return found
+    return [*found, run(mixture, "mixture", flags=f"--steps 60 {data}", measured=every)]
 
 
 STUDIES = {
-    "credit": credit,
-    "distill": distill,
-    "algorithms": algorithms,
-    "horizon": horizon,
-    "rooms_horizon": rooms_horizon,
-    "pretrained_horizon": pretrained_horizon,
-    "pretrained_rooms": pretrained_rooms,
-    "pretrained_rooms_gpu": pretrained_rooms_gpu,
-    "pretrained_rooms_36k": pretrained_rooms_36k,
-    "transfer": transfer,
-    "collapse": collapse,
-    "recipe": recipe,
-    "worlds": worlds,
+    "algorithms": algorithms, "horizon": horizon, "rooms_horizon": rooms_horizon,
+    **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
+    "worlds": worlds, "transfer": transfer, "credit": credit, "distill": distill,
 }
 
 
 def runs_of(study):
     """The runs of a study -> [Run, ...]."""
-    return STUDIES[study]()
+    return STUDIES[study](study) if study in PRETRAINED else STUDIES[study]()
