@@ -587,8 +587,8 @@ def main(argv: list[str] | None = None) -> int:
     or the disk failed. One line on stderr says why."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # It reports every attempt to reach a hub that is not there.
-    getLogger("huggingface_hub").setLevel(ERROR)
+    for name in ("huggingface_hub", "urllib3"):  # they report every attempt to reach a server
+        getLogger(name).setLevel(ERROR)
     try:
         print(tables(run(parse_eval_config(argv))))
         return 0

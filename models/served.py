@@ -119,7 +119,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
 
     -> the trajectories in the order of items. They have messages, but no tokens. Status "env_error"
     is also that of a conversation that the server refused, which is not begun again. Raises
-    ModelError if the model's server fails, ItemError for an item that does not exist.
+    ModelError if the model's server fails, ValueError for an item that does not exist.
     """
     cancelled = threading.Event()
     reporting = threading.Lock()  # `on_end` writes a file: one thread at a time
