@@ -104,7 +104,7 @@ def play(world, label, model, samples):
     """
     model = model if model == BUILT_IN else model.resolve()
     WORK.mkdir(parents=True, exist_ok=True)
-    # Files for each model: eval.py goes on from the .part of an evaluation that was interrupted.
+    # Files for each model: eval.py goes on from the trajectories of one that was interrupted.
     out = WORK / f"{label}.partial"
     result = WORK / f"{label}.result"
     command = ["eval.py", "--env", world, "--model", str(model), "--samples", str(samples)]

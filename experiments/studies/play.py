@@ -120,14 +120,16 @@ def evaluate(world, run, model, samples, path):
         begin = run.flags.index("--data")
         data = run.flags[begin : begin + 2]
     horizon = run.horizon or TINY_HORIZONS[world].eval_horizon
-    # A file for each evaluation: eval.py goes on from the .part of one that was interrupted.
+    # Files for each evaluation: eval.py goes on from the trajectories of one that was interrupted.
     result = path.with_suffix(f".{world}_{Path(model).name}_{samples}.result")
+    trajectories = result.with_suffix(".played")
     call(
         "eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,
-        "--out", result, *data,
+        "--out", result, "--trajectories", trajectories, *data,
     )
     found = json.loads(result.read_text())
     result.unlink()
+    trajectories.unlink(missing_ok=True)
     if found["env_error"] > MOST_FAILED:
         share = f"{found['env_error']:.0%}"
         raise RuntimeError(f"{share} of the episodes in {world} failed: run the study again")
