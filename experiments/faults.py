@@ -85,7 +85,7 @@ CASES = {
     "lack": Case("a full disk, no memory", tests("train", "lack_of_disk")),
     "input": Case("items, configurations, metrics and flags that cannot be",
                   tests("train", "nonsense do_not_exist damaged_row without_a_chat_template")),
-    "served": Case("a model's server that does not answer", tests("api", "server_that_is_not_there")),
+    "served": Case("a model's server that does not answer", tests("api", "is_not_there")),
     "bad-clients": Case("1,000 bad requests and 600 slow connections",
                         script("memory", "server"), is_quick=False),
     "steps": Case("memory over 1,000 steps of training", script("memory", "train"),
