@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
@@ -460,11 +460,11 @@ def check(cfg: Config) -> None:
     for own in cfg.worlds.values():
         kind = "fixed" if cfg.horizon_schedule == "fixed" else "scaling_inter"
         schedule.horizon_at(0, own.rounds, own.horizon_steps, kind)
-    check_worlds(cfg)
+    check_worlds(cfg, cfg.worlds)
 
 
-def check_worlds(cfg: Setup) -> None:
+def check_worlds(cfg: Setup, worlds: Collection[str]) -> None:
     """Each world can be played: it is made once, or its servers answer."""
-    options = envs.env_options(cfg.env_args, cfg.worlds)
-    for world, urls in servers(cfg.env_url, cfg.worlds).items():
+    options = envs.env_options(cfg.env_args, worlds)
+    for world, urls in servers(cfg.env_url, worlds).items():
         envs.check_env(world, urls, **options.get(world, {}))

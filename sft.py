@@ -75,7 +75,7 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
         raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
                          "those that succeed are kept")
     if cfg.demos or cfg.eval_every:  # else nothing is played
-        check_worlds(cfg)
+        check_worlds(cfg, cfg.worlds)
     return cfg
 
 

@@ -104,6 +104,7 @@ def evaluate(world, run, model, samples, out):
          "--out", result, *(["--data", data] if data else []))
     found = json.loads(result.read_text())
     result.unlink()
+    result.with_suffix(".played").unlink(missing_ok=True)
     if found["env_error"] > MOST_FAILED:
         share = f"{found['env_error']:.0%}"
         raise RuntimeError(f"{share} of the episodes in {world} failed: run the study again")
