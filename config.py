@@ -86,11 +86,11 @@ class RunConfig(Setup, Optim):
                         "runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)")
     resume: bool = flag(False, "continue the run in --out from its newest checkpoint")
     eval_every: int = flag(0, f"steps between evaluations on {EVAL_ITEMS} held-out items of each "
-                              "world, always the same; 0: none", choices=NOT_NEGATIVE)
-    save_every: int = flag(50, "steps between checkpoints", choices=ABOVE_0)
-    keep: int = flag(2, "checkpoints kept", choices=ABOVE_0, study=True)
+                              "world, always the same; 0: none", NOT_NEGATIVE)
+    save_every: int = flag(50, "steps between checkpoints", ABOVE_0)
+    keep: int = flag(2, "checkpoints kept", ABOVE_0, study=True)
     report_to: str = flag("none", "metrics go there, too (extras of these names)",
-                          choices=("none", "tensorboard", "wandb"))
+                          ("none", "tensorboard", "wandb"))
     worlds: dict[str, WorldSettings] = field(default_factory=dict)
     first_model: str = ""  # what --model was made of, over any number of runs
     agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
@@ -100,14 +100,14 @@ class RunConfig(Setup, Optim):
 class Config(RunConfig, Horizon, Loss):
     """how much is played and trained"""
 
-    steps: int = flag(300, "training steps", choices=ABOVE_0)
+    steps: int = flag(300, "training steps", ABOVE_0)
     turns: int = flag(0, "end before --steps when less than half of the last step's environment "
-                         "turns are left of this many; 0: no limit", choices=NOT_NEGATIVE,
+                         "turns are left of this many; 0: no limit", NOT_NEGATIVE,
                       study=True)
     items_per_step: int = flag(32, "distinct items per step; default for several worlds: that of "
-                                   "the first world, times their number", choices=ABOVE_0)
+                                   "the first world, times their number", ABOVE_0)
     rollouts_per_item: int = flag(4, "trajectories of each item: the group of GRPO and RLOO",
-                                  choices=ABOVE_0)
+                                  ABOVE_0)
     min_entropy: float = flag(1e-4, "stop when the policy's entropy, nats a token, falls below "
                                     "this", study=True)
     max_kl: float = flag(10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this",

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,10 +247,10 @@ class Numbers:
 ABOVE_0, NOT_NEGATIVE = Numbers(0, itself=False), Numbers(0, itself=True)
 
 
-def flag(default: Any, help: str, **kw: Any) -> Any:
+def flag(default: Any, help: str, choices: Container | None = None, study: bool = False) -> Any:
     """A field of a dataclass of settings that is a flag of a command, with its line of --help. A
-    field without it is no flag. kw: `choices`; study=True: it is set by --set FIELD=VALUE."""
-    return field(default=default, metadata={"help": help, **kw})
+    field without it is no flag. study: it is set by --set FIELD=VALUE."""
+    return field(default=default, metadata={"help": help, "choices": choices, "study": study})
 
 
 def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:

@@ -227,11 +227,11 @@ def check_gguf(path: str) -> str:
 class Sampling:
     """how tokens are drawn: the rollout and the update must agree on it"""
 
-    seed: int = flag(0, "every random number follows from it", choices=NOT_NEGATIVE)
+    seed: int = flag(0, "every random number follows from it", NOT_NEGATIVE)
     temperature: float = flag(1.0, "sampling temperature; 0 (in evaluation): the likeliest token",
-                              choices=NOT_NEGATIVE)
+                              NOT_NEGATIVE)
     dtype: str = flag("float32", "arithmetic of the forward passes; trained weights are float32",
-                      choices=("float32", "bfloat16"))
+                      ("float32", "bfloat16"))
 
 
 # Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.

@@ -49,37 +49,31 @@ from trajectory import Status, Trajectory
 class Rollouts(Sampling):
     """how trajectories are played"""
 
-    action_format: str = flag("react", "how a reply holds its action", choices=tuple(FORMATS))
-    parse: str = flag("lenient", "strict: a reply holds one action, exactly as --action_format has "
-                                 "it | lenient: it is read as AgentGym's client of the world reads "
-                                 "it (docs/worlds.md)", choices=PARSES)
-    agent: str | Callable = flag("react", f"{' | '.join(AGENTS)}, or a generator function of your "
-                                          "own: FILE.py:NAME or module:NAME (docs/agents.md)")
+    action_format: str = flag("react", "how a reply holds its action", tuple(FORMATS))
+    parse: str = flag("lenient", "strict: one action, exactly as --action_format has it | lenient: "
+                                 "as AgentGym's client of the world reads it", PARSES)
+    agent: str | Callable = flag("react", f"{' | '.join(AGENTS)}, or your own: FILE.py:NAME, "
+                                          "module:NAME (docs/agents.md)")
     agent_args: str = flag("", "settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true")
-    history: str = flag("", "append: earlier replies stay in the prompt as they were sampled | "
-                            "template: as the chat template writes them, in a new segment where it "
-                            "rewrites them; default: template if it drops thoughts",
-                        choices=("append", "template"))
-    system: str = flag("", "text of a system message before the instructions; default: that of the "
-                           "run which wrote --model")
+    history: str = flag("", "append: earlier replies stay in the prompt as sampled | template: as "
+                            "the chat template writes them, in a new segment where it rewrites "
+                            "them; default: template if it drops thoughts",
+                        ("append", "template"))
+    system: str = flag("", "a system message; default: that of the run which wrote --model")
     chat_args: str = flag("", "switches of the chat template: enable_thinking=false, or a JSON "
                               "object; default: those of the run which wrote --model")
-    max_tokens: int = flag(512, "largest reply, tokens", choices=ABOVE_0)
-    max_length: int = flag(10240, "largest segment, tokens: with the agent react the largest "
-                                  "trajectory", choices=ABOVE_0)
-    invalid_penalty: float = flag(0.0, "subtracted from the reward of a turn with an invalid "
-                                       "action", choices=NOT_NEGATIVE)
-    slots: int = flag(32, "trajectories that each process plays at the same time", choices=ABOVE_0)
-    deadline: float = flag(60.0, "seconds an environment has to answer", choices=ABOVE_0)
-    create_deadline: float = flag(300.0, "seconds to create an environment; not counted in "
-                                         "--deadline", choices=ABOVE_0, study=True)
-    engine: str = flag("ragged", "hf: the model's own attention, all trajectories in lockstep "
-                                 "(slow; the reference)", choices=("ragged", "hf"), study=True)
-    graphs: bool = flag(True, "on a GPU, record decode steps as CUDA graphs; false: run them "
-                              "eagerly, more slowly", study=True)
+    max_tokens: int = flag(512, "largest reply, tokens", ABOVE_0)
+    max_length: int = flag(10240, "largest segment, tokens", ABOVE_0)
+    invalid_penalty: float = flag(0.0, "taken off the reward of an invalid action", NOT_NEGATIVE)
+    slots: int = flag(32, "trajectories that each process plays at the same time", ABOVE_0)
+    deadline: float = flag(60.0, "seconds an environment has to answer", ABOVE_0)
+    create_deadline: float = flag(300.0, "seconds to create an environment", ABOVE_0, study=True)
+    engine: str = flag("ragged", "hf: the model's own attention, in lockstep (slow; the reference)",
+                       ("ragged", "hf"), study=True)
+    graphs: bool = flag(True, "on a GPU, record decode steps as CUDA graphs", study=True)
     arrival_order: bool | None = flag(
-        None, "take environments' answers as they come, and deal trajectories to processes as they "
-              "ask, so runs are not bit-for-bit repeatable; default: with --env_url", study=True)
+        None, "take environments' answers as they come: faster, and not repeatable bit for bit; "
+              "default: with --env_url", study=True)
     top_p: float = 1.0  # nucleus sampling, in evaluation
     top_k: int = 0  # sample from the k likeliest tokens, in evaluation; 0: off
     samples: int = 1  # trajectories of each item
@@ -271,9 +265,9 @@ class Episode(Conversation):
         self.uniforms = self._uniforms()
         self.pending: list[int] = []
         self.begins = False
-        self._begin_reply()
+        self.drawn: list[tuple[int, float, float]] = []  # (token, log-prob, entropy) of the reply
         self.worker = pool.take(trajectory.env)
-        self._call(self.advance)
+        self.future = self.worker.call(self.advance)
 
     def _uniforms(self) -> Iterator[float]:
         """The trajectory's random numbers: no rank, slot or batch enters the key."""
@@ -284,15 +278,6 @@ class Episode(Conversation):
         generator = np.random.default_rng([self.config.seed, t.step, item_key, sample])
         while True:
             yield from generator.random(64).tolist()
-
-    def _begin_reply(self):
-        self.reply: list[int] = []
-        self.reply_logprobs: list[float] = []
-        self.reply_entropies: list[float] = []
-
-    def _call(self, function, *args, here=False):
-        """Let the environment's thread call function(env, *args); `here`: this thread, at once."""
-        self.future = self.worker.call(function, *args, here=here)
 
     def seconds_left(self) -> float:
         """How long the environment may still take for its answer."""
@@ -311,22 +296,21 @@ class Episode(Conversation):
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Take a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
-        self.reply.append(token)
-        self.reply_logprobs.append(logprob)
-        self.reply_entropies.append(entropy)
+        self.drawn.append((token, logprob, entropy))
         self.pending = [token]
-        if not self.reply_is_complete():
+        reply, logprobs, entropies = map(list, zip(*self.drawn))
+        closed = self.chat.is_ended(reply)
+        if not closed and not self.has_to_end(reply):
             return False
-        closed = self.chat.is_ended(self.reply)
-        cut = not closed and len(self.reply) >= self.max_tokens
-        self.trajectory.append(self.reply, self.reply_logprobs, self.reply_entropies)
+        cut = not closed and len(reply) >= self.max_tokens
+        self.trajectory.append(reply, logprobs, entropies)
         if cut:
             self.trajectory.cut_turns.append(self.trajectory.turns + 1)
         # Threads of one process take turns at running Python. For an instant world a change of
         # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
-        self._call(self._pass_on, self.reply, closed, cut, here=here)
-        self._begin_reply()
+        self.future = self.worker.call(self._pass_on, reply, closed, cut, here=here)
+        self.drawn = []
         return True
 
     def _pass_on(self, env: Env, reply: list[int], closed: bool, cut: bool) -> Answer:
@@ -335,18 +319,12 @@ class Episode(Conversation):
         text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
         return self.advance(env, text, message, closed, cut)
 
-    def reply_is_complete(self) -> bool:
-        """Whether the reply is complete: the policy ended it, a token limit is reached, or it
-        contains one of the world's stop strings."""
-        if self.chat.is_ended(self.reply) or len(self.reply) >= self.max_tokens:
-            return True
-        t = self.trajectory
-        if len(t.tokens) - t.starts[-1] + len(self.reply) >= self.max_length:
+    def has_to_end(self, reply: list[int]) -> bool:
+        """Whether a token limit is reached, or the reply has one of the world's stop strings."""
+        if len(reply) >= min(self.max_tokens, self.max_length - len(self.trajectory.segment())):
             return True
         stop_strings = self.worker.env.stop
-        if not stop_strings:
-            return False
-        text = self.chat.tokenizer.decode(self.chat.final_message(self.reply))
+        text = self.chat.tokenizer.decode(self.chat.final_message(reply)) if stop_strings else ""
         return any(s in text for s in stop_strings)
 
     def take_answer(self) -> bool:
@@ -361,40 +339,35 @@ class Episode(Conversation):
             self.pending = answer.ids if answer.begins else self.pending + answer.ids
             self.begins = answer.begins
         else:
-            self.leave(broken=bool(error))
+            self.give_back(self.pool, self.worker, broken=bool(error))
         return goes_on
-
-    def leave(self, broken: bool = True) -> None:
-        """End with the environment: see `give_back`."""
-        self.give_back(self.pool, self.worker, broken)
 
 
 # ---- all trajectories of a call ----
 
 
+@dataclass(eq=False)
 class TrajectoryQueue:
-    """The trajectories of one call of `rollout`: to be played, being played, finished."""
+    """The trajectories of one call of `rollout`: to be played, being played, finished. With a
+    dealer they are shared out among ranks while they play."""
 
-    def __init__(self, items: list[str], step: int, slots: int,
-                 make_episode: Callable[[Trajectory], Episode], config: Rollouts,
-                 stats: dict[str, int], on_end: Callable[[Trajectory], object] | None,
-                 on_step: Callable[["TrajectoryQueue"], object] | None, dealer: Dealer | None):
-        self.items = items
-        self.step = step
-        self.slots = slots
-        self.make_episode = make_episode
-        self.config = config
-        self.stats = stats
-        self.on_end = on_end
-        self.on_step = on_step
-        self.keys = [(group, k) for group in range(len(items)) for k in range(config.samples)]
+    items: list[str]
+    step: int
+    slots: int
+    make_episode: Callable[[Trajectory], Episode]
+    config: Rollouts
+    stats: dict[str, int]
+    on_end: Callable[[Trajectory], object] | None
+    on_step: Callable[["TrajectoryQueue"], object] | None
+    dealer: Dealer | None
+
+    def __post_init__(self):
+        self.keys = [(g, k) for g in range(len(self.items)) for k in range(self.config.samples)]
         self.todo: deque[Trajectory] = deque()
         self.tries = dict.fromkeys(self.keys, 0)
         self.finished: dict[tuple[int, int], Trajectory] = {}
         self.alive: set[Episode] = set()
-        # With a dealer, the trajectories are shared out among ranks while they play.
-        self.dealer = dealer
-        if dealer is None:
+        if self.dealer is None:
             self.take(range(len(self.keys)))
 
     def _fresh(self, group: int, k: int) -> Trajectory:
@@ -554,7 +527,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
-            episode.leave()
+            episode.give_back(envs, episode.worker, broken=True)
     stats["forwarded"] = stats.get("forwarded", 0) + forwarded
     return [queue.finished[key] for key in queue.keys if key in queue.finished]
 

@@ -44,19 +44,19 @@ MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
 class Optim(Sampling):
     """optimization, memory and precision"""
 
-    lr: float = flag(1e-6, "AdamW's learning rate", choices=ABOVE_0)
+    lr: float = flag(1e-6, "AdamW's learning rate", ABOVE_0)
     lr_schedule: str = flag("constant", "after the warm-up; cosine: to a tenth, over all steps",
-                            choices=("constant", "cosine"), study=True)
+                            ("constant", "cosine"), study=True)
     warmup_steps: int = flag(10, "steps over which the learning rates rise to their values (Adam's "
-                                 "first steps are mostly noise)", choices=NOT_NEGATIVE, study=True)
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", choices=ABOVE_0,
+                                 "first steps are mostly noise)", NOT_NEGATIVE, study=True)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", ABOVE_0,
                                 study=True)
     microbatch_tokens: int = flag(16384, "largest number of tokens in one forward and backward "
-                                         "pass", choices=ABOVE_0)
+                                         "pass", ABOVE_0)
     gradient_checkpointing: bool = flag(True, "compute blocks again in the backward pass: a third "
                                               "slower, far less memory")
     lora_rank: int = flag(0, "0: train all weights; else LoRA adapters of this rank (needs the "
-                             "extra lora), merged into the weights in final/", choices=NOT_NEGATIVE)
+                             "extra lora), merged into the weights in final/", NOT_NEGATIVE)
     shard: bool | None = flag(None, "FSDP2: shard weights, gradients and optimizer states over the "
                                     "ranks; default: on GPUs, without --lora_rank")
     offload: bool = flag(False, "with --shard: keep the shards in CPU memory and update them "
@@ -75,23 +75,23 @@ class Loss(Optim):
     loss_args: str = flag("", "settings of the loss, NAME=VALUE: clip_low=0.2 clip_high=0.28")
     shaping: str = flag("none", "potential: reward progress, and subtract the sum of these rewards "
                                 "at the end | progress: reward progress (textcraft, sciworld, "
-                                "textworld)", choices=("none", "potential", "progress"))
-    turn_cost: float = flag(0.0, "subtracted from each turn's reward", choices=NOT_NEGATIVE,
+                                "textworld)", ("none", "potential", "progress"))
+    turn_cost: float = flag(0.0, "subtracted from each turn's reward", NOT_NEGATIVE,
                             study=True)
     kl_coef: float = flag(0.001, "weight of the KL to the starting model; 0: no reference model "
-                                 "at all", choices=NOT_NEGATIVE)
+                                 "at all", NOT_NEGATIVE)
     kl_in: str = flag("loss", "add the KL to the loss, or subtract it from the rewards",
-                      choices=("loss", "reward"))
+                      ("loss", "reward"))
     kl_type: str = flag("k3", "KL estimator (see algos.kl); k1 only with --kl_in reward",
-                        choices=("k1", "abs", "k2", "k3"), study=True)
-    entropy_coef: float = flag(0.0, "weight of an entropy bonus", choices=NOT_NEGATIVE)
+                        ("k1", "abs", "k2", "k3"), study=True)
+    entropy_coef: float = flag(0.0, "weight of an entropy bonus", NOT_NEGATIVE)
     aggregation: str = flag("token", "mean of the loss over tokens, or over trajectories' means",
-                            choices=("token", "sequence"), study=True)
-    minibatches: int = flag(4, "optimizer steps an epoch", choices=ABOVE_0)
-    epochs: int = flag(1, "passes over a step's trajectories", choices=ABOVE_0, study=True)
-    critic_lr: float = flag(1e-5, "AdamW's learning rate for PPO's critic", choices=ABOVE_0)
+                            ("token", "sequence"), study=True)
+    minibatches: int = flag(4, "optimizer steps an epoch", ABOVE_0)
+    epochs: int = flag(1, "passes over a step's trajectories", ABOVE_0, study=True)
+    critic_lr: float = flag(1e-5, "AdamW's learning rate for PPO's critic", ABOVE_0)
     value_clip: float = flag(0.5, "clip range of the critic's values around those before the "
-                                  "update (ppo)", choices=ABOVE_0, study=True)
+                                  "update (ppo)", ABOVE_0, study=True)
 
     @property
     def advantage(self) -> Callable[..., Any]:
