@@ -335,7 +335,7 @@ class Ragged:
                 # Leaving a failed recording raises a second error. Its context is the cause.
                 cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
                 warnings.warn("a decode step cannot be recorded as a CUDA graph, so all run "
-                              f"eagerly, which is slower: {cause}")
+                              f"eagerly, which is slower: {cause}", stacklevel=2)
                 return None
         return self.graph_steps[width]
 

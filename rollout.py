@@ -36,11 +36,11 @@ from agent import FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_
 from agent import settings_of, user
 from engine import Ragged, sample
 from envs import Env, EnvError, EnvPool, Step, Worker, split_item
-from models.check import find_paths
+from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
-from rl import compute_paths_of, depends_on_length
+from rl import compute_paths_of
 from trajectory import Status, Trajectory
 
 # ---- settings ----
@@ -563,10 +563,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     try:
         with unsharded(policy):
             if engine == "hf":
-                # Padding would change the results of some models. They play one at a time.
-                paths = compute_paths_of(policy) or find_paths(policy)
-                alone = paths.rollout == "alone" or depends_on_length(policy.config)
-                forwarded = decode_in_lockstep(policy, queue, 1 if alone else slots)
+                forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)

@@ -193,6 +193,13 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
     return paths
 
 
+def plays_alone(model: PreTrainedModel) -> bool:
+    """Whether padding would change the model's results, so that on its own attention it plays one
+    trajectory at a time."""
+    paths = rl.compute_paths_of(model) or find_paths(model)
+    return paths.rollout == "alone" or rl.depends_on_length(model.config)
+
+
 def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     """Try the ways in turn, the fastest first, until one is exact -> the exact ones, "" if none
     is.

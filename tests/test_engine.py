@@ -16,7 +16,7 @@ import engine as engine_module
 import rl
 import models.packed
 import rollout as ro
-from engine import Ragged, sample
+from engine import Ragged, _truncate, sample
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
 from models.packed import attend_within, pack
@@ -472,9 +472,10 @@ def test_turns_whose_replies_reach_their_limit_are_recorded(tiny, pool):
 def test_a_token_that_is_left_out_is_never_drawn():
     logits = torch.log(torch.tensor([[0.05, 0.5, 0.4, 0.05]])).repeat(2, 1)
     uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)  # the smallest and the largest
-    for truncation, expected in ((dict(top_k=2), [1, 2]), (dict(top_p=0.8), [1, 2]),
-                                 (dict(top_p=0.5), [1, 1])):  # the fewest that reach top_p
-        assert sample(logits, uniforms, **truncation)[0].tolist() == expected
+    for truncation in (dict(top_k=2), dict(top_p=0.8)):
+        assert sample(logits, uniforms, **truncation)[0].tolist() == [1, 2]
+    # The fewest tokens that reach top_p.
+    assert _truncate(torch.tensor([[0.25, 0.5, 0.25]]), 0.5, 0).tolist() == [[0.0, 0.5, 0.0]]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7])
