@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_model, run_script
+from conftest import ROOT, run_script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
