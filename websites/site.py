@@ -5,11 +5,21 @@ fills them from a random generator, a frame (header and navigation) around every
 that are registered with `Site.get` and `Site.post`. Pages are plain HTML without scripts.
 """
 
+import json
 import re
 from html import escape
+from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
-from websites.style import STYLE
+FOLDER = Path(__file__).parent
+STYLE = (FOLDER / "style.css").read_text(encoding="utf-8")  # of all pages
+
+
+def words(site) -> SimpleNamespace:
+    """The names and texts that fill a site's tables."""
+    lists = json.loads((FOLDER / "words.json").read_text(encoding="utf-8"))[site]
+    return SimpleNamespace(**lists)
 
 
 # ---- pieces of HTML ----
@@ -81,9 +91,7 @@ def table(heads, rows, kind=""):
     for row in rows:
         cells = "".join(f"<td>{cell}</td>" for cell in row)
         body += f"<tr>{cells}</tr>"
-    return (
-        f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    )
+    return (f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
 
 
 def money(cents):
