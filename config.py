@@ -35,7 +35,6 @@ import schedule  # noqa: E402
 from agent import AGENTS, FORMATS, PARSES, hash_of_sources, load_agent  # noqa: E402
 from agent import settings_of  # noqa: E402
 from algos import ALGOS, LOSSES  # noqa: E402
-from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- presets: defaults that depend on the model and on the world ----
 
@@ -408,7 +407,7 @@ class Config(RunConfig):
 
     flag_group("run")
     env: str = arg("babyai", f"world: {', '.join(envs.WORLDS)}; with --env_url any of "
-                             f"{', '.join([*PROTOCOLS, *envs.SERVER_WORLDS])}; several with "
+                             f"{', '.join(envs.server_worlds())}; several with "
                              "weights: babyai:2,textcraft:1")
     algo: str = arg(
         "grpo", f"{' | '.join(ALGOS)}, or the name of a file in ideas/, FILE.py:NAME, "
@@ -744,7 +743,7 @@ def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
         raise ValueError(f"--prompts: cannot read {path}: {e}") from e
     if not isinstance(texts, dict):
         raise ValueError(f"--prompts: {path} holds no object")
-    known = {**envs.WORLDS, **PROTOCOLS}
+    known = envs.server_worlds()
     for world, own in texts.items():
         if world not in known:
             raise ValueError(f"--prompts: {path} names the unknown world '{world}'; choose from "
@@ -806,9 +805,6 @@ def check(cfg: Config) -> None:
     # Last, as these may take a while: each server is asked once.
     options = envs.env_options(cfg.env_args, cfg.worlds)
     for world, urls in servers(cfg.env_url, cfg.worlds).items():
-        if urls and options.get(world) and world not in envs.SERVER_WORLDS:
-            raise ValueError(f"--env_args is for worlds in this process, and {world} is played "
-                             "on a server")
         envs.check_env(world, urls, **options.get(world, {}))
 
 

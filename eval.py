@@ -225,9 +225,6 @@ def check_eval_config(cfg: EvalConfig) -> None:
     envs.check_name(cfg.env, urls)
     check_ranges(cfg)
     options = options_of_world(cfg)
-    if cfg.env_url and options and cfg.env not in envs.SERVER_WORLDS:
-        raise ValueError(f"--env_args is for worlds in this process, and {cfg.env} is played on a "
-                         "server: give --env_args ''")
     schedule.parse_rounds(cfg.horizon, cfg.env)
     load_agent(cfg.agent, settings_of(cfg.agent_args, cfg.plan, cfg.reflect))
     check_item_count(cfg)

@@ -38,7 +38,7 @@ import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import DATA_NAMES, WORLDS, EnvError, make_env  # noqa: E402
+from envs import WORLDS, EnvError, make_env  # noqa: E402
 from worlds.agentgym import PROTOCOLS  # noqa: E402
 
 # ---- the servers ----
@@ -494,8 +494,7 @@ def train_on(world, args):
     """The built-in model on AgentGym's server: 8 items evaluated, two steps of 4 items x 4 -> a row
     of the second table."""
     with running(world, args) as url, tempfile.TemporaryDirectory() as folder:
-        items = [{"item_id": f"{DATA_NAMES.get(world, world)}_{n}"}
-                 for n in sorted(set(items_of(world, 8)))]
+        items = [{"item_id": f"{world}_{n}"} for n in sorted(set(items_of(world, 8)))]
         for path in (f"AgentItemId/{world}_train.json", f"AgentEval/{world}/{world}_test.json"):
             file = Path(folder, path)
             file.parent.mkdir(parents=True)
