@@ -262,7 +262,7 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
             client = world_class(name, url)
             check = getattr(client, "check", client)  # else making the client is the check
             with_settings(check, kw, f"{name} on a server", 2)(name, url)
-    except EnvError as e:
+    except (EnvError, OSError) as e:
         raise UserError(str(e)) from e
 
 

@@ -13,6 +13,7 @@ Source: meta-pytorch/OpenEnv at 685de41 (2026-05-01), src/openenv/core: env_clie
 env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22).
 """
 
+import contextlib
 import functools
 import json
 import random
@@ -89,6 +90,7 @@ class OpenEnv(Env):
         self.reset_extras = reset or {}
         self.whole_reply = whole_reply
         self.timeout = timeout
+        self.connection = contextlib.ExitStack()  # its end closes the socket
         self.socket = None
         self.total = 0.0  # sum of the episode's rewards
 
@@ -132,7 +134,7 @@ class OpenEnv(Env):
             try:
                 self.socket.send('{"type": "close"}')
             finally:
-                self.socket.close()
+                self.connection.close()
         except (WebSocketException, OSError):
             pass  # the episode is gone with its connection
         self.socket = None
@@ -196,8 +198,9 @@ class OpenEnv(Env):
     def _exchange(self, kind, data):
         if self.socket is None:
             # Without pings: the deadlines here are those of the replies.
-            self.socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
-                                  close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
+            socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
+                             close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
+            self.socket = self.connection.enter_context(socket)
         try:
             self.socket.send(json.dumps({"type": kind, "data": data}))
         except ConnectionClosed:
