@@ -216,19 +216,22 @@ def _read_value(text):
 
 def with_settings(function: Callable[..., Any], settings: dict[str, Any], name: str,
                   first: int = 1) -> Callable[..., Any]:
-    """A function, whose attributes stay, with settings for its parameters after the `first` ones.
-    Raises UserError for a setting that is missing, unknown or not of the type of its default."""
+    """A function, whose attributes stay, with settings for its parameters after the `first` ones. A
+    text is read as JSON where the setting's default is no text. Raises UserError for a setting that
+    is missing, unknown or not of the type of its default."""
+    signature = inspect.signature(function)
     try:
-        signature = inspect.signature(function)
         signature.bind(*[None] * first, **settings)
     except TypeError as e:
-        raise UserError(f"{name}: {e}") from e
+        raise UserError(f"{name}{signature}: {e}") from e
+    checked = {}
     for key, value in settings.items():
         kind = type(signature.parameters[key].default)
+        checked[key] = _read_value(value) if isinstance(value, str) and kind is not str else value
         allowed = (float, int) if kind is float else (kind,)
-        if kind in (bool, int, float, str) and type(value) not in allowed:
+        if kind in (bool, int, float, str) and type(checked[key]) not in allowed:
             raise UserError(f"{name}: {key} is {kind.__name__}, not {value!r}")
-    return functools.update_wrapper(functools.partial(function, **settings), function)
+    return functools.update_wrapper(functools.partial(function, **checked), function)
 
 
 def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:
@@ -303,19 +306,19 @@ def _missing_package_named(name: str) -> Iterator[None]:
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """World -> its keyword arguments in --env_args.
+    """World -> its keyword arguments in --env_args, as text; `make_env` knows their types.
 
     names: the worlds that may have arguments. Raises ValueError for what cannot be read.
 
     >>> env_options("searchqa.topk=5 searchqa.corpus=wiki.jsonl", ["searchqa"])
-    {'searchqa': {'topk': 5, 'corpus': 'wiki.jsonl'}}
+    {'searchqa': {'topk': '5', 'corpus': 'wiki.jsonl'}}
     """
     options = defaultdict(dict)
     for part in env_args.split():
         match = re.fullmatch(r"(\w+)\.([a-z]\w*)=(.*)", part)
         if not match or match[1] not in names:
             raise UserError(f"cannot read --env_args '{part}'; write {[*names][0]}.NAME=VALUE")
-        options[match[1]][match[2]] = _read_value(match[3])
+        options[match[1]][match[2]] = match[3]
     return dict(options)
 
 
@@ -599,7 +602,8 @@ class CommandParser(argparse.ArgumentParser):
 
 if __name__ == "__main__":
     usage = __doc__.split("\n\n")[-1]
-    parser = argparse.ArgumentParser("envs.py", argparse.SUPPRESS, usage, add_help=False)
+    parser = argparse.ArgumentParser("envs.py", argparse.SUPPRESS, usage,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["serve", "play"], help="both have a --help")
     command = parser.parse_args(sys.argv[1:2]).command
     try:

@@ -30,7 +30,7 @@ import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs import env_options, held_out, make_env, split_item  # noqa: E402
+from envs import held_out, make_env, split_item  # noqa: E402
 
 HORIZON = 20
 # Their client: reads the address and [[seed, [action, ...]], ...], writes what it was answered.
@@ -193,7 +193,7 @@ def theirs_by_our_client(name, python, folder, count):
     env_args = " ".join(f"openenv.{key}={value}" for key, value in world["options"].items())
     rows = []
     with running([python, "-c", program, folder, str(port)], f"http://127.0.0.1:{port}") as url:
-        env = make_env("openenv", url=url, **env_options(env_args, ["openenv"])["openenv"])
+        env = make_env("openenv", url=url, **world["options"])
         steps = [world["policy"](env, seed) for seed in range(count)]
         env.close()
         won = sum(step.success for step in steps)

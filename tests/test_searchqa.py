@@ -317,9 +317,9 @@ def test_wrong_arguments_are_value_errors(tmp_path, corpus):
         make_env("searchqa", questions=f"{tmp_path}/a.jsonl")
     with pytest.raises(ValueError, match="cannot read"):
         make_env("searchqa", corpus=str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match="topk is a whole number"):
+    with pytest.raises(ValueError, match="topk is int"):
         make_env("searchqa", topk="five")
-    with pytest.raises(ValueError, match="takes no argument 'depth'"):
+    with pytest.raises(ValueError, match="'depth'"):
         make_env("searchqa", depth=2)
 
 
