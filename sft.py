@@ -261,7 +261,7 @@ def check_format(trajectories: Iterable[Trajectory], action_format: str) -> None
             continue
         try:
             world = envs.world_class(t.env)
-        except (LookupError, ImportError):  # it is on a server only, or its package is missing
+        except envs.UserError:  # it is on a server only, or its package is missing
             world = Env
         text = t.messages[0]["content"]
         described = [name for name, words in agent.FORMATS.items()

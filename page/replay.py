@@ -7,7 +7,7 @@ run in this process and give the same episode for the same item and actions.
 from typing import Any
 
 from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
-from envs import Env, category_of, has_known_categories, make_env, split_item
+from envs import Env, category_of, make_env, split_item
 
 # A cell as the simulator encodes it is (kind of object, colour, state).
 DOOR = 4
@@ -64,8 +64,9 @@ class Replay:
 
     def category(self, item: str) -> str:
         """The kind of task that an item is, "" if that is not known."""
-        is_known = has_known_categories(self.config.get("env_url") or "", self.arguments)
-        return category_of(item) if is_known else ""
+        # On a server, and with tasks of the user's own, the item numbers mean other tasks.
+        own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
+        return "" if self.on_servers or own_tasks else category_of(item)
 
     def scenes(self, trajectory: dict) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""

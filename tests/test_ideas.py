@@ -74,7 +74,7 @@ def test_each_idea_can_be_deleted(idea, project):
                                       f"envs.load_named('{idea.stem}', algos.ALGOS, 'advantage')")
         assert done.stdout == f"{project}/train.py\n"
         last = done.stderr.splitlines()[-1]
-        assert last.startswith(f"ValueError: there is no advantage '{idea.stem}'")
+        assert f"there is no advantage '{idea.stem}'" in last
     finally:
         file.write_text(source)
 
@@ -104,7 +104,7 @@ def test_the_core_names_no_idea():
     ("--algo gigpo --env textcraft --shaping potential", "--shaping needs --algo_args gamma=1"),
     ("--algo gspo", "there is no advantage 'gspo'"),
     ("--loss gigpo", "there is no loss 'gigpo'"),
-    ("--loss gspo --loss_args clip=0.2", "it has clip_low, clip_high, per"),
+    ("--loss gspo --loss_args clip=0.2", "clip_low"),
 ])
 def test_flags_that_an_idea_cannot_take_are_refused_in_one_line(flags, says):
     with pytest.raises(ValueError) as error:

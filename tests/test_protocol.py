@@ -28,7 +28,6 @@ from conftest import ROOT
 
 import envs
 import eval as evaluation
-import train
 from envs import EnvError, EnvPool, Step, make_env
 from rollout import rollout
 from worlds import agentgym, sciworld, serve, textcraft
@@ -81,14 +80,9 @@ def serving(env, *flags, folder=None, seconds=30):
         lines.append("serve.WORLDS['slow'] = 'slow:Slow'")
     lines.append("sys.exit(serve.main())")
     program = [sys.executable, "-c", "\n".join(lines)]
-    process = subprocess.Popen(
-        [*program, "serve", "--env", env, "--port", "0", *flags],
-        cwd=ROOT,
-        env=RUN,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = subprocess.Popen([*program, "serve", "--env", env, "--port", "0", *flags], cwd=ROOT,
+                               env=RUN, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               text=True)
     try:
         url = process.stdout.readline().split()[-1]
         yield url, process
@@ -202,22 +196,11 @@ def refusing():
 
 # Of these replies only the fields and types are compared. The goals behind the item numbers and the
 # distractors depend on the file order and the hash seed of the machine that recorded them.
-CONTENT_DIFFERS = {
-    ("textcraft", "/create"),
-    ("textcraft", "/reset"),
-    ("textcraft", "/observation"),
-}
+CONTENT_DIFFERS = {("textcraft", "/create"), ("textcraft", "/reset"), ("textcraft", "/observation")}
 # The lines of these observations are compared as a sorted list. The recorded order of sciworld's
 # things depends on the JVM's hash codes; ours is the same on every machine.
 LINES_IN_ANY_ORDER = {("sciworld", "/reset")}
-KINDS = {
-    bool: "truth",
-    int: "number",
-    float: "number",
-    str: "text",
-    dict: "dict",
-    list: "list",
-}
+KINDS = {bool: "truth", int: "number", float: "number", str: "text", dict: "dict", list: "list"}
 
 
 @pytest.mark.parametrize("name", ["babyai", "textcraft", "sciworld"])
@@ -256,57 +239,39 @@ def check_exchange(name, url, exchange):
         assert ours == theirs, at
 
 
-@pytest.mark.parametrize("env, horizon", [("babyai", 4), ("textcraft", 3), ("searchqa", 3)])
-def test_a_rollout_on_our_server_is_the_rollout_in_this_process(tiny, servers, env, horizon):
-    if env == "searchqa":
-        pytest.importorskip("bm25s")
-        with serving(env) as (url, _):
-            return same_rollouts(tiny, {env: url}, env, horizon)
-    same_rollouts(tiny, servers, env, horizon)
-
-
-def same_rollouts(tiny, servers, env, horizon):
+@pytest.mark.parametrize("env", ["babyai", "textcraft"])
+def test_a_rollout_on_our_server_is_the_rollout_in_this_process(tiny, servers, env):
     items = [f"{env}_{n}" for n in (8, 50, 121)]
     how = dict(samples=2, seed=5, max_tokens=24, invalid_penalty=0.05)
-    here = rollout(*tiny, EnvPool(), items, horizon, **how)
+    here = rollout(*tiny, EnvPool(), items, 4, **how)
     with EnvPool([servers[env]]) as pool:
-        there = rollout(*tiny, pool, items, horizon, **how)
+        there = rollout(*tiny, pool, items, 4, **how)
     assert [t.to_json() for t in there] == [t.to_json() for t in here]
     assert sum(t.turns for t in here) > 6
 
 
-@pytest.mark.parametrize("env", ["babyai", "textcraft", "sciworld", "searchqa"])
-def test_steps_are_the_same_here_and_there(env, servers):
-    if env == "searchqa":
-        pytest.importorskip("bm25s")
-        with serving(env) as (url, _):
-            actions = ["", "no tag", "<search> Tavi </search>", "<answer> nobody </answer>"]
-            same_steps(env, url, actions)
-    elif env == "sciworld":
-        pytest.importorskip("scienceworld")
-        with serving(env) as (url, _):
-            actions = ["look around", "open door to kitchen", "dance"]
-            same_steps(env, url, [*actions, "focus on substance in metal pot"])
-    else:
-        actions = ["", "fly", "inventory", "drop", "turn left", "move forward", "get 1 oak log"]
-        same_steps(env, servers[env], [*actions, "é\u2028\n"])
-
-
-def same_steps(env, url, actions):
-    here = make_env(env)
-    there = make_env(env, url=url)
-    for item in (0, 3, 8):
-        assert there.reset(item) == here.reset(item)
-        # textcraft is played to the end, and two steps further
-        solution = textcraft.solution(item) if env == "textcraft" else []
-        for action in [*actions, *solution, *actions[:2]]:
-            step = here.step(action)
-            assert there.step(action) == step
-            if step.done and env == "sciworld":
-                with pytest.raises(EnvError, match="The task with environment 0 has finished."):
-                    there.step(action)  # AgentGym's server refuses it
-                break
-    there.close()
+@pytest.mark.parametrize("env, package, actions", [
+    ("babyai", "minigrid", ["", "fly", "turn left", "move forward", "é\u2028\n"]),
+    ("textcraft", "textcraft", ["", "inventory", "get 1 oak log", "é\u2028\n"]),
+    ("sciworld", "scienceworld", ["look around", "open door to kitchen", "dance",
+                                  "focus on substance in metal pot"]),
+    ("searchqa", "bm25s", ["", "no tag", "<search> Tavi </search>", "<answer> nobody </answer>"]),
+])
+def test_steps_are_the_same_here_and_there(env, package, actions):
+    if env != "textcraft":
+        pytest.importorskip(package)
+    with serving(env) as (url, _):
+        here, there = make_env(env), make_env(env, url=url)
+        for item in (0, 3, 8):
+            assert there.reset(item) == here.reset(item)
+            # textcraft is played to the end, and two steps further
+            solution = textcraft.solution(item) if env == "textcraft" else []
+            for action in [*actions, *solution, *actions[:2]]:
+                step = here.step(action)
+                assert there.step(action) == step
+                if step.done and env == "sciworld":
+                    break  # AgentGym's server refuses further steps
+        there.close()
 
 
 @pytest.mark.parametrize("name", ["babyai", "sciworld"])
@@ -351,74 +316,41 @@ def test_babyais_picture_is_the_frame_that_minigrid_draws(servers):
     assert np.array_equal(np.asarray(drawn), frame)
 
 
-def test_sciworlds_hints_are_those_of_its_package():
+def test_sciworlds_hints_are_those_of_its_package(monkeypatch):
     package = pytest.importorskip("scienceworld")
-    folder = Path(java("sciworld")).parent
-    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{Path(java('sciworld')).parent}:{os.environ['PATH']}")
     theirs = package.ScienceWorldEnv()
-    task, variation = sciworld.task_of(8)
-    theirs.load(task, variation)
+    theirs.load(*sciworld.task_of(8))
     theirs.step("look around")
     with serving("sciworld") as (url, _):
-        def get(path):
-            return requests.get(f"{url}/{path}?id=0", timeout=60).json()
-
         requests.post(f"{url}/create", json={}, timeout=60)
         requests.post(f"{url}/reset", json={"id": 0, "data_idx": 8}, timeout=60)
-        hint = get("action_hint")
-        description = get("task_description")
-    assert hint == {
-        "possible_actions": theirs.get_possible_actions(),
-        "possible_objects": theirs.get_possible_objects(),
-    }
+        hint, description = (requests.get(f"{url}/{path}?id=0", timeout=60).json()
+                             for path in ("action_hint", "task_description"))
+    assert hint == {"possible_actions": theirs.get_possible_actions(),
+                    "possible_objects": theirs.get_possible_objects()}
     assert theirs.get_task_description().endswith(description["task_description"])
     theirs.close()
 
 
-def test_64_episodes_at_once_from_as_many_threads(servers):
-    def play(item, url=None):
-        env = make_env("babyai", url=url)
-        played = [env.reset(item)]
-        for action in ("turn left", "turn right", "move forward", "fly"):
-            played.append(env.step(action))
-            if played[-1].done:
-                break
-        env.close()
-        return played
-
-    with ThreadPoolExecutor(64) as threads:
-        played = list(threads.map(lambda item: play(item, servers["babyai"]), range(64)))
-    assert played == [play(item) for item in range(64)]
-
-
 def test_bad_bodies_are_422_and_unknown_ids_are_errors(servers):
     url = servers["babyai"]
-    bad = [
-        ("reset", {}),
-        ("reset", {"id": 0, "data_idx": "a"}),
-        ("step", {"id": 0}),
-        ("step", {"id": 0, "action": 3}),
-        ("close", []),
-        ("close", {"id": None}),
-        ("create", 3),
-    ]
+    bad = [("reset", {}), ("reset", {"id": 0, "data_idx": "a"}), ("step", {"id": 0}),
+           ("step", {"id": 0, "action": 3}), ("close", []), ("close", {"id": None}), ("create", 3)]
     for path, body in bad:
         assert requests.post(f"{url}/{path}", json=body).status_code == 422, (path, body)
     as_json = {"Content-Type": "application/json"}
     assert requests.post(url + "/step", data=b"{", headers=as_json).status_code == 422
     assert requests.get(url + "/observation?id=x").status_code == 422
 
-    not_valid = {"error": "The id 987654 is not valid."}
-    assert requests.get(url + "/observation?id=987654").json() == not_valid
+    assert "987654" in requests.get(url + "/observation?id=987654").json()["error"]
     reset = {"id": 987654, "data_idx": 1}
-    assert requests.post(url + "/reset", json=reset).json() == not_valid
+    assert "987654" in requests.post(url + "/reset", json=reset).json()["error"]
     assert requests.post(url + "/close", json={"id": 987654}).json() is False
 
     number = requests.post(url + "/create").json()["id"]  # /create needs no body
-    step = {"id": number, "action": "turn left"}
-    not_reset = {"error": f"The id {number} was not reset."}
-    assert requests.post(url + "/step", json=step).json() == not_reset
-    assert requests.get(f"{url}/observation?id={number}").json() == not_reset
+    assert "error" in requests.post(url + "/step", json={"id": number, "action": "fly"}).json()
+    assert "error" in requests.get(f"{url}/observation?id={number}").json()
     reset = {"id": number, "data_idx": -1}
     assert "babyai has items" in requests.post(url + "/reset", json=reset).json()["error"]
 
@@ -498,23 +430,17 @@ def test_sigterm_ends_the_server_within_10_seconds(seconds, tmp_path):
 
 def test_nonsense_is_one_line_and_exit_code_2(servers):
     taken = servers["babyai"].split(":")[-1]
-    wrong = [
-        (["serve", "--env", "nope"], "unknown environment 'nope'; choose from babyai"),
-        (["dance"], "serve"),
-        (["serve", "--port", taken], f"127.0.0.1:{taken}"),
-        (["serve", "--port", "99999"], "99999"),
-        (["serve", "--env", "webshop"], "webshop"),
-        (["serve", "--idle_seconds", "0"], "idle_seconds"),
-    ]
+    wrong = [(["serve", "--env", "nope"], "nope"), (["dance"], "dance"),
+             (["serve", "--port", taken], taken), (["serve", "--port", "99999"], "port"),
+             (["serve", "--idle_seconds", "0"], "idle_seconds")]
     for flags, says in wrong:
         done = run_python("envs.py", *flags)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("envs.py: ") and says in done.stderr
-    without_fastapi = (
-        "import sys; sys.modules['fastapi'] = None; "
-        "from worlds import serve; sys.exit(serve.main(['serve']))"
-    )
+    without_fastapi = ("import sys, runpy; sys.modules['fastapi'] = None; "
+                       "sys.argv = ['envs.py', 'serve']; "
+                       "runpy.run_path('envs.py', run_name='__main__')")
     done = run_python("-c", without_fastapi)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert 'pip install -e ".[serve]"' in done.stderr
@@ -545,54 +471,31 @@ SEEN = "OBSERVATION: Go. URL: http://shop OBJECTIVE: buy"  # webarena, GET /obse
 CHOICE = {"observation": "Go.", "available_actions": ["look", "wait"]}
 TOOL = Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Go.")
 BODIES = {
-    "babyai": Bodies(
-        "id", {}, {"id": 7}, {"data_idx": 5}, {"observation": GO, "reward": 0, "score": 0}, True
-    ),
-    "textcraft": Bodies(
-        "id",
-        {"commands": None, "goal": None},
-        {"id": 7, "observation": "x", "done": False, "reward": 0},
-        {"data_idx": 5},
-        {"id": 7, **CRAFTED},
-        True,
-    ),
-    "sciworld": Bodies(
-        "id",
-        {},
-        {"id": 7},
-        {"data_idx": 5},
-        {"task_description": "Your task is x.", "observation": "Go."},
-        True,
-    ),
+    "babyai": Bodies("id", {}, {"id": 7}, {"data_idx": 5},
+                     {"observation": GO, "reward": 0, "score": 0}, True),
+    "textcraft": Bodies("id", {"commands": None, "goal": None},
+                        {"id": 7, "observation": "x", "done": False, "reward": 0},
+                        {"data_idx": 5}, {"id": 7, **CRAFTED}, True),
+    "sciworld": Bodies("id", {}, {"id": 7}, {"data_idx": 5},
+                       {"task_description": "Your task is x.", "observation": "Go."}, True),
     "searchqa": Bodies("env_idx", {"id": 0}, 7, {"id": 5}, "Question: x?", True),
-    "webarena": Bodies(
-        "env_idx",
-        {},
-        {"env_idx": 7},
-        {"seed": 0, "idx": 5},
-        {"observation": "Go.", "sites": [], "object": ""},
-        True,
-    ),
+    "webarena": Bodies("env_idx", {}, {"env_idx": 7}, {"seed": 0, "idx": 5},
+                       {"observation": "Go.", "sites": [], "object": ""}, True),
     "webshop": Bodies("env_idx", {}, 7, {"session_id": 5}, ["Go.", None], False, "state"),
     "sqlgym": Bodies("env_idx", {}, 7, {"item_id": 5}, ["Go.", None], False, "state"),
     "alfworld": Bodies("id", {}, {"id": 7}, {"game": 5, "world_type": "Text"}, CHOICE),
     "maze": Bodies("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}),
     "wordle": Bodies("id", {}, {"id": 7}, {"seed": 5}, {"observation": "Go.", "id": 7}),
-    "weather": TOOL,
-    "todo": TOOL,
-    "movie": TOOL,
-    "sheet": TOOL,
-    "academia": TOOL,
+    **dict.fromkeys(["weather", "todo", "movie", "sheet", "academia"], TOOL),
 }
 
 
 def test_the_table_is_complete():
-    assert set(BODIES) == set(agentgym.PROTOCOLS)
+    assert set(BODIES) == set(agentgym.PROTOCOLS) <= set(envs.server_worlds())
     for name, protocol in agentgym.PROTOCOLS.items():
         assert protocol.prompt or name in envs.WORLDS
         if name not in envs.WORLDS:
-            only = f"'{name}' is played on an AgentGym server only: give --env_url"
-            with pytest.raises(ValueError, match=only):
+            with pytest.raises(envs.UserError, match=f"'{name}'.*--env_url"):
                 make_env(name)
 
 
@@ -706,12 +609,11 @@ def test_an_episode_outlives_a_pause_after_any_reply(name, ours):
 def test_an_episode_that_has_ended_is_closed(servers):
     """Our server, as AgentGym's, knows no observation of an episode that has ended. If the
     connection is lost then, the episode could not be told from another one, nor be closed."""
-    env = make_env("babyai", url=servers["babyai"])
+    env, local = make_env("babyai", url=servers["babyai"]), make_env("babyai")
     first = env.reset(5)
+    assert local.reset(5) == first
     number = env.episode_id
     done = False
-    local = make_env("babyai")
-    local.reset(5)
     while not done:
         action = local.expert()
         local.step(action)
@@ -719,15 +621,8 @@ def test_an_episode_that_has_ended_is_closed(servers):
     assert env.episode_id is None and number not in env.server.live
     env.socket.shutdown(socket.SHUT_RDWR)
     before = env.server.doubts
-    assert env.reset(5) == first
-    assert env.server.doubts == before
+    assert env.reset(5) == first and env.server.doubts == before
     env.close()
-
-
-def test_a_pool_knows_whether_a_world_is_on_a_server():
-    assert not EnvPool().on_servers and not EnvPool({"babyai": []}).on_servers
-    assert EnvPool(["http://a:1"]).on_servers
-    assert EnvPool({"babyai": [], "textcraft": ["http://a:1"]}).on_servers
 
 
 def test_a_rollout_has_no_more_episodes_on_a_server_than_slots(tiny):
@@ -757,7 +652,7 @@ def test_webarenas_replies_that_were_not_understood_or_failed_are_invalid():
     replies = [{"observation": "x", "info": info, **rest} for info in infos]
     assert [s.valid for s in steps_of("webarena", *replies)] == [False, False, True]
     for text in ("TimeoutError", "Error: Env 7 is dead", "7"):  # a number: the text of a KeyError
-        with pytest.raises(EnvError, match=f"{text} in the place of an observation"):
+        with pytest.raises(EnvError, match=text):
             steps_of("webarena", {"observation": text, "info": None, **rest})
 
 
@@ -792,15 +687,12 @@ def test_rewards_scores_and_successes_are_read_as_each_server_means_them():
     assert read("webarena", *replies) == [(0, 0, False, False), (0, 0, True, False)]
 
 
-@pytest.mark.parametrize(
-    "name, refusals",
-    [
-        ("babyai", ["The action is not recognized. Please check", "You cannot drop the object"]),
-        ("textcraft", ["Could not execute dance", "Wrong item format: x"]),
-        ("textcraft", ["Could not find a valid recipe for"]),
-        ("sciworld", ["No known action matches that input."]),
-    ],
-)
+@pytest.mark.parametrize("name, refusals", [
+    ("babyai", ["The action is not recognized. Please check", "You cannot drop the object"]),
+    ("textcraft", ["Could not execute dance", "Wrong item format: x",
+                   "Could not find a valid recipe for"]),
+    ("sciworld", ["No known action matches that input."]),
+])
 def test_invalid_actions_are_known_by_their_observation(name, refusals):
     rest = {"reward": 0, "score": 0, "done": False}
     replies = [{"observation": text, **rest} for text in [*refusals, "Well."]]
@@ -808,17 +700,8 @@ def test_invalid_actions_are_known_by_their_observation(name, refusals):
 
 
 GARBAGE = [
-    b"",
-    b"hello",
-    b"\xff\xfe",
-    b"[]",
-    b"{}",
-    b"null",
-    b"3",
-    b'""',
-    b'{"error": "no"}',
-    b"[" * 50_000,
-    b'{"observation": 3}',
+    b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b"3", b'""', b'{"error": "no"}',
+    b"[" * 50_000, b'{"observation": 3}',
     b'{"observation": null, "reward": 0, "done": false}',
     b'{"observation": "x", "done": false}',
     b'{"observation": "x", "reward": "1", "done": false}',
@@ -827,7 +710,6 @@ GARBAGE = [
     b'{"observation": "x", "reward": %s, "done": false}' % (b"9" * 400),
     b'{"observation": "x", "reward": null, "done": false}',
     b'{"observation": "x", "reward": 0, "done": "no"}',
-    b'{"observation": "x", "reward": 0, "done": []}',
     b'{"observation": "x", "reward": 0, "done": 2}',
     b'{"observation": "x", "reward": 0, "done": null}',
     b'{"observation": "x", "reward": 0, "done": false, "score": "a"}',
@@ -867,15 +749,6 @@ def test_a_first_reply_that_ends_the_episode_or_has_no_number_for_a_reward_is_a_
     with stand_in_server(like_babyai(reset=(200, reply))) as (url, _):
         with pytest.raises(EnvError, match=url):
             RemoteEnv("babyai", url).reset(0)
-
-
-def test_webarenas_timeout_in_place_of_an_observation_is_an_env_error():
-    def answer(path, _):
-        return 200, {"env_idx": 1} if path == "/create" else {"observation": "TimeoutError"}
-
-    with stand_in_server(answer) as (url, _):
-        with pytest.raises(EnvError, match="TimeoutError"):
-            make_env("webarena", url=url).reset(0)
 
 
 def test_only_what_is_safe_to_repeat_is_repeated():
@@ -1064,16 +937,17 @@ def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once():
         assert 0.3 < time.monotonic() - start < 15
         env.protocol = env.protocol._replace(has_close=False)
         env.close()
-    start = time.monotonic()
-    with refusing() as dead, pytest.raises(EnvError, match="refused"):
-        RemoteEnv("babyai", dead)
+        start = time.monotonic()
+    with refusing() as dead:
+        for url in (dead, "nonsense", "http://", "ftp://127.0.0.1"):
+            with pytest.raises(EnvError):
+                RemoteEnv("babyai", url)
     assert time.monotonic() - start < 15
-    for url in ("nonsense", "http://", "ftp://127.0.0.1"):
-        with pytest.raises(EnvError):
-            RemoteEnv("babyai", url)
 
 
-def test_a_reply_that_trickles_in_has_the_same_deadline():
+def test_a_reply_that_trickles_in_has_the_same_deadline(monkeypatch):
+    monkeypatch.setattr(RemoteEnv, "create_timeout", 0.5)
+    monkeypatch.setattr(RemoteEnv, "tries", 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def drip():
             peer, _ = listener.accept()
@@ -1091,7 +965,7 @@ def test_a_reply_that_trickles_in_has_the_same_deadline():
         start = time.monotonic()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(EnvError, match="no end of the reply"):
-            RemoteEnv("babyai", url, create_timeout=0.5, tries=1)
+            RemoteEnv("babyai", url)
         assert time.monotonic() - start < 1.5
 
 
@@ -1123,7 +997,7 @@ def test_episodes_are_spread_over_the_servers_and_a_dead_one_is_passed_over():
         pool.take("babyai").call(lambda env: env.reset(0)).result(20)
 
 
-def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
+def test_episodes_are_closed_however_a_run_ends(tiny, capsys):
     broken = threading.Event()
 
     def reset(_):
@@ -1143,17 +1017,10 @@ def test_episodes_are_closed_however_a_run_ends(tiny, tmp_path, capsys):
         with pytest.raises(ValueError), EnvPool([url]) as pool:
             rollout(*tiny, pool, ["babyai_1", "nowhere_2"], 2, max_tokens=4)
         assert all_closed()
-        args = ["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]
-        assert evaluation.main(args) == 0
-        assert all_closed()
         broken.set()
+        args = ["--env_url", url, "--items", "2", "--horizon", "2", "--max_tokens", "4"]
         assert evaluation.main(args) == 1
         assert "no power" in capsys.readouterr().err
-        assert all_closed()
-        out = str(tmp_path / "r")
-        args = ["--env_url", url, "--out", out, "--items_per_step", "2", "--rollouts_per_item", "2"]
-        with pytest.raises(SystemExit, match="no power"):
-            train.train(train.parse_config(args))
         assert all_closed()
 
 
@@ -1170,32 +1037,24 @@ def test_a_world_that_wants_the_whole_reply_gets_it(tiny):
     assert sent == [message["content"] for message in t.messages[3::2]]
 
 
-def test_a_world_of_ones_own_that_wants_the_whole_reply_gets_it_from_a_server(monkeypatch):
-    monkeypatch.setattr(envs.world_class("babyai"), "whole_reply", True)
-    with stand_in_server(lambda *_: (200, 1)) as (url, _):
-        assert make_env("babyai", url=url).whole_reply
-
-
-def test_flags_know_the_worlds_that_only_servers_have(tmp_path):
-    (tmp_path / "AgentItemId").mkdir()
-    items = [{"item_id": f"webshop_{n}"} for n in range(40)]
-    (tmp_path / "AgentItemId/webshop_train.json").write_text(json.dumps(items))
-    args = ["--env", "webshop", "--data", str(tmp_path), "--out", str(tmp_path / "r")]
-    with pytest.raises(ValueError, match="give --env_url"):
-        train.parse_config(args)
-    with stand_in_server(lambda *_: (200, "hello")) as (url, _):
-        assert train.parse_config([*args, "--env_url", url]).env == "webshop"
-        with pytest.raises(ValueError, match="unknown environment 'chess'; choose from .*academia"):
-            train.parse_config(["--env", "chess", "--env_url", url])
+def test_worlds_that_only_servers_have_need_an_address():
+    for check in (envs.check_name, make_env):
+        with pytest.raises(envs.UserError, match="--env_url"):
+            check("webshop")
+    with pytest.raises(envs.UserError, match="'chess'.*academia"):
+        envs.check_name("chess", "http://any")
+    with (stand_in_server(lambda *_: (200, "hello")) as (url, _),
+          pytest.raises(envs.UserError, match="topk")):  # the world's arguments are the server's
+        envs.check_env("searchqa", [url], topk=3)
 
 
 @pytest.mark.parametrize("name", ["maze", "wordle"])
 def test_maze_and_wordle_are_played_from_the_command_line(name, tmp_path):
     """Their address has a path, at which GET finds nothing, and their items another name."""
-    for folder, split in (("AgentItemId", "train"), (f"AgentEval/lmrlgym_{name}", "test")):
-        (tmp_path / folder).mkdir(parents=True)
-        items = [{"item_id": f"lmrlgym_{name}_{n}"} for n in range(20)]
-        (tmp_path / folder / f"lmrlgym_{name}_{split}.json").write_text(json.dumps(items))
+    folder = tmp_path / f"AgentEval/lmrlgym_{name}"
+    folder.mkdir(parents=True)
+    items = [{"item_id": f"lmrlgym_{name}_{n}"} for n in range(20)]
+    (folder / f"lmrlgym_{name}_test.json").write_text(json.dumps(items))
     sent = []
 
     def answer(path, body):
@@ -1206,72 +1065,56 @@ def test_maze_and_wordle_are_played_from_the_command_line(name, tmp_path):
         if path == f"/{name}/step":
             sent.append(body)
             return 200, {"observation": "There is a wall.", "reward": 0, "done": False}
-        if path == f"/{name}/create":
-            return 200, {"id": 7}
         return 200, fixed_reply(name, path.removeprefix(f"/{name}"))
 
     args = ["--env", name, "--data", str(tmp_path), "--out", str(tmp_path / "result.json")]
     with stand_in_server(answer) as (url, seen):
-        with pytest.raises(ValueError, match=f"{name} has an address of its own: {url}/{name}/"):
+        with pytest.raises(envs.UserError, match=f"{url}/{name}/"):
             envs.check_env(name, [url])
         how = ["--samples", "1", "--horizon", "2", "--slots", "1", "--items", "3"]
         assert not evaluation.main([*args, *how, "--env_url", f"{url}/{name}/"])
     key = {"maze": "game", "wordle": "seed"}[name]
     numbers = {body[key] for path, body in seen if path.endswith("/reset")}
-    assert len(numbers) == 3 and numbers < set(range(20))
-    assert sent
+    assert len(numbers) == 3 and numbers < set(range(20)) and sent
     assert envs.split_item(f"lmrlgym_{name}_3") == (name, 3)
-    assert envs.items(name, "test", tmp_path)[3] == f"lmrlgym_{name}_3"
 
 
 def test_the_wrong_world_behind_an_address_is_found(servers):
-    """By GET /, where the server names its world; else by the first observation."""
+    """By GET /, where the server names its world; else by the first observation. Worlds that
+    AgentGym does not have are named by their classes."""
     babyai, crafting = servers["babyai"], servers["textcraft"]
-    for name, url, says in (
-        ("babyai", crafting, "plays TextCraft, not babyai"),
-        ("textcraft", babyai, "plays BabyAI, not textcraft"),
-        ("webshop", babyai, "plays BabyAI, not webshop"),
-    ):
-        with pytest.raises(ValueError, match=f"the server at {url} {says}"):
+    for name, url, other in (("babyai", crafting, "TextCraft"), ("webshop", babyai, "BabyAI"),
+                             ("textworld", babyai, "BabyAI")):
+        with pytest.raises(envs.UserError, match=f"{url} plays {other}, not {name}"):
             envs.check_env(name, [url])
-    with pytest.raises(ValueError, match="plays TextCraft, not babyai"):
-        train.parse_config(["--env_url", crafting, "--out", "runs/never-made"])
-    # Worlds that AgentGym does not have are named by their classes.
-    with pytest.raises(ValueError, match="plays BabyAI, not textworld"):
-        envs.check_env("textworld", [babyai])
     envs.check_env("babyai", [babyai])
     with stand_in_server(like_babyai()) as (url, _):  # it says "hello"
         envs.check_env("textcraft", [url])
-        env = RemoteEnv("textcraft", url)
         with pytest.raises(EnvError, match=f"{url}/reset: no first observation of textcraft"):
-            env.reset(0)
+            RemoteEnv("textcraft", url).reset(0)
 
 
 def test_bodies_have_a_limit_in_both_directions(servers, monkeypatch):
-    reply = requests.post(servers["babyai"] + "/step", data=b" " * (2 << 20), timeout=10)
-    assert reply.status_code == 413
+    def chunks():
+        for _ in range(40):
+            yield b" " * 65536
+
+    def one_by_one():
+        for byte in b'{"id": 987654, "action": "x"}':
+            yield bytes([byte])
+
+    url = servers["babyai"] + "/step"
+    for body in (b" " * (2 << 20), chunks()):
+        assert requests.post(url, data=body, timeout=10).status_code == 413
+    reply = requests.post(url, data=one_by_one(), timeout=10,
+                          headers={"Content-Type": "application/json"})
+    assert "987654" in reply.json()["error"]
     monkeypatch.setattr(agentgym, "LARGEST_REPLY", 1000)
     with stand_in_server(like_babyai(reset=(200, {"observation": "x" * 2000}))) as (url, _):
         env = RemoteEnv("babyai", url)
         with pytest.raises(EnvError, match="a reply of more than"):
             env.reset(0)
         env.close()
-
-
-def test_the_limit_on_bodies_holds_for_chunked_ones(servers):
-    def chunks():
-        for _ in range(40):
-            yield b" " * 65536
-
-    reply = requests.post(servers["babyai"] + "/step", data=chunks(), timeout=10)
-    assert reply.status_code == 413
-    def one_by_one():
-        for byte in b'{"id": 987654, "action": "x"}':
-            yield bytes([byte])
-
-    reply = requests.post(servers["babyai"] + "/step", data=one_by_one(), timeout=10,
-                          headers={"Content-Type": "application/json"})
-    assert reply.json() == {"error": "The id 987654 is not valid."}
 
 
 def test_slow_clients_are_cut_off_and_idle_connections_are_not():
@@ -1344,25 +1187,6 @@ def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
         assert store.reset(number.result(), 1)["observation"]
 
 
-def test_an_environment_that_cannot_be_closed_ends_neither_a_request_nor_the_server(
-        monkeypatch, capsys):
-    store = serve.EpisodeStore("babyai", idle_seconds=0.01)
-    number = store.create()
-    store.reset(number, 1)
-    episode = store.episodes[number]
-    monkeypatch.setattr(episode, "reusable", False)
-
-    def fail():
-        raise OSError("busy")
-
-    monkeypatch.setattr(episode.env, "close", fail)
-    time.sleep(0.05)
-    store.create()
-    assert number not in store.episodes
-    assert "BabyAI.close failed: OSError: busy" in capsys.readouterr().err
-    store.close_envs()
-
-
 def has_ipv6():
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
@@ -1373,12 +1197,5 @@ def has_ipv6():
 
 @pytest.mark.skipif(not has_ipv6(), reason="no loopback address of IPv6")
 def test_the_address_of_a_server_on_ipv6_can_be_used():
-    command = [sys.executable, "envs.py", "serve", "--env", "textcraft", "--host", "::1",
-               "--port", "0"]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        url = server.stdout.readline().split()[-1]
+    with serving("textcraft", "--host", "::1") as (url, _):
         assert make_env("textcraft", url=url).reset(0).startswith("Crafting commands")
-    finally:
-        server.terminate()
-        server.wait(20)

@@ -233,7 +233,7 @@ def test_instructions_of_the_users_own_say_nothing_of_the_action_format(monkeypa
         sft.check_format([plain], "react")
 
     def missing(name):
-        raise ModuleNotFoundError("No module named 'py4j'", name="py4j")
+        raise envs.UserError(f"{name} needs the package 'py4j'")
 
     monkeypatch.setattr(envs, "world_class", missing)
     sft.check_format([own], "react")

@@ -19,7 +19,7 @@ import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
 from urllib3.util import wait_for_read
 
-from envs import WORLDS, Env, EnvError, Step
+from envs import WORLDS, Env, EnvError, Step, UserError, world_class
 
 LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
 FIRST_RANDOM_NUMBER = 1 << 32  # our server's random numbers of episodes are above, and in no order
@@ -73,21 +73,12 @@ class Protocol(NamedTuple):
 def _tool_server(purpose):
     """The protocol of the five tool servers: "reward" says whether the task is achieved so far."""
     return Protocol(
-        id_key="env_idx",
-        create_body={"id": 0},
-        item_key="id",
-        first_observation_keys=(),
-        score_key="reward",
-        observation_differs=True,
-        whole_reply=True,
-        has_close=False,
-        prompt=(
-            f"Use tools to {purpose}. One call a turn, for example\n"
-            "Action: check_valid_actions with Action Input: {}\n"
-            "which lists the tools. End with\n"
-            'Action: finish with Action Input: {"answer": ...}'
-        ),
-    )
+        id_key="env_idx", create_body={"id": 0}, item_key="id", first_observation_keys=(),
+        score_key="reward", observation_differs=True, whole_reply=True, has_close=False,
+        prompt=f"Use tools to {purpose}. One call a turn, for example\n"
+               "Action: check_valid_actions with Action Input: {}\n"
+               "which lists the tools. End with\n"
+               'Action: finish with Action Input: {"answer": ...}')
 
 
 PROTOCOLS = {
@@ -95,138 +86,66 @@ PROTOCOLS = {
     # client takes that sum for the reward of every step. Here a step has its own reward. An episode
     # ends only with a reward above 0.5: 1 less a cost for each step.
     "babyai": Protocol(
-        server_name="BabyAI",
-        opening="Your goal: ",
-        success_reward=0.5,
-        ended_is_unknown=True,
-        invalid_pattern="The action is not recognized|You cannot|There is a barrier",
-    ),
+        server_name="BabyAI", opening="Your goal: ", success_reward=0.5, ended_is_unknown=True,
+        invalid_pattern="The action is not recognized|You cannot|There is a barrier"),
     "textcraft": Protocol(
-        server_name="TextCraft",
-        opening="Goal: craft ",
+        server_name="TextCraft", opening="Goal: craft ",
         create_body={"commands": None, "goal": None},
-        invalid_pattern="Could not (?!find enough)|Wrong item format",
-    ),
+        invalid_pattern="Could not (?!find enough)|Wrong item format"),
     "sciworld": Protocol(
-        server_name="ScienceWorld",
-        opening="Your task is ",
+        server_name="ScienceWorld", opening="Your task is ",
         first_observation_keys=("task_description", "observation"),
-        score_key="score",
-        max_score=100.0,
-        ended_is_unknown=True,
+        score_key="score", max_score=100.0, ended_is_unknown=True,
         invalid_pattern="No known action matches that input",
-        prompt=(
-            "You are in a small world of rooms with things in them, and you have a science task to "
-            "carry out.\n"
-            "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close OBJ, "
-            "go to PLACE, pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, "
-            "dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, use OBJ on OBJ, "
-            "connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
-            "Where a request is ambiguous, answer with the number of what you mean. Focus only on "
-            "what the task names: a wrong focus ends it."
-        ),
-    ),
+        prompt="You are in a small world of rooms with things in them, and you have a science task "
+               "to carry out.\n"
+               "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close "
+               "OBJ, go to PLACE, pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, "
+               "dunk OBJ in OBJ, mix OBJ, activate OBJ, deactivate OBJ, use OBJ on OBJ, "
+               "connect OBJ to OBJ, disconnect OBJ, read OBJ, eat OBJ, focus on OBJ, wait, wait1.\n"
+               "Where a request is ambiguous, answer with the number of what you mean. Focus only "
+               "on what the task names: a wrong focus ends it."),
     "searchqa": Protocol(
-        server_name="SearchQA",
-        opening="Question: ",
-        id_key="env_idx",
-        create_body={"id": 0},
-        item_key="id",
-        first_observation_keys=(),
-        observation_is_first=True,
-        whole_reply=True,
-    ),
+        server_name="SearchQA", opening="Question: ", id_key="env_idx", create_body={"id": 0},
+        item_key="id", first_observation_keys=(), observation_is_first=True, whole_reply=True),
     "webarena": Protocol(
-        server_name="WebArena",
-        id_key="env_idx",
-        item_key="idx",
-        reset_extras={"seed": 0},
-        first_is_fetched=True,
-        done_keys=("terminated", "truncated"),
-        whole_reply=True,
+        server_name="WebArena", id_key="env_idx", item_key="idx", reset_extras={"seed": 0},
+        first_is_fetched=True, done_keys=("terminated", "truncated"), whole_reply=True,
         info_tells_validity=True,
         # A number alone: the text of the KeyError for an episode unknown to the server.
-        failure_pattern=r"TimeoutError$|Error: Env \d+ is dead$|\d+$",
-    ),
+        failure_pattern=r"TimeoutError$|Error: Env \d+ is dead$|\d+$"),
     "webshop": Protocol(
-        id_key="env_idx",
-        item_key="session_id",
-        first_observation_keys=(),
-        observation_key="state",
-        has_close=False,
-        prompt=(
-            "Buy what is asked for in a web shop. An action is search[words] where there is a "
-            "search bar, or click[button] with a button of the page, such as click[buy now]."
-        ),
-    ),
+        id_key="env_idx", item_key="session_id", first_observation_keys=(),
+        observation_key="state", has_close=False,
+        prompt="Buy what is asked for in a web shop. An action is search[words] where there is a "
+               "search bar, or click[button] with a button of the page, such as click[buy now]."),
     "sqlgym": Protocol(
-        id_key="env_idx",
-        item_key="item_id",
-        first_observation_keys=(),
-        observation_key="state",
-        observation_is_first=True,
-        has_close=False,
-        prompt=(
-            "Answer the question about a SQLite database. "
-            "An action is one SQL statement in one line."
-        ),
-    ),
+        id_key="env_idx", item_key="item_id", first_observation_keys=(), observation_key="state",
+        observation_is_first=True, has_close=False,
+        prompt="Answer the question about a SQLite database. "
+               "An action is one SQL statement in one line."),
     "alfworld": Protocol(
-        server_name="AlfWorld",
-        item_key="game",
-        reset_extras={"world_type": "Text"},
-        has_close=False,
-        invalid_pattern="Nothing happen",
-        prompt=(
-            "Do a household task. Every turn, answer with one action, such as go to desk 1, open "
-            "drawer 2, take mug 1 from desk 1. The first observation lists the actions that are "
-            "available at the start."
-        ),
-    ),
+        server_name="AlfWorld", item_key="game", reset_extras={"world_type": "Text"},
+        has_close=False, invalid_pattern="Nothing happen",
+        prompt="Do a household task. Every turn, answer with one action, such as go to desk 1, "
+               "open drawer 2, take mug 1 from desk 1. The first observation lists the actions "
+               "that are available at the start."),
     "maze": Protocol(
-        server_name="LMRL-Gym",
-        base_path="maze",
-        item_key="game",
-        has_close=False,
-        prompt=(
-            "Find the way to the goal of a maze. The actions are: move up (the first coordinate "
-            "falls), move down, move left (the second one falls), move right."
-        ),
-    ),
+        server_name="LMRL-Gym", base_path="maze", item_key="game", has_close=False,
+        prompt="Find the way to the goal of a maze. The actions are: move up (the first coordinate "
+               "falls), move down, move left (the second one falls), move right."),
     "wordle": Protocol(
-        server_name="LMRL-Gym",
-        base_path="wordle",
-        item_key="seed",
-        vocabulary_path="filtered_vocab",
-        has_close=False,
-        invalid_pattern="invalid word",
-        prompt=(
-            "Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. "
-            "The answer has g for a letter in its place, y for one that is elsewhere in the word, "
-            "b for one that is not in it. The words that are allowed:\n"
-        ),
-    ),
+        server_name="LMRL-Gym", base_path="wordle", item_key="seed",
+        vocabulary_path="filtered_vocab", has_close=False, invalid_pattern="invalid word",
+        prompt="Guess a word of five letters in six tries. Write a guess with spaces: s h i r e. "
+               "The answer has g for a letter in its place, y for one that is elsewhere in the "
+               "word, b for one that is not in it. The words that are allowed:\n"),
     "weather": _tool_server("answer a question about the weather"),
     "todo": _tool_server("manage a list of things to do"),
     "movie": _tool_server("answer a question about films and the people who made them"),
     "sheet": _tool_server("edit a spreadsheet as you are asked"),
     "academia": _tool_server("answer a question about scientific papers and their authors"),
 }
-
-
-def check_name(name: str, url: str, greeting: str) -> None:
-    """Raise ValueError if the server's reply to GET / names another world than `name`."""
-    named = re.search(r"This is environment ([\w-]+)", greeting)
-    if not named:
-        return
-    # A world that AgentGym does not have is served by worlds/serve.py, which names its class.
-    own = Protocol(server_name=WORLDS.get(name, "").partition(":")[2])
-    protocol = PROTOCOLS.get(name, own)
-    if protocol.base_path and named[1] == protocol.server_name:
-        raise ValueError(
-            f"{name} has an address of its own: {url.rstrip('/')}/{protocol.base_path}/")
-    if named[1] != protocol.server_name:
-        raise ValueError(f"the server at {url} plays {named[1]}, not {name}")
 
 
 class ServerRefused(EnvError):
@@ -238,23 +157,8 @@ class LostEpisode(EnvError):
     """The episode's number may mean another episode by now: nothing is sent with it any more."""
 
 
-class FailedAttempt(Exception):
-    """One attempt at a call got no usable reply; `RemoteEnv` may make another one."""
-
-    def __init__(
-        self, reason: str, unsent: bool = False, transient: bool = True, refused: bool = False
-    ):
-        """unsent: no server got the request. transient: another attempt may succeed. refused: the
-        server answered with a status of 500 or above."""
-        super().__init__(reason)
-        self.reason = reason
-        self.unsent = unsent
-        self.transient = transient
-        self.refused = refused
-
-
 class Server:
-    """What this process knows of the episodes on one server. Any thread may call its methods.
+    """What this process knows of the episodes on one server.
 
     `doubts` counts the signs that the server was restarted. After each of them every episode is
     checked before its next request.
@@ -267,11 +171,6 @@ class Server:
         self.closed: set[int] = set()  # the numbers closed by this process since then
         self.live: weakref.WeakValueDictionary[int, RemoteEnv] = weakref.WeakValueDictionary()
 
-    def doubt(self) -> None:
-        """Note a sign of a restart."""
-        with self.lock:
-            self.doubts += 1
-
     def add(self, number: int, env: "RemoteEnv") -> bool:
         """Note a new episode -> False if its number is that of a live episode of this process.
 
@@ -279,26 +178,15 @@ class Server:
         restart.
         """
         with self.lock:
-            is_free = number not in self.live
-            if number >= FIRST_RANDOM_NUMBER:
-                pass
-            elif number > self.highest or number in self.closed:
-                self.highest = max(self.highest, number)
-            else:
+            is_counted = number < FIRST_RANDOM_NUMBER
+            if is_counted and number <= self.highest and number not in self.closed:
                 self.doubts += 1
-                self.highest = number
+                self.highest = -1
                 self.closed.clear()
+            if is_counted:
+                self.highest = max(self.highest, number)
             self.closed.discard(number)
-            if is_free:
-                self.live[number] = env
-        return is_free
-
-    def remove(self, number: int, closed: bool) -> None:
-        """Note that an episode is not used any more."""
-        with self.lock:
-            self.live.pop(number, None)
-            if closed:
-                self.closed.add(number)
+            return self.live.setdefault(number, env) is env
 
 
 SERVERS: dict[str, Server] = {}  # by address
@@ -312,36 +200,30 @@ class RemoteEnv(Env):
     """
 
     remote = True
+    # The limits are long because a rollout sets shorter deadlines.
+    timeout = 300.0  # seconds for one call, all its attempts together
+    create_timeout = 3600.0  # the same for /create, where some servers start a process
+    tries = 3  # largest number of attempts at a call
 
-    def __init__(
-        self,
-        name: str,  # of the world; a name that is not in PROTOCOLS has the default protocol
-        url: str,
-        prompt: str = "",  # prompt, stop, instant, whole_reply: those of the world, see `Env`
-        stop: tuple[str, ...] = (),
-        instant: bool = False,
-        whole_reply: bool = False,
-        timeout: float = 300.0,  # seconds for one call, all its attempts together
-        create_timeout: float = 3600.0,  # the same for /create, where some servers start a process
-        tries: int = 3,  # largest number of attempts at a call
-    ):
-        """Create the episode on the server. Raises EnvError if that fails.
-
-        The default timeouts are long because a rollout sets shorter deadlines. `instant`
-        is passed on so that a rollout without --arrival_order builds the same batches as with the
-        world in this process.
-        """
+    def __init__(self, name: str, url: str):
+        """Create an episode of the world `name` on the server. Raises EnvError if that fails, and
+        UserError if the world's instructions are in a package that is missing here."""
         self.name = name
         self.protocol = PROTOCOLS.get(name, Protocol())
+        world = Env  # its attributes are the defaults of a world that this project does not have
+        if name in WORLDS:
+            try:
+                world = world_class(name)
+            except UserError:
+                # The world runs on the server, so without its package only its prompt is needed.
+                if not self.protocol.prompt:
+                    raise
+        self.prompt = world.prompt or self.protocol.prompt
+        self.stop = world.stop
+        # So that a rollout without --arrival_order builds the same batches as in this process.
+        self.instant = world.instant
+        self.whole_reply = world.whole_reply or self.protocol.whole_reply
         self.url = url.rstrip("/")
-        self.instructions = prompt
-        self.prompt = prompt  # with the server's vocabulary, if it has one
-        self.stop = stop
-        self.instant = instant
-        self.whole_reply = whole_reply or self.protocol.whole_reply
-        self.timeout = timeout
-        self.create_timeout = create_timeout
-        self.tries = tries
         self.session = requests.Session()
         self.socket = None  # the connection over which the last reply came
         self.server = SERVERS.setdefault(self.url, Server())
@@ -352,9 +234,37 @@ class RemoteEnv(Env):
         self.last = ""
         self.total = 0.0  # sum of the episode's rewards
         self._create_episode()
+        if self.protocol.vocabulary_path:
+            words = self._get(self.protocol.vocabulary_path)
+            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+                raise EnvError(f"{self.url}: no list of words in the reply {words!r:.80}")
+            self.prompt += ", ".join(words)
+
+    @staticmethod
+    def check(name: str, url: str) -> None:
+        """Raise UserError if no server answers at `url` within 10 s, or one that names another
+        world. An episode is not created."""
+        try:
+            # Any answer will do: maze's server has nothing at http://host:port/maze/ itself.
+            with requests.get(url, timeout=(5, 5), stream=True) as reply:
+                # What is there at once: reading a slow body to its end could exceed the limit.
+                greeting = reply.raw.read1(1000, decode_content=True).decode(errors="replace")
+        except (OSError, HTTPError) as e:
+            raise UserError(f"no environment server answers at {url} ({type(e).__name__}); "
+                            "start one or drop --env_url") from e
+        named = re.search(r"This is environment ([\w-]+)", greeting)
+        # A world that AgentGym does not have is served by worlds/serve.py, which names its class.
+        own = Protocol(server_name=WORLDS.get(name, "").partition(":")[2])
+        protocol = PROTOCOLS.get(name, own)
+        if named and named[1] != protocol.server_name:
+            raise UserError(f"the server at {url} plays {named[1]}, not {name}")
+        if named and protocol.base_path:
+            raise UserError(
+                f"{name} has an address of its own: {url.rstrip('/')}/{protocol.base_path}/")
 
     def reset(self, item: int) -> str:
         """Begin the episode of `item` on the server -> the first observation."""
+        protocol = self.protocol
         if self.episode_id is None:
             self._create_episode()
         try:
@@ -366,19 +276,20 @@ class RemoteEnv(Env):
             self._create_episode()
             reply = self._send_reset(item)
         self.total = 0.0
-        if isinstance(reply, dict):
-            self._check_unfinished(reply)
-        keys = self.protocol.first_observation_keys
+        keys = protocol.first_observation_keys
         if not keys:
-            text = reply[0] if isinstance(reply, list) and reply else reply
-            reply = {"observation": text}
             keys = ("observation",)
+            if not isinstance(reply, dict):
+                reply = {"observation": reply[0] if isinstance(reply, list) and reply else reply}
         observation = self._read_observation(reply, keys)
-        if not re.search(self.protocol.opening, observation):
+        self._read(reply, "reward", float, 0.0)  # a reward that is no number is a fault
+        if any(self._read(reply, key, bool, False) for key in protocol.done_keys):
+            raise EnvError(f"{self.url}: /reset began an episode that has ended: {reply!r:.200}")
+        if not re.search(protocol.opening, observation):
             wrong = f"no first observation of {self.name}: {observation!r:.80}"
             raise EnvError(f"{self.url}/reset: {wrong}")
         self.first = self.last = reply[keys[-1]]
-        if self.protocol.observation_differs:
+        if protocol.observation_differs:
             self.last = self._current_observation()
         actions = reply.get("available_actions")  # alfworld; AgentGym's client shows the first ones
         if isinstance(actions, list):
@@ -393,28 +304,18 @@ class RemoteEnv(Env):
         reply = self._call("step", body, repeat=False)
         observation = self._read_observation(reply, (protocol.observation_key,))
         self.last = reply[protocol.observation_key]
-        done_flags = [self._read_value(reply, key, bool) for key in protocol.done_keys]
+        done_flags = [self._read(reply, key, bool) for key in protocol.done_keys]
         done = any(done_flags)
 
         if protocol.score_key:
-            achieved = self._read_value(reply, protocol.score_key, float) / protocol.max_score
+            achieved = self._read(reply, protocol.score_key, float) / protocol.max_score
             achieved = min(1.0, max(0.0, achieved))
             reward = achieved - self.total
-            self.total = achieved
         else:
-            reward = 0.0
             # webarena's replies always have a reward. It counts only with "terminated".
-            if protocol.done_keys == ("done",) or done_flags[0]:
-                reward = self._read_value(reply, "reward", float)
-            achieved = reward
-            self.total += reward
-
-        # "success", "valid" and "progress" come from this project's server only.
-        score = self.total
-        if not protocol.score_key:
-            score = self._read_optional(reply, "score", float, default=score)
-        succeeded = done and achieved >= protocol.success_reward
-        success = self._read_optional(reply, "success", bool, default=succeeded)
+            counts = protocol.done_keys == ("done",) or done_flags[0]
+            achieved = reward = self._read(reply, "reward", float) if counts else 0.0
+        self.total += reward
         looks_valid = not re.match(protocol.invalid_pattern, observation)
         differs = protocol.observation_differs
         if protocol.info_tells_validity:
@@ -422,15 +323,21 @@ class RemoteEnv(Env):
             # After an action that could not be read, /step replies with a message, not the page.
             differs = info is None
             looks_valid = isinstance(info, dict) and not info.get("fail_error")
-        valid = self._read_optional(reply, "valid", bool, default=looks_valid)
+
+        # "success", "valid" and "progress" come from this project's server only.
+        score = self.total
+        if not protocol.score_key:
+            score = self._read(reply, "score", float, score)
+        succeeded = done and achieved >= protocol.success_reward
+        success = self._read(reply, "success", bool, succeeded)
+        valid = self._read(reply, "valid", bool, looks_valid)
         known_progress = self.total if protocol.score_key == "score" else 0.0
-        progress = self._read_optional(reply, "progress", float, default=known_progress)
-        score = min(1.0, max(0.0, score))
+        progress = self._read(reply, "progress", float, known_progress)
         if done and protocol.ended_is_unknown:
             self._close_episode()
         elif differs:
             self.last = self._current_observation()
-        return Step(observation, reward, score, done, success, valid, progress)
+        return Step(observation, reward, min(1.0, max(0.0, score)), done, success, valid, progress)
 
     def close(self) -> None:
         """Close the episode on the server, if it has /close. Never raises; may be called twice."""
@@ -450,11 +357,6 @@ class RemoteEnv(Env):
         self.episode_id = number
         self.last = ""
         self.doubts = self.server.doubts
-        if self.protocol.vocabulary_path:
-            words = self._get(self.protocol.vocabulary_path)
-            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-                raise EnvError(f"{self.url}: no list of words in the reply {words!r:.80}")
-            self.prompt = self.instructions + ", ".join(words)
 
     def _get(self, path, timeout=None):
         """GET `path` of this episode -> the JSON of the reply."""
@@ -483,18 +385,16 @@ class RemoteEnv(Env):
     def _close_episode(self):
         """Close the episode on the server, unless the number may be another episode's by now."""
         number = self.episode_id
-        closed = False
         if number is not None and self.protocol.has_close:
             try:
                 self._call("close", {self.protocol.id_key: number}, timeout=5.0)
-                closed = True
+                self.server.closed.add(number)
             except EnvError:
                 pass  # without its server the episode is gone, too
-        if self.episode_id is not None:
-            self._forget_episode(closed)
+        self._forget_episode()
 
-    def _forget_episode(self, closed=False):
-        self.server.remove(self.episode_id, closed)
+    def _forget_episode(self):
+        self.server.live.pop(self.episode_id, None)
         self.episode_id = None
 
     def _check_episode(self, deadline):
@@ -523,7 +423,7 @@ class RemoteEnv(Env):
         # /reset and /observation put different things before the same observation.
         if not any(a.endswith(b) or b.endswith(a) for a in found for b in known):
             number = self.episode_id
-            self.server.doubt()
+            self.server.doubts += 1
             self._forget_episode()
             raise LostEpisode(f"{self.url}: episode {number} may be another one by now: the server "
                               "does not give its last observation; was the server restarted?")
@@ -536,7 +436,7 @@ class RemoteEnv(Env):
         return not wait_for_read(self.socket, timeout=0.0)  # readable: the server has closed it
 
     def _call(self, path, body, repeat=True, timeout=None):
-        """Send `body` to `path` -> the JSON of the reply. Raises EnvError.
+        """POST `body` to `path`, or GET without a body -> the JSON of the reply. Raises EnvError.
 
         A request that no server got is sent again, up to `tries` attempts. One that the server may
         have handled is sent again only with `repeat`. Whatever goes wrong with an episode is a sign
@@ -549,87 +449,76 @@ class RemoteEnv(Env):
             if has_number:
                 self._check_episode(deadline)
                 self.last = ""  # not known until there is a reply
-            before = self.socket
+            connection = self.socket
+            error, status, was_unsent = None, 0, False
             try:
-                data = self._send_once(url, body, deadline)
+                status, data = self._send(url, body, deadline)
+                reason = f"status {status} {data[:200].decode(errors='replace')}"
+                may_pass = status >= 500
+            except OSError as e:  # requests' exceptions are OSErrors
+                error = e
+                reason = f"{type(e).__name__}: {e}"
+                may_pass = not isinstance(e, ValueError)  # a ValueError: the address is wrong
+                was_unsent = _was_unsent(e)
+            if error is None and status < 400:
                 break
-            except FailedAttempt as failure:
-                if has_number and failure.transient:
-                    self.server.doubt()
-                # Random pauses, because all episodes notice a server's restart at the same moment.
-                pause = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
-                may_repeat = failure.unsent or (failure.transient and repeat)
-                too_late = time.monotonic() + pause > deadline
-                if attempt == self.tries or not may_repeat or too_late:
-                    kind = ServerRefused if failure.refused else EnvError
-                    raise kind(f"{url}: {failure.reason[:300]}") from failure
+            if has_number and may_pass:
+                self.server.doubts += 1
+            # Random pauses, because all episodes notice a server's restart at the same moment.
+            pause = 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+            may_repeat = was_unsent or (may_pass and repeat)
+            too_late = time.monotonic() + pause > deadline
+            if attempt == self.tries or not may_repeat or too_late:
+                kind = ServerRefused if status >= 500 else EnvError
+                raise kind(f"{url}: {reason[:300]}") from error
             time.sleep(pause)
-        if path == "step" and self.socket is not before:
+        if path == "step" and self.socket is not connection:
             # The connection was closed after the check, and the library opened another one.
             self._forget_episode()
             raise LostEpisode(f"{url}: the connection was lost; was the server restarted?")
         try:
-            return _parse_reply(url, data)
-        except ServerRefused:
-            if has_number:
-                self.server.doubt()
-            raise
+            reply = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise EnvError(f"{url}: no JSON: {data[:80]!r}") from e
+        if isinstance(reply, dict) and "error" in reply:
+            self.server.doubts += has_number
+            raise ServerRefused(f"{url}: {reply['error']}")
+        return reply
 
-    def _send_once(self, url, body, deadline):
-        """POST once, or GET without a body -> the bytes of a reply with a status below 400.
-
-        Raises FailedAttempt, and EnvError for a reply that is too large.
-        """
+    def _send(self, url, body, deadline):
+        """One attempt -> (status, bytes of the reply). Raises OSError, and EnvError for a reply
+        that is too large."""
         seconds_left = max(0.01, deadline - time.monotonic())
         timeouts = (min(5.0, seconds_left), seconds_left)  # to connect, between two reads
         method = "GET" if body is None else "POST"
-        try:
-            with self.session.request(
-                method, url, json=body, timeout=timeouts, stream=True
-            ) as response:
-                self.socket = getattr(response.raw.connection, "sock", None)
-                data = read_body(response, url, deadline)
-        except (requests.RequestException, OSError) as e:
-            is_bad_url = isinstance(e, ValueError)
-            reason = f"{type(e).__name__}: {e}"
-            raise FailedAttempt(reason, _was_unsent(e), transient=not is_bad_url) from e
-        status = response.status_code
-        if status >= 400:
-            reason = f"status {status} {data[:200].decode(errors='replace')}"
-            raise FailedAttempt(reason, transient=status >= 500, refused=status >= 500)
-        return data
+        with self.session.request(method, url, json=body, timeout=timeouts, stream=True) as reply:
+            self.socket = getattr(reply.raw.connection, "sock", None)
+            return reply.status_code, read_body(reply, url, deadline)
 
     # ---- the replies ----
 
-    def _check_unfinished(self, reply):
-        """Raise EnvError for a reply to /reset with an episode that has ended, or a bad reward."""
-        if any(self._read_optional(reply, key, bool, False) for key in self.protocol.done_keys):
-            raise EnvError(f"{self.url}: /reset began an episode that has ended: {reply!r:.200}")
-        self._read_optional(reply, "reward", float, 0.0)
-
-    def _read_value(self, reply, key, kind):
-        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is not of that kind."""
+    def _read(self, reply, key, kind, default=None):
+        """reply[key] as `kind`: str, bool or float. Raises EnvError if it is of another kind, or if
+        it is missing and there is no default."""
+        if default is not None and key not in reply:
+            return default
         value = reply.get(key) if isinstance(reply, dict) else None
-        if kind is str:
-            good = isinstance(value, str)
-        elif kind is bool:
+        if kind is bool:
             good = value in (False, True)  # 0 and 1 are accepted
-        else:
+        elif kind is float:
             # nan and inf are no rewards: the comparison is False for them.
             good = isinstance(value, (int, float)) and abs(value) < 1e9
+        else:
+            good = isinstance(value, str)
         if not good:
             wanted = f"'{key}' should be a {kind.__name__}"
             raise EnvError(f"{self.url}: {wanted} in the reply {reply!r:.200}")
         return kind(value)
 
-    def _read_optional(self, reply, key, kind, default):
-        """The value of `key`, or `default` if the reply does not have the key."""
-        return self._read_value(reply, key, kind) if key in reply else default
-
     def _read_observation(self, reply, keys):
         """The texts of `keys`, a line each. Raises ServerRefused for one that says that the
         environment has failed."""
-        text = "\n".join(self._read_value(reply, key, str) for key in keys)
+        text = "\n".join(self._read(reply, key, str) for key in keys)
         if re.match(self.protocol.failure_pattern, text):
             raise ServerRefused(f"{self.url}: {text} in the place of an observation")
         return text
@@ -637,11 +526,8 @@ class RemoteEnv(Env):
 
 def _texts(reply):
     """The texts that are not empty in a reply, or in the values of one."""
-    values = [reply]
-    if isinstance(reply, dict):
-        values = reply.values()
-    elif isinstance(reply, list):
-        values = reply
+    values = reply.values() if isinstance(reply, dict) else reply
+    values = values if isinstance(reply, (dict, list)) else [reply]
     return [value for value in values if isinstance(value, str) and value]
 
 
@@ -669,13 +555,3 @@ def _was_unsent(error):
     # requests wraps urllib3's MaxRetryError, whose `reason` is the cause.
     wrapped = error.args[0] if error.args else None
     return isinstance(getattr(wrapped, "reason", None), NewConnectionError)
-
-
-def _parse_reply(url, data):
-    try:
-        reply = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise EnvError(f"{url}: no JSON: {bytes(data[:80])!r}") from e
-    if isinstance(reply, dict) and "error" in reply:
-        raise ServerRefused(f"{url}: {reply['error']}")
-    return reply

@@ -27,24 +27,17 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import uvicorn
+from anyio import to_thread
+from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse
 from matplotlib.image import imsave
+from pydantic import create_model
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from envs import WORLDS, CommandParser, Env, EnvError, close_quietly, env_options, make_env
-from worlds import openenv
+from envs import WORLDS, CommandParser, Env, EnvError, UserError, close_quietly, env_options
+from envs import load_named, make_env
 from worlds.agentgym import PROTOCOLS, Protocol
-
-try:
-    import uvicorn
-    from anyio import to_thread
-    from fastapi import FastAPI, Query
-    from fastapi.responses import JSONResponse
-    from pydantic import create_model
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-except ModuleNotFoundError as e:  # the extra "serve" is not installed: `serve` says so
-    missing_package = e
-    H11Protocol = object
-else:
-    missing_package = None
 
 LARGEST_BODY = 1 << 20  # bytes; no request of the protocol comes near
 REQUEST_SECONDS = 30.0  # that a client may take to send a request's head, and again for its body
@@ -59,6 +52,7 @@ RESET_FIELDS = {
     + ("observation", "reward", "score", "deleted", "done"),
 }
 REFUSE_AFTER_THE_END = ("babyai", "sciworld")  # whose servers of AgentGym do so until /reset
+APPS = {"agentgym": "worlds.serve:build_app", "openenv": "worlds.openenv:build_app"}
 
 
 class ServedEpisode:
@@ -87,14 +81,12 @@ class EpisodeStore:
         options: dict | None = None,  # keyword arguments of the world
         random_ids: bool = False,  # numbers that cannot be guessed, in place of 0, 1, 2 ...
     ):
-        """Make the first environment. Raises ValueError if the world cannot be made."""
+        """Make the first environment. Raises UserError if the world cannot be made."""
         self.name = name
         self.idle_seconds = idle_seconds
         self.max_episodes = max_episodes
         self.options = options or {}
         self.random_ids = random_ids
-        self.reset_fields = RESET_FIELDS.get(name, RESET_FIELDS["babyai"])
-        self.largest_score = 100 if name == "sciworld" else 1
         self.free_envs = [make_env(name, **self.options)]
         self.episodes: dict[int, ServedEpisode] = {}
         self.next_number = 0
@@ -112,11 +104,9 @@ class EpisodeStore:
                 number = secrets.randbits(53)  # the largest that every JSON reader reads exactly
             episode = ServedEpisode(self.free_envs.pop() if self.free_envs else None)
             self.episodes[number] = episode
-        if episode.env is not None:
-            return number
         try:
             # Not under the lock: some worlds take seconds to make.
-            episode.env = make_env(self.name, **self.options)
+            episode.env = episode.env or make_env(self.name, **self.options)
         except BaseException:
             with self.lock:
                 del self.episodes[number]
@@ -156,65 +146,41 @@ class EpisodeStore:
                 episode.last_used = time.monotonic()
 
     def reset(self, number: int, item: int) -> dict:
-        """Begin item number `item` in the episode -> /reset's reply."""
+        """Begin item number `item` in the episode -> the fields of every world's /reset, and
+        "text", the first observation as in this process."""
         with self.use(number, must_be_reset=False) as episode:
             env = episode.env
             episode.last_reply = {}  # if the environment fails, the episode is not reset
-            observation = env.reset(item)
-            reply = {
-                "id": number,
-                "observation": observation,
-                "reward": 0,
-                "score": 0,
-                "deleted": False,
-                "done": False,
-            }
+            text = env.reset(item)
+            reply = {"id": number, "text": text, "observation": text, "reward": 0, "score": 0,
+                     "deleted": False, "done": False}
             if self.name == "sciworld":
-                reply["task_name"] = env.task_name
-                reply["var_num"] = env.variation
-                reply["task_description"] = env.task_description
-                reply["observation"] = observation.removeprefix(env.task_description + "\n")
+                reply |= {"task_name": env.task_name, "var_num": env.variation,
+                          "task_description": env.task_description,
+                          "observation": text.removeprefix(env.task_description + "\n")}
             if self.name == "webarena":
-                reply["sites"] = env.sites
-                reply["object"] = env.objective
+                reply |= {"sites": env.sites, "object": env.objective}
             episode.last_reply = reply
-            return {key: reply[key] for key in self.reset_fields}
+            return reply
 
     def step(self, number: int, action: str) -> dict:
         """Take the action in the episode -> /step's reply."""
         with self.use(number) as episode:
             step = episode.env.step(action)
-            reply = {
-                "observation": step.observation,
-                "reward": self._points(step.reward),
-                "score": self._points(step.score),
-                "done": bool(step.done),
-            }
+            reply = {"observation": step.observation, "reward": self._points(step.reward),
+                     "score": self._points(step.score), "done": step.done}
             episode.last_reply.update(reply)
-            if self.name == "textcraft":
-                del reply["score"]
-            if self.name == "webarena":
-                reply["terminated"] = reply.pop("done")
-                reply["truncated"] = False
-                reply["info"] = None
-            # AgentGym's replies do not have these. With them this project's client need not guess.
-            reply["success"] = bool(step.success)
-            reply["valid"] = bool(step.valid)
-            reply["progress"] = float(step.progress)
-            return reply
+        if self.name == "textcraft":
+            del reply["score"]
+        if self.name == "webarena":
+            reply |= {"terminated": reply.pop("done"), "truncated": False, "info": None}
+        # AgentGym's replies do not have these. With them this project's client need not guess.
+        return reply | {"success": step.success, "valid": step.valid, "progress": step.progress}
 
     def _points(self, value):
         """A reward or score in the units of AgentGym's server, whole numbers as ints."""
-        points = float(value)
-        if self.largest_score != 1:
-            points = round(points * self.largest_score, 6)
+        points = round(100 * value, 6) if self.name == "sciworld" else value
         return int(points) if points.is_integer() else points
-
-    def detail(self, number: int) -> dict:
-        """The fields of /reset's reply and "deleted", as of the last request."""
-        with self.use(number) as episode:
-            keys = (*self.reset_fields, "deleted")
-            return {key: episode.last_reply[key] for key in keys if key != "id"}
 
     def close(self, number: int, only_idle: bool = False) -> bool:
         """Close the episode -> whether there was one. only_idle: not if it was used again."""
@@ -223,9 +189,8 @@ class EpisodeStore:
             return False
         with episode.lock:  # wait for the request that uses it
             with self.lock:
-                if number not in self.episodes:
-                    return False
-                if only_idle and not self._is_idle(episode):
+                is_closed = number not in self.episodes
+                if is_closed or (only_idle and not self._is_idle(episode)):
                     return False
                 del self.episodes[number]
             if episode.reusable:
@@ -239,11 +204,8 @@ class EpisodeStore:
         with self.lock:
             # A request that uses an episode holds its lock. An episode without an environment is
             # still being made.
-            idle = [
-                number
-                for number, episode in self.episodes.items()
-                if episode.env and self._is_idle(episode) and not episode.lock.locked()
-            ]
+            idle = [number for number, episode in self.episodes.items()
+                    if episode.env and self._is_idle(episode) and not episode.lock.locked()]
         for number in idle:
             self.close(number, only_idle=True)
 
@@ -252,24 +214,26 @@ class EpisodeStore:
 
     def close_envs(self) -> None:
         """Close all environments, also those of episodes that were not closed."""
-        for env in self.free_envs:
-            close_quietly(env)
-        for episode in self.episodes.values():
-            if episode.env:
-                close_quietly(episode.env)
+        for env in [*self.free_envs, *(episode.env for episode in self.episodes.values())]:
+            if env:
+                close_quietly(env)
 
 
-def build_app(store: EpisodeStore) -> "FastAPI":
-    """The paths of the protocol, as an ASGI application."""
+def build_app(store: EpisodeStore, max_threads: int) -> FastAPI:
+    """The paths of AgentGym's protocol, as an ASGI application.
+
+    max_threads: requests handled at the same time; each holds a thread.
+    """
 
     @asynccontextmanager
     async def lifespan(app):
-        to_thread.current_default_thread_limiter().total_tokens = MAX_THREADS
+        to_thread.current_default_thread_limiter().total_tokens = max_threads
         yield
 
     app = FastAPI(lifespan=lifespan)
     name = store.name
     protocol = PROTOCOLS.get(name, Protocol())
+    reset_fields = RESET_FIELDS.get(name, RESET_FIELDS["babyai"])
     id_key = protocol.id_key
     IdBody = create_model("IdBody", **{id_key: (int, ...)})
     ItemBody = create_model("ItemBody", __base__=IdBody, **{protocol.item_key: (int, ...)})
@@ -279,6 +243,10 @@ def build_app(store: EpisodeStore) -> "FastAPI":
     @app.exception_handler(ValueError)
     def report_failure(request, e):
         return JSONResponse({"error": str(e)})  # with status 200, as AgentGym's servers do
+
+    def reset_reply(number, item):
+        reply = store.reset(number, item)
+        return {key: reply[key] for key in reset_fields}
 
     @app.get("/")
     def about():
@@ -293,12 +261,12 @@ def build_app(store: EpisodeStore) -> "FastAPI":
         reply = {id_key: number}
         if name == "textcraft":
             # Its episode n starts with item n, whatever the body's "commands" and "goal" are.
-            reply |= store.reset(number, number if not store.random_ids else 0)
+            reply |= reset_reply(number, 0 if store.random_ids else number)
         return reply
 
     @app.post("/reset")
     def reset(body: ItemBody):
-        reply = store.reset(getattr(body, id_key), getattr(body, protocol.item_key))
+        reply = reset_reply(getattr(body, id_key), getattr(body, protocol.item_key))
         return reply if protocol.first_observation_keys else reply["observation"]
 
     @app.post("/step")
@@ -309,14 +277,16 @@ def build_app(store: EpisodeStore) -> "FastAPI":
     def close(body: IdBody):
         return store.close(getattr(body, id_key))
 
-    @app.get("/observation")
-    def observation(number: int = Query(alias=id_key)):
-        reply = store.detail(number)
-        return reply if name == "babyai" else reply["observation"]
-
     @app.get("/detail")
     def detail(number: int = Query(alias=id_key)):
-        return store.detail(number)
+        with store.use(number) as episode:
+            keys = (*reset_fields, "deleted")
+            return {key: episode.last_reply[key] for key in keys if key != "id"}
+
+    @app.get("/observation")
+    def observation(number: int = Query(alias=id_key)):
+        reply = detail(number)
+        return reply if name == "babyai" else reply["observation"]
 
     if name == "sciworld":
 
@@ -327,7 +297,7 @@ def build_app(store: EpisodeStore) -> "FastAPI":
 
         @app.get("/task_description")
         def task_description(number: int = Query(alias="id")):
-            return {"task_description": store.detail(number)["task_description"]}
+            return {"task_description": detail(number)["task_description"]}
 
         @app.get("/action_hint")
         def action_hint(number: int = Query(alias="id")):
@@ -349,7 +319,7 @@ def build_app(store: EpisodeStore) -> "FastAPI":
     return app
 
 
-def limit_bodies(app: "FastAPI") -> Any:
+def limit_bodies(app: Any) -> Any:
     """Wrap the ASGI application: it sees a request only when its body is complete. A body over
     LARGEST_BODY gets status 413, one that takes longer than REQUEST_SECONDS status 408."""
 
@@ -360,8 +330,8 @@ def limit_bodies(app: "FastAPI") -> Any:
             body = await asyncio.wait_for(read_body(receive), REQUEST_SECONDS)
         except asyncio.TimeoutError:
             return await JSONResponse({"detail": "the body is late"}, 408)(scope, receive, send)
-        except ValueError as e:
-            return await JSONResponse({"detail": str(e)}, 413)(scope, receive, send)
+        if len(body) > LARGEST_BODY:
+            return await JSONResponse({"detail": "the body is large"}, 413)(scope, receive, send)
         complete = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again():
@@ -373,17 +343,14 @@ def limit_bodies(app: "FastAPI") -> Any:
 
 
 async def read_body(receive: Any) -> bytes:
-    """Read a request's body, whatever length its head promised. Raises ValueError if it is too
-    large."""
-    body = bytearray()
+    """Read a request's body, whatever length its head promised, until it is too large."""
+    body = b""
     more = True
-    while more:
+    while more and len(body) <= LARGEST_BODY:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)  # False, too, when the client has left
-        if len(body) > LARGEST_BODY:
-            raise ValueError("the body is too large")
-    return bytes(body)
+    return body
 
 
 class LimitedHTTP(H11Protocol):
@@ -422,112 +389,78 @@ class LimitedHTTP(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the port (0: any free one). Raises ValueError if it is in use or does not exist."""
+    """Open the port (0: any free one)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as e:
-        raise ValueError(f"cannot listen on {host}:{port}: {e}") from e
+    listener = socket.create_server((host, port), family=family, backlog=1024)
     # Without TCP_NODELAY every reply waits 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def serve(
-    name: str,
-    host: str = "127.0.0.1",
-    port: int = 36001,
-    idle_seconds: float = 3600.0,
-    max_episodes: int = 0,
-    options: dict | None = None,
-    random_ids: bool | None = None,
-    protocol: str = "agentgym",
-) -> None:
-    """Serve the world `name`, made with the keyword arguments `options`, until SIGTERM or Ctrl-C.
+def serve(args: argparse.Namespace) -> None:
+    """Serve the world `args.env` until SIGTERM or Ctrl-C.
 
-    random_ids: numbers of episodes that cannot be guessed; None: on any address but loopback.
-    protocol: "agentgym" or "openenv".
-
-    Raises ValueError if that is impossible: unknown world, FastAPI not installed, port in use.
+    Raises UserError or OSError if that is impossible: unknown world, a package not installed, port
+    in use.
     """
-    if name not in WORLDS:
-        raise ValueError(f"unknown environment '{name}'; choose from {', '.join(WORLDS)}")
-    if missing_package:
-        needs = 'serving needs FastAPI and uvicorn: pip install -e ".[serve]"'
-        raise ValueError(needs) from missing_package
-    if protocol == "openenv" and openenv.missing_package:
-        needs = 'OpenEnv needs the package websockets: pip install -e ".[serve,openenv]"'
-        raise ValueError(needs) from openenv.missing_package
-    listener = listen(host, port)
+    if not args.idle_seconds > 0:
+        raise UserError(f"--idle_seconds must be positive, not {args.idle_seconds}")
+    build = load_named(args.protocol, APPS, "protocol")
+    options = env_options(args.env_args, [args.env]).get(args.env)
+    listener = listen(args.host, args.port)
+    random_ids = args.random_ids
     if random_ids is None:
         random_ids = not ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-    store = EpisodeStore(name, idle_seconds, max_episodes, options, random_ids)
-    app = build_app(store) if protocol == "agentgym" else openenv.build_app(store, MAX_THREADS)
+    store = EpisodeStore(args.env, args.idle_seconds, args.max_episodes, options, random_ids)
     config = uvicorn.Config(
-        limit_bodies(app),
-        http=LimitedHTTP,
-        ws_max_size=LARGEST_BODY,
-        log_level="warning",
-        timeout_graceful_shutdown=5,
-        timeout_keep_alive=600,
-    )
+        limit_bodies(build(store, MAX_THREADS)), http=LimitedHTTP, ws_max_size=LARGEST_BODY,
+        log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=600)
     server = uvicorn.Server(config)
+
+    def stop(*_):
+        """End the server. Requests under way have 5 s (timeout_graceful_shutdown) to finish.
+        Python cannot end a thread in which a world hangs, so a timer ends the whole process."""
+        server.should_exit = True
+        timer = threading.Timer(SECONDS_TO_STOP, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+    def reap_until_stopped():
+        while not server.should_exit:
+            time.sleep(min(10.0, store.idle_seconds / 4))
+            store.reap()
+
     # Replaces uvicorn's signal handler: a world that hangs must not keep the process alive.
-    server.handle_exit = lambda *_: _stop(server)
-    threading.Thread(target=_reap_until_stopped, args=(server, store), daemon=True).start()
-    shown = f"[{host}]" if ":" in host else host
-    print(f"{name} on http://{shown}:{listener.getsockname()[1]}", flush=True)
+    server.handle_exit = stop
+    threading.Thread(target=reap_until_stopped, daemon=True).start()
+    shown = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"{args.env} on http://{shown}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
     store.close_envs()
 
 
-def _stop(server):
-    """End the server. Requests under way have 5 s (timeout_graceful_shutdown) to finish.
-
-    Python cannot end a thread in which a world hangs, so a timer ends the whole process.
-    """
-    server.should_exit = True
-    timer = threading.Timer(SECONDS_TO_STOP, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-
-
-def _reap_until_stopped(server, store):
-    while not server.should_exit:
-        time.sleep(min(10.0, store.idle_seconds / 4))
-        store.reap()
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command -> its exit code: 2 and one line on stderr for bad usage."""
-    parser = CommandParser(
-        prog="envs.py",
-        description="Serve a world in AgentGym's protocol or OpenEnv's.",
-        allow_abbrev=False,
-    )
+    parser = CommandParser(prog="envs.py", allow_abbrev=False,
+                           description="Serve a world in AgentGym's protocol or OpenEnv's.")
     add = parser.add_argument
     add("command", choices=["serve"], help="or play: see python envs.py play --help")
-    add("--env", default="babyai", help=", ".join(WORLDS))
-    add("--protocol", default="agentgym", choices=["agentgym", "openenv"])
+    add("--env", default="babyai", choices=WORLDS)
+    add("--protocol", default="agentgym", choices=APPS)
     add("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in: there is no password")
     add("--port", type=int, default=36001, help="0: any free one; the first line says which")
-    idle_help = "an episode that nobody touched for so long is closed"
-    add("--idle_seconds", type=float, default=3600.0, help=idle_help)
+    add("--idle_seconds", type=float, default=3600.0,
+        help="an episode that nobody touched for so long is closed")
     add("--max_episodes", type=int, default=0, help="at a time; 0: no limit")
-    ids_help = "numbers of episodes that cannot be guessed; default: unless --host is loopback"
-    add("--random_ids", action=argparse.BooleanOptionalAction, help=ids_help)
+    add("--random_ids", action=argparse.BooleanOptionalAction,
+        help="numbers of episodes that cannot be guessed; default: unless --host is loopback")
     add("--env_args", default="", help="keyword arguments of the world: searchqa.topk=5")
     try:
-        args = parser.parse_args(argv)
-        if not 0 < args.idle_seconds < float("inf") or args.max_episodes < 0:
-            raise ValueError(
-                "--idle_seconds must be positive and --max_episodes must not be negative"
-            )
-        options = env_options(args.env_args, [args.env]).get(args.env)
-        serve(args.env, args.host, args.port, args.idle_seconds, args.max_episodes, options,
-              args.random_ids, args.protocol)
-    except ValueError as e:
-        message = " ".join(str(e).split())
-        print(f"envs.py: {message}", file=sys.stderr)
+        serve(parser.parse_args(argv))
+    except ModuleNotFoundError as e:  # of the protocol
+        print(f"envs.py: {e}; pip install -e \".[serve,openenv]\"", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, OverflowError) as e:
+        print("envs.py:", " ".join(str(e).split()), file=sys.stderr)
         return 2
     return 0
