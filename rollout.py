@@ -41,6 +41,7 @@ from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
 from rl import compute_paths_of, length_dependence
 from trajectory import Status, Trajectory
+from worlds.agentgym import LENIENT
 
 # ---- settings ----
 
@@ -59,7 +60,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     action_format: str = "react"
-    parse: str = "lenient"  # or "strict"; see `agent.parse`
+    parse: str = "lenient"  # as AgentGym's client of the world chooses; or "strict"
     agent: str | Callable = "react"  # a generator function, or its name: see `agent.load_agent`
     agent_args: str = ""  # its settings, NAME=VALUE
     history: str | None = None  # "append", "template": see `agent.Chat`
@@ -105,9 +106,9 @@ class RolloutConfig:
     def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
         """An episode of `item`, "babyai_17", as its agent sees it."""
         world, _ = split_item(item)
-        return Play(env, item, horizon, self.load_agent(), self.action_format,
-                          world if self.parse == "lenient" else "", self.prompt_texts.get(world),
-                          step, self.deadline)
+        choose = LENIENT.get(world) if self.parse == "lenient" else None
+        return Play(env, item, horizon, self.load_agent(), self.action_format, choose,
+                    self.prompt_texts.get(world, {}), step, self.deadline)
 
 
 def limit_for(limit: int | float | dict, world: str) -> int | float:
@@ -195,8 +196,8 @@ class Conversation:
             in_turns = roles == (["user", "assistant"] * len(new))[: len(new)]
             extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
             if extends and new and in_turns:
-                return self.chat.turns(new, closed, self.max_length), False
-        ids = self.chat.prompt(prompt, self.play.tools, self.sampled, self.max_length)
+                return self.chat.turns(new, closed), False
+        ids = self.chat.prompt(prompt, self.play.tools, self.sampled)
         held = self.trajectory.segment() if reply is not None else []
         if held and ids[: len(held)] == held:
             return ids[len(held):], False
