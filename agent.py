@@ -471,8 +471,9 @@ def load_agent(agent: str | Callable[..., Agent], agent_args: str = "") -> Calla
 
 def settings_of(agent_args: str, plan: bool = False, reflect: bool = False) -> str:
     """--agent_args with --plan and --reflect."""
-    flags = {"plan": True} * plan | {"reflect": True} * reflect
-    return json.dumps(read_settings(agent_args, "--agent_args") | flags)
+    flags = {"plan": plan, "reflect": reflect}
+    given = {name: True for name, is_set in flags.items() if is_set}
+    return json.dumps(read_settings(agent_args, "--agent_args") | given)
 
 
 def hash_of_sources(agent: str, agent_args: str = "") -> str:
