@@ -1,4 +1,5 @@
-"""The agent's side of the text: prompts, action formats, and chat rendering turn by turn.
+"""The agent's side of the text: action formats, the episode as an agent sees it, agents, and
+messages as token ids.
 
 An agent is a generator: it yields the messages that the model is to answer, and is sent the reply.
 `Play` is the episode as its agent sees it. `Chat` turns messages into token ids.
@@ -17,57 +18,53 @@ import importlib.util
 import inspect
 import json
 import math
-import multiprocessing
 import re
-import resource
-import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import datetime
-from functools import cached_property
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment
 
 from envs import AgentError, Env, EnvError, Step, load_named, raise_if_item_unknown
 from envs import read_settings, split_item, with_settings
-
-if TYPE_CHECKING:  # transformers is not needed to play by hand
-    from transformers import PreTrainedTokenizerBase
+from models.template import MARK, MARKS, Tokenizer, try_template, write
 
 # ---- texts that are shown to the agent ----
 
+
+def reply_with(action: str, action_format: str = "plain", thought: str = "") -> str:
+    """A reply in which `parse` finds `action`: how the reply of an expert reads.
+
+    >>> print(reply_with("turn left", "react", "a wall"))
+    Thought: a wall
+    Action: turn left
+    """
+    call = {"thought": thought, "name": "act", "arguments": {"action": action}}
+    comment = thought.replace("\n", "\n# ")
+    return {
+        "plain": action,
+        "react": f"Thought: {thought}\nAction: {action}",
+        "tags": f"<think> {thought} </think>\n<action> {action} </action>",
+        "backticks": f"{thought}\n```{action}```",
+        "json": json.dumps(call),
+        "code": f"```python\n# {comment}\nact({json.dumps(action, ensure_ascii=False)})\n```",
+    }[action_format]
+
+
+THINK_FIRST = "\n\nThink first, then act. Answer in this form:\n"
+THOUGHT = "what you see and what to do next"
 FORMATS = {  # action format -> the text that describes it, appended to the environment's prompt
     "plain": "",
-    "react": (
-        "\n\nThink first, then act. Answer in this form:\n"
-        "Thought: what you see and what to do next\n"
-        "Action: one action, nothing else"),
-    "tags": (
-        "\n\nThink first, then act. Answer in this form:\n"
-        "<think> what you see and what to do next </think>\n"
-        "<action> one action, nothing else </action>"),
-    "backticks": (
-        "\n\nThink first, then give one action between triple backticks, "
-        "and nothing else between them:\n"
-        "```action```"),
-    "json": (
-        "\n\nAnswer with one function call in JSON:\n"
-        '{"thought": "what you see and what to do next", '
-        '"name": "act", "arguments": {"action": "one action"}}'),
-    "code": (
-        "\n\nAnswer with a block of Python that calls act once, thoughts as comments:\n"
-        "```python\n"
-        "# what you see and what to do next\n"
-        'act("one action")\n'
-        "```"),
+    "react": THINK_FIRST + reply_with("one action, nothing else", "react", THOUGHT),
+    "tags": THINK_FIRST + reply_with("one action, nothing else", "tags", THOUGHT),
+    "backticks": "\n\nThink first, then give one action between triple backticks, "
+                 "and nothing else between them:\n```action```",
+    "json": "\n\nAnswer with one function call in JSON:\n"
+            + reply_with("one action", "json", THOUGHT),
+    "code": "\n\nAnswer with a block of Python that calls act once, thoughts as comments:\n"
+            + reply_with("one action", "code", THOUGHT),
 }
-ONE_ACTION = "There must be one action in your reply, but there {}."
-SEE_FORMAT = " Answer in the form that you were told at the start."
 PLAN = ("\n\nBefore you act, write a plan: "
         "in a few short lines, the steps that you expect to take. No action yet.")
 REFLECT = ("\n\nThat was no action that can be taken. "
@@ -81,104 +78,20 @@ FIRST_REPLY = "OK"  # the fixed reply to the instructions
 
 
 def instructions(prompt: str, action_format: str = "plain") -> str:
-    """The first user message: the environment's `prompt` and a description of the action format.
-
-    Raises ValueError for an unknown format.
-    """
-    if action_format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ValueError(f"unknown action format '{action_format}'; choose from {known}")
+    """The first user message: the environment's `prompt` and a description of the action format."""
     return (prompt + FORMATS[action_format]).strip()
 
 
 # ---- from a reply to its action ----
 
-
-def actions_in(reply: str, action_format: str = "plain") -> list[str]:
-    """All actions in a reply, in order.
-
-    [] for a reply that is cut off before its first action is complete. Never raises.
-    """
-    if action_format == "react":
-        return [part.strip() for part in reply.split("Action:")[1:]]
-    if action_format == "tags":
-        return _actions_in_tags(reply)
-    if action_format == "backticks":
-        return [part.strip() for part in re.findall(r"```(.*?)```", reply, re.DOTALL)]
-    if action_format == "json":
-        return _actions_in_json(reply)
-    if action_format == "code":
-        return _actions_in_code(reply)
-    return [reply.strip()]
+# (a reply, the actions in it, the reply itself where react finds none in it) -> the action.
+Choice = Callable[[str, list[str], str], str]
+PARSES = ("strict", "lenient")  # lenient: as AgentGym's client of the world chooses
 
 
-def _actions_in_tags(reply: str) -> list[str]:
-    """The texts of all <action> tags, and all <search> and <answer> tags.
-
-    <search> and <answer> are SearchQA's own actions. They keep their tags.
-    """
-    reply = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
-    found = []
-    for tag, text in re.findall(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL):
-        action = text if tag == "action" else f"<{tag}>{text}</{tag}>"
-        found.append(action.strip())
-    return found
-
-
-def _actions_in_json(reply: str) -> list[str]:
-    """The actions of all JSON objects in a reply that call the function "act"."""
-    found = []
-    start = reply.find("{")
-    while start >= 0:
-        try:
-            call, end = json.JSONDecoder().raw_decode(reply, start)
-        except (ValueError, RecursionError):
-            # No JSON object begins at this brace. Try the next one.
-            start = reply.find("{", start + 1)
-            continue
-        arguments = call.get("arguments", {})
-        action = arguments.get("action") if isinstance(arguments, dict) else None
-        if call.get("name") == "act" and isinstance(action, str):
-            found.append(action.strip())
-        start = reply.find("{", end)
-    return found
-
-
-def _actions_in_code(reply: str) -> list[str]:
-    """The actions of all calls of `act` in the Python blocks of a reply.
-
-    The code is parsed and never run. A call whose argument is not exactly one string literal gives
-    the action "".
-    """
-    found = []
-    for block in re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", reply, re.DOTALL):
-        try:
-            nodes = list(ast.walk(ast.parse(block)))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        for node in nodes:
-            if not isinstance(node, ast.Call):
-                continue
-            if isinstance(node.func, ast.Name) and node.func.id == "act":
-                found.append(_string_argument(node))
-    return found
-
-
-def _string_argument(call: ast.Call) -> str:
-    """The argument of a call whose only argument is a string literal, else ""."""
-    if len(call.args) != 1 or call.keywords:
-        return ""
-    argument = call.args[0]
-    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        return argument.value.strip()
-    return ""
-
-
-def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str:
+def parse(reply: str, action_format: str = "plain", choose: Choice | None = None) -> str:
     """The action in a reply, or "" (which no environment accepts) if there is not exactly one.
-
-    lenient_as: a world. Replies are then read as AgentGym's client of that world reads them (see
-    `LENIENT`), or strictly if `LENIENT` does not have the world. Never raises.
+    choose: chooses it in another way. Never raises.
 
     >>> parse(" turn left\\n")
     'turn left'
@@ -194,95 +107,66 @@ def parse(reply: str, action_format: str = "plain", lenient_as: str = "") -> str
     'turn left'
     >>> parse("I go. ```turn left```", "backticks")
     'turn left'
-    >>> parse("Action: [turn left].\\nA wall", "react", lenient_as="babyai")
-    'turn left'
     """
-    if lenient_as in LENIENT:
-        return LENIENT[lenient_as](reply, action_format)
     found = actions_in(reply, action_format)
+    if choose is not None:
+        bare = reply.strip() if action_format == "react" and not found else ""
+        return choose(reply, found, bare)
     return found[0] if len(found) == 1 else ""
 
 
-# How AgentGym's clients choose an action from a reply (agentenv/envs/*.py at 3ef9235). They read
-# react, and JSON and code in forms that differ from ours. Here each client's choice applies to
-# every format. Only in react can a reply without "Action:" count as an action.
+def actions_in(reply: str, action_format: str = "plain") -> list[str]:
+    """All actions in a reply, in order.
 
-
-def _only_words(reply: str, action_format: str) -> str:
-    """The first line of the only action, without punctuation other than commas."""
-    found = actions_in(reply, action_format)
-    if len(found) != 1:
-        return ""
-    first_line = found[0].partition("\n")[0]
-    return " ".join(re.sub("[^A-Za-z0-9, ]", "", first_line).split())
-
-
-def _last(reply: str, action_format: str) -> str:
-    """The last action."""
-    found = actions_in(reply, action_format)
-    return found[-1] if found else ""
-
-
-def _first_or_bare(reply: str, action_format: str) -> str:
-    """The first action; in react without any, the whole reply."""
-    found = actions_in(reply, action_format)
-    if not found and action_format == "react":
-        return reply.strip()
-    return found[0] if found else ""
-
-
-def _last_or_bare_call(reply: str, action_format: str) -> str:
-    """The last action; in react without any, the whole reply if it has a search or a click."""
-    has_call = "search[" in reply or "click[" in reply
-    if has_call and action_format == "react" and "Action:" not in reply:
-        return reply.strip()
-    return _last(reply, action_format)
-
-
-def _sql(reply: str, action_format: str) -> str:
-    """The last block of SQL between code fences; without any, the last action or the reply."""
-    if "```sql" in reply:
-        text = reply.split("```sql")[-1]
-    elif action_format == "react" and "Action:" not in reply:
-        text = reply
-    else:
-        text = _last(reply, action_format)
-    return text.split("```")[0].strip()
-
-
-LENIENT: dict[str, Callable[[str, str], str]] = {  # world -> (reply, action format) -> the action
-    "babyai": _only_words,
-    "textcraft": _only_words,
-    "sciworld": _last,
-    "alfworld": _last,
-    "webshop": _last_or_bare_call,
-    "sqlgym": _sql,
-    "maze": _first_or_bare,
-    "wordle": _first_or_bare,
-}
-PARSES = ("strict", "lenient")
-
-
-def reply_with(action: str, action_format: str = "plain", thought: str = "") -> str:
-    """A reply in which `parse` finds `action`: how the reply of an expert reads.
-
-    >>> print(reply_with("turn left", "react", "a wall"))
-    Thought: a wall
-    Action: turn left
+    [] for a reply that is cut off before its first action is complete. Never raises.
     """
+    found = [reply]
     if action_format == "react":
-        return f"Thought: {thought}\nAction: {action}"
-    if action_format == "tags":
-        return f"<think> {thought} </think>\n<action> {action} </action>"
-    if action_format == "backticks":
-        return f"{thought}\n```{action}```"
-    if action_format == "json":
-        call = {"thought": thought, "name": "act", "arguments": {"action": action}}
-        return json.dumps(call)
-    if action_format == "code":
-        comment = thought.replace("\n", "\n# ")
-        return f"```python\n# {comment}\nact({json.dumps(action, ensure_ascii=False)})\n```"
-    return action
+        found = reply.split("Action:")[1:]
+    elif action_format == "tags":
+        # <search> and <answer> are SearchQA's own actions. They keep their tags.
+        said = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
+        tags = re.findall(r"<(action|search|answer)>(.*?)</\1>", said, re.DOTALL)
+        found = [text if tag == "action" else f"<{tag}>{text}</{tag}>" for tag, text in tags]
+    elif action_format == "backticks":
+        found = re.findall(r"```(.*?)```", reply, re.DOTALL)
+    elif action_format == "json":
+        found = _actions_in_json(reply)
+    elif action_format == "code":
+        found = _actions_in_code(reply)
+    return [action.strip() for action in found]
+
+
+def _actions_in_json(reply: str) -> list[str]:
+    """The actions of all JSON objects in a reply that call the function "act"."""
+    found, end = [], 0
+    while (start := reply.find("{", end)) >= 0:
+        try:
+            call, end = json.JSONDecoder().raw_decode(reply, start)
+        except (ValueError, RecursionError):  # no JSON object begins at this brace
+            call, end = None, start + 1
+        match call:
+            case {"name": "act", "arguments": {"action": str(action)}}:
+                found.append(action)
+    return found
+
+
+def _actions_in_code(reply: str) -> list[str]:
+    """The actions of all calls of `act` in the Python blocks of a reply.
+
+    The code is parsed and never run. A call whose argument is not exactly one string literal gives
+    the action "".
+    """
+    found = []
+    for block in re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", reply, re.DOTALL):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            for node in ast.walk(ast.parse(block)):
+                match node:
+                    case ast.Call(ast.Name("act"), [ast.Constant(str(action))], []):
+                        found.append(action)
+                    case ast.Call(ast.Name("act")):
+                        found.append("")
+    return found
 
 
 def complaint(reply: str, action_format: str) -> str:
@@ -293,23 +177,17 @@ def complaint(reply: str, action_format: str) -> str:
     Answer in the form that you were told at the start.
     """
     num_actions = len(actions_in(reply, action_format))
-    text = ONE_ACTION.format(f"are {num_actions}" if num_actions > 1 else "is none")
-    if FORMATS[action_format]:
-        text += SEE_FORMAT
-    return text
+    seen = f"are {num_actions}" if num_actions > 1 else "is none"
+    hint = " Answer in the form that you were told at the start." if FORMATS[action_format] else ""
+    return f"There must be one action in your reply, but there {seen}.{hint}"
 
 
-# ---- agents ----
+# ---- an episode as its agent sees it ----
 
 Messages = list[dict[str, str]]  # of a chat: {"role": "user" or another, "content": text}
 # A generator. It yields the messages that the model is to answer, and is sent the model's reply.
 # The episode ends when it returns, or after `horizon` replies.
 Agent = Generator[Messages, str, None]
-AGENTS = {  # name -> "module:function"
-    "react": "agent:react",
-    "window": "agent:window",
-    "summary": "agent:summary",
-}
 
 
 def user(text: str) -> dict[str, str]:
@@ -322,15 +200,10 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+@dataclass(eq=False)
 class Play:
     """One episode as its agent sees it: the environment, with every step credited to the reply that
     the agent was sent last.
-
-    item: "babyai_17". horizon: the largest number of replies. make_agent: the agent's function with
-    its settings, see `load_agent`. lenient_as: see `parse`. texts: {"prompt": ..., "reply": ...}:
-    "prompt" replaces the whole first message (the world's instructions and the action format),
-    "reply" replaces FIRST_REPLY. training_step: 0 in evaluation. deadline: seconds that the agent
-    and its environment have between two replies.
 
     An agent may set `kind`: what the next reply is, if not an action. Credit by state compares only
     replies of one kind. It may set `tools`, a list in OpenAI's form, for templates that show them.
@@ -341,19 +214,19 @@ class Play:
     count.
     """
 
-    def __init__(self, env: Env, item: str, horizon: int,
-                 make_agent: "Callable[[Play], Agent] | None" = None, action_format: str = "plain",
-                 lenient_as: str = "", texts: dict[str, str] | None = None, training_step: int = 0,
-                 deadline: float = 60.0):
-        self.env = env
-        self.item = item
-        self.number = split_item(item)[1]
-        self.horizon = horizon
-        self.action_format = action_format
-        self.lenient_as = lenient_as
-        self.texts = texts or {}
-        self.training_step = training_step
-        self.deadline = deadline
+    env: Env
+    item: str  # "babyai_17"
+    horizon: int  # the largest number of replies
+    make_agent: "Callable[[Play], Agent] | None" = None  # see `load_agent`; None: react
+    action_format: str = "plain"
+    choose: Choice | None = None  # see `parse`
+    # "prompt" replaces the whole first message, "reply" the fixed reply to it.
+    texts: dict[str, str] = field(default_factory=dict)
+    training_step: int = 0  # 0 in evaluation
+    deadline: float = 60.0  # seconds that the agent and its environment have between two replies
+
+    def __post_init__(self):
+        self.number = split_item(self.item)[1]
         self.tools: list[dict] | None = None
         self.turns = 0
         self.turn = Step("")
@@ -361,7 +234,7 @@ class Play:
         self.kind = ""
         self.cut = False
         self._failure: Exception | None = None  # the environment's
-        make_agent = make_agent or react
+        make_agent = self.make_agent or react
         self.is_instant = getattr(make_agent, "instant", False)
         self.agent = make_agent(self)
 
@@ -380,17 +253,20 @@ class Play:
         with self._fault_of_environment():
             self.turn.progress = 0.0
             try:
-                return _text(self.env.reset(self.number))
+                observation = self.env.reset(self.number)
             except ValueError as e:
                 raise_if_item_unknown(e)
                 raise
+            str.encode(observation)  # raises if it is no text
+        return observation
 
     def act(self, reply: str) -> Step:
         """Let the environment take the action in a reply. A reply without exactly one action does
         not reach it: the step is invalid, and its observation says why."""
-        whole = self.env.whole_reply
-        action = reply if whole else parse(reply, self.action_format, self.lenient_as)
-        if action or whole:
+        if self.env.whole_reply:
+            return self.step(reply)
+        action = parse(reply, self.action_format, self.choose)
+        if action:
             return self.step(action)
         self.turn.valid = False
         return replace(self.turn, observation=complaint(reply, self.action_format), reward=0.0,
@@ -400,24 +276,24 @@ class Play:
         """Let the environment take an action. Its reward is the last reply's."""
         with self._fault_of_environment():
             step = self.env.step(action)
-            _text(step.observation)
-            if not all(map(math.isfinite, (step.reward, step.score, step.progress))):
-                raise EnvError("a reward, score or progress is not finite")
-            self.turn = replace(step, reward=self.turn.reward + step.reward,
-                                valid=self.turn.valid and step.valid)
-        self._check_reward(step.reward)
+            self._credit(step)
         return step
 
     def earn(self, reward: float, success: bool | None = None) -> None:
         """Credit a reward to the last reply, where no environment here gives one. The score is the
-        same within 0 and 1. success: by default, whether the reward is positive. Raises ValueError
-        for a reward that is not finite."""
-        if not math.isfinite(reward):
-            raise ValueError(f"a reward is a finite number, not {reward}")
-        self._check_reward(reward)
-        self.turn = replace(self.turn, reward=self.turn.reward + reward,
-                            score=min(max(reward, 0.0), 1.0),
-                            success=reward > 0 if success is None else success)
+        same within 0 and 1. success: by default, whether the reward is positive."""
+        self._credit(replace(self.turn, reward=reward, score=min(max(reward, 0.0), 1.0),
+                             success=reward > 0 if success is None else success))
+
+    def _credit(self, step: Step) -> None:
+        """Add a step to what the last reply has earned."""
+        str.encode(step.observation)  # raises if it is no text
+        if not all(map(math.isfinite, (step.reward, step.score, step.progress))):
+            raise EnvError("a reward, score or progress is not finite")
+        if step.reward and not self.turns:
+            raise AgentError("a reward before the first reply belongs to no reply")
+        self.turn = replace(step, reward=self.turn.reward + step.reward,
+                            valid=self.turn.valid and step.valid)
 
     def forget(self) -> None:
         """What was earned so far does not count: the episode is going to be played again."""
@@ -434,21 +310,16 @@ class Play:
         with self._fault_of_environment():
             return self.env.expert()
 
-    def _check_reward(self, reward: float) -> None:
-        if reward and not self.turns:
-            raise ValueError(f"a reward of {reward:g} before the first reply belongs to no reply")
-
     @contextmanager
     def _fault_of_environment(self) -> Iterator[None]:
         """What is raised in this block is the environment's failure and no bug of the agent."""
         try:
             yield
-        except StopIteration as e:  # a generator cannot let it pass
-            self._failure = EnvError(f"the world raised {e!r}")
-            raise self._failure from e
         except (Exception, SystemExit) as e:
-            self._failure = e
-            raise
+            # A generator, such as the agent, cannot let StopIteration pass.
+            is_stop = isinstance(e, StopIteration)
+            self._failure = EnvError(f"the world raised {e!r}") if is_stop else e
+            raise self._failure from None
 
     # What a driver calls.
 
@@ -472,21 +343,20 @@ class Play:
         `send`."""
         return self._resume(self.agent.throw, error)
 
-    def _resume(self, function: Callable[..., Messages], *args: object) -> Messages | None:
-        messages = None
+    def _resume(self, function: Callable[..., Messages], argument: object) -> Messages | None:
         try:
-            messages = _checked(function(*args))
+            return _checked(function(argument))
         except StopIteration:
-            if not self.turns and self._failure is None:
+            if not self.turns:
                 raise AgentError("the agent has ended the episode before the first reply") from None
+            return None
+        except EnvError:
+            raise
         except (Exception, SystemExit) as e:
-            if isinstance(e, EnvError):
-                raise
-            if self._failure is None:
-                raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e
-        if self._failure is not None:
-            raise self._failure
-        return messages
+            raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e
+        finally:
+            if self._failure is not None:  # it passes, whatever the agent has made of it
+                raise self._failure
 
     def close(self) -> None:
         """Let the agent's generator run its `finally` blocks. A failure in them is printed."""
@@ -498,23 +368,18 @@ class Play:
 
 def _checked(messages: Messages) -> Messages:
     """A copy of the messages, since the agent may change its own: role and content, no more.
-    Raises ValueError for messages of another form."""
+    Raises ValueError or TypeError for messages of another form."""
     copies = [{"role": m["role"], "content": m["content"]} for m in messages]
     for message in copies:
-        if not all(isinstance(text, str) for text in message.values()):
-            raise ValueError(f"role and content of a message are text, not {message}")
-        message["content"].encode()  # raises UnicodeEncodeError
+        str.encode(message["role"] + message["content"])  # raises if they are no text
     if not copies or copies[-1]["role"] == "assistant":
         raise ValueError("the last message that an agent yields is one to the model")
     return copies
 
 
-def _text(observation: str) -> str:
-    """An observation of a world. Raises EnvError if it is no text that can be encoded."""
-    if not isinstance(observation, str):
-        raise EnvError(f"an observation is {type(observation).__name__}, not text")
-    observation.encode()  # raises UnicodeEncodeError
-    return observation
+# ---- agents ----
+
+AGENTS = {name: f"agent:{name}" for name in ("react", "window", "summary")}
 
 
 def react(play: Play, plan: bool = False, reflect: bool = False) -> Agent:
@@ -590,137 +455,236 @@ def summary(play: Play, every: int = 3) -> Agent:
 react.instant = window.instant = summary.instant = True
 
 
-def load_agent(agent: str | Callable[..., Agent], settings: dict[str, Any]
-               ) -> Callable[[Play], Agent]:
-    """An agent's function with its settings.
+def load_agent(agent: str | Callable[..., Agent], agent_args: str = "") -> Callable[[Play], Agent]:
+    """An agent's function with its settings (see `read_settings`).
 
     agent: a name of AGENTS, "FILE.py:FUNCTION", "module:function", or the function itself. Raises
     ValueError for an agent that does not exist, and for a setting that it does not have or that is
     not of the type of its default.
     """
     function = load_named(agent, AGENTS, "agent") if isinstance(agent, str) else agent
-    name = agent if isinstance(agent, str) else getattr(agent, "__name__", "of your own")
+    name = f"agent {agent if isinstance(agent, str) else agent.__name__}"
     if not inspect.isgeneratorfunction(function):
-        raise ValueError(f"agent {name} is no generator function: it should yield messages")
-    return with_settings(function, settings, f"agent {name}")
+        raise ValueError(f"{name} is no generator function: it should yield messages")
+    return with_settings(function, read_settings(agent_args, "--agent_args"), name)
 
 
-def settings_of(agent_args: str, plan: bool = False, reflect: bool = False) -> dict[str, Any]:
-    """--agent_args, --plan and --reflect as settings. Raises ValueError: see `read_settings`."""
-    return (read_settings(agent_args, "--agent_args") | ({"plan": True} if plan else {})
-            | ({"reflect": True} if reflect else {}))
-
-
-def hash_of_sources(agent: str, settings: dict[str, Any]) -> str:
+def hash_of_sources(agent: str, agent_args: str = "") -> str:
     """The SHA-256 of an agent's source file, and of the files that its settings name: a run is not
-    continued with another agent. "" for an agent of AGENTS, which belongs to this project."""
-    if agent in AGENTS:
-        return ""
-    named = [agent, *(word for value in settings.values() for word in str(value).split())]
-    found = hashlib.sha256()
-    for word in named:
-        where, _, name = word.rpartition(":")
-        path = Path(where if where and name.isidentifier() else word)
-        if re.fullmatch(r"[\w.]+:\w+", word) and path.suffix != ".py":
+    continued with another agent. "" if there are none: an agent of AGENTS is this project's."""
+    settings = read_settings(agent_args, "--agent_args").values()
+    paths = []
+    for word in [agent, *" ".join(map(str, settings)).split()]:
+        where = word.rpartition(":")[0]
+        if re.fullmatch(r"[\w.]+:\w+", word) and not where.endswith(".py"):  # a module's
             spec = importlib.util.find_spec(where)
-            path = Path(spec.origin if spec and spec.origin else word)
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            where = spec.origin if spec and spec.origin else ""
+        paths += [Path(word), Path(where)]
+    sources = b"".join(path.read_bytes() for path in paths if path.is_file())
+    return hashlib.sha256(sources).hexdigest() if sources else ""
 
 
 # ---- from text to token ids ----
 
-# The conversations that a chat template is tried with: the first is cut at these marks, and the
-# second shows whether the template drops the thought of an earlier reply.
-MARKS = {"@first@": "user", "@reply@": "assistant", "@next@": "user"}
-THOUGHT = {"@first@": "user", "<think>\n@thought@\n</think>\n\n@reply@": "assistant",
-           "@next@": "user"}
-# What a chat template may take: usual ones take 0.05 s, and give less than 10 kB.
-TEMPLATE_SECONDS = 2  # of processor time: a busy machine makes no template fail
-TEMPLATE_MEMORY = 2**29  # bytes
-TEMPLATE_LENGTH = 2**20  # bytes of text
+
+def _split(text: str, marked: str) -> list[str]:
+    """A template's text, cut at the marks: text, mark, text, mark ... text. Raises ValueError if it
+    does not have the marks of messages that stand in `marked`."""
+    if re.findall(MARK, text) != re.findall(MARK, marked):
+        raise ValueError("this tokenizer's chat template does not show each message once, in order")
+    return re.split(f"({MARK}|@thought[0-9]+@)", text)
 
 
-def try_template(tokenizer: "PreTrainedTokenizerBase", system: str = "",
-                 chat_args: str = "") -> dict[str, Any]:
-    """Try a tokenizer's chat template -> what `Chat` takes as the tokenizer's `tried_template`:
-    the template ("of"), the same with a fixed time ("template"), its arguments, the system message,
-    and the conversations of MARKS ("marks") and THOUGHT ("thought") as it writes them.
+class Chat:
+    """A tokenizer's chat template: messages as token ids.
 
-    system: the text of a system message before every conversation; "": no such message. chat_args:
-    see `read_settings`. The template is a program that comes with a model, so it is tried in a
-    child process with limits. Raises ValueError if there is no template, for one that fails or
-    exceeds them, and for one that does not use `system` or a name in `chat_args`.
+    The template is tried once for a tokenizer, whose attribute `tried_template` keeps the result
+    (see `try_template`). `prompt` renders a whole conversation. Where a conversation only grows,
+    `turns` gives the ids of the messages that follow a reply, from the pieces that the template
+    writes between messages.
+
+    history: "append": the ids of earlier replies stay as they are, also where the template would
+    rewrite them. "template": every prompt is what the template writes. None: "template" where the
+    template drops the thoughts of earlier replies (`drops_thoughts`), else "append", which then is
+    the same.
+
+    `end_id` is the end-of-turn token, which the policy samples to finish a reply.
+
+    A template may have channels, as GPT-OSS's has: the policy first writes a message to the channel
+    "analysis", then one to the channel "final". `final_header` is the ids that open the final
+    message ([] without channels). The environment gets only the text after it. Before
+    `final_header` an end-of-turn token does not end the reply; an end-of-sequence token (GPT-OSS's
+    <|return|>) always does. Within a segment the analysis and the end-of-sequence token stay; the
+    template would drop the analysis of earlier turns and write <|end|> instead.
+
+    Raises ValueError for a template that fails, that does not show every message exactly once
+    and in order, or that ends a reply with an ordinary token: replies would end anywhere.
     """
-    if not tokenizer.chat_template:
-        raise ValueError("this model has no chat template: take its Instruct version, or give a "
-                         "file with --chat_template")
-    tried = {"of": tokenizer.chat_template, "template": with_fixed_time(tokenizer),
-             "arguments": read_settings(chat_args, "--chat_args"), "system": system}
-    conversations = [[{"role": role, "content": mark} for mark, role in marks.items()]
-                     for marks in (MARKS, THOUGHT)]
-    tried["marks"], tried["thought"] = _write_in_child(tokenizer, conversations, tried)
-    if system.strip() not in tried["marks"]:
-        raise ValueError("this tokenizer's chat template does not show the text of --system")
-    return tried
 
+    def __init__(self, tokenizer: Tokenizer, history: str | None = None):
+        self.tokenizer = tokenizer
+        # A copy of the fast tokenizer, because every transformers call resets
+        # `encode_special_tokens` on the original. Calling it directly takes half the time.
+        self.encoder = copy.deepcopy(tokenizer.backend_tokenizer)
+        self.encoder.encode_special_tokens = True
+        self.encoder.no_truncation()
+        self.encoder.no_padding()
+        self.tried = getattr(tokenizer, "tried_template", None)
+        if self.tried is None or self.tried["of"] != tokenizer.chat_template:  # it was replaced
+            self.tried = tokenizer.tried_template = try_template(tokenizer)
+        self._outline = lru_cache(100)(self._outline)
 
-def with_fixed_time(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The chat template, which shows the present time at any later time, too: the prompts of a run
-    do not change at midnight. Raises ValueError for a form of the time that is not a literal."""
-    template = tokenizer.get_chat_template()
-    if "strftime_now(" not in template:
-        return template
-    forms = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", template)
-    if len(forms) < template.count("strftime_now("):
-        raise ValueError("this tokenizer's chat template computes how it shows the time")
-    now = datetime.now()
-    times = json.dumps({form: now.strftime(form) for _, form in forms})
-    macro = f"{{%- macro strftime_now(form) -%}}{{{{ {times}[form] }}}}{{%- endmacro %}}"
-    return macro + "{{ '' }}" + template  # '': a line feed that the template begins with stays
+        # to_reply: between a message and a reply that is not the policy's. to_user: between a reply
+        # and a message. to_policy: the generation prompt, between a message and the policy's reply.
+        _, *pieces = _split(self.tried["marks"], "".join(MARKS))[::2]
+        self.to_reply, self.to_user, self.to_policy = map(self._encode_piece, pieces)
 
+        # Which tokens end a reply.
+        self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
+        control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        self.control_tokens = list(control.values())
+        special_ids = {*tokenizer.all_special_ids, *self.eos_ids, *control}
+        if not special_ids.issuperset(self.to_user[:1] or [None]):
+            raise ValueError(
+                "this tokenizer's chat template ends a reply with "
+                f"{tokenizer.decode(self.to_user[:1])!r}, which is neither a special token nor an "
+                "end-of-sequence token: give another template with --chat_template")
+        self.end_id = self.to_user[0]
 
-def note_history(chat: "Chat") -> None:
-    """Say on stderr what is done with a template that drops thoughts."""
-    if chat.drops_thoughts:
-        does = {"template": "a prompt that it rewrites begins a new segment (--history append "
-                            "keeps every reply as it was sampled)",
-                "append": "--history append keeps every reply as it was sampled"}[chat.history]
-        print(f"this chat template drops the thoughts of earlier replies: {does}", file=sys.stderr)
+        # The template writes a reply of the history after the generation prompt. With channels, it
+        # puts the header of the final channel between them, from one special token to another, and
+        # the end-of-turn token is not an end-of-sequence token.
+        header = self.to_reply[len(self.to_policy):]
+        has_channels = (
+            self.end_id not in self.eos_ids and tokenizer.eos_token_id is not None
+            and self.to_policy + header == self.to_reply
+            and header and {header[0], header[-1]} <= special_ids)
+        self.final_header = header if has_channels else []
+        self.reply_end_id = tokenizer.eos_token_id if has_channels else self.end_id
+        self.drops_thoughts = "@thought@" not in self.tried["thought"] or bool(has_channels)
+        self.history = history or ("template" if self.drops_thoughts else "append")
 
+    def _encode_piece(self, text: str) -> list[int]:
+        """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
 
-def write(tokenizer: "PreTrainedTokenizerBase", messages: Messages, tried: dict[str, Any],
-          tools: list[dict] | None = None) -> str:
-    """The text of a conversation, and of the generation prompt, by the chat template."""
-    if tried["system"] and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": tried["system"]}, *messages]
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=tried["template"], tokenize=False,
-        add_generation_prompt=True, **tried["arguments"])
+    def _encode(self, text: str) -> list[int]:
+        """The token ids of a text that is not trusted: "<|im_end|>" stays ordinary text. Several
+        threads may encode at the same time."""
+        # `encode_batch` releases the interpreter to other threads; `encode` does not.
+        return self.encoder.encode_batch([text], add_special_tokens=False)[0].ids
 
+    def prompt(self, messages: Messages, tools: list[dict] | None = None,
+               sampled: Sequence[tuple[str, list[int]]] = ()) -> list[int]:
+        """Ids of a whole conversation and the generation prompt, by the template.
 
-def _write_in_child(tokenizer: "PreTrainedTokenizerBase", conversations: list[Messages],
-                    tried: dict[str, Any]) -> list[str]:
-    """The conversations as the chat template writes them, in a child process with limits."""
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send_texts, args=(tokenizer, conversations, tried, sender),
-                         daemon=True)
-    child.start()
-    sender.close()
-    texts, problem = [], f"gives no text within {TEMPLATE_SECONDS} s"
-    try:
-        if receiver.poll(20 * TEMPLATE_SECONDS):
-            texts, problem = receiver.recv()
-    except EOFError:
-        pass  # its timer ended the child before it sent anything
-    child.kill()
-    child.join()
-    receiver.close()
-    if problem:
-        raise ValueError(f"this tokenizer's chat template {problem}")
-    return texts
+        tools: see `Play`. sampled: (text, ids) of the replies that the policy has written, in
+        order: a message that is one of them has its ids, and is not encoded again. Raises EnvError
+        for messages whose text the template changes, ValueError or whatever the template's program
+        raises for others that it does not show.
+        """
+        rest = list(sampled)
+        parts = []  # the ids of each part, from the last to the first
+        for text, message in reversed(self._cut(messages, tools)):
+            is_reply = message == assistant(text)
+            places = [i for i, (reply, _) in enumerate(rest) if is_reply and reply == text]
+            if places:  # this prompt does not show the later ones
+                *rest, (_, ids) = rest[: places[-1] + 1]
+            else:
+                ids = self._encode(text) if message else self._encode_piece(text)
+            parts.append(ids)
+        return [token for ids in reversed(parts) for token in ids]
+
+    def _cut(self, messages: Messages,
+             tools: list[dict] | None) -> list[tuple[str, dict[str, str] | None]]:
+        """The template's text of a conversation, in parts: (text of the template, None), (text of a
+        message, the message), ... No text of a message can be taken for one of the template,
+        because the parts between the messages are known from a conversation of marks."""
+        if self.tried["system"] and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.tried["system"]}, *messages]
+        if messages[0]["role"] == "system" and messages[1:] and not self._shows_system:
+            text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+            messages = [messages[1] | {"content": text}, *messages[2:]]
+        written = write(self.tokenizer, messages, self.tried, tools)
+        # A template may write something else around an empty message, or around a thought.
+        for keeps_spaces, keeps_thoughts in ((True, False), (False, False), (False, True)):
+            marked = []
+            for number, message in enumerate(messages):
+                shown = message["content"]
+                mark = f"@message{number}@"
+                if keeps_thoughts and "</think>" in shown:
+                    mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
+                if self.drops_thoughts and message["role"] == "assistant":
+                    shown = shown.rpartition("</think>")[2]
+                if not (shown if keeps_spaces else shown.strip()):
+                    mark = mark.replace(f"@message{number}@", "")
+                marked.append(message | {"content": mark})
+            parts = _matched(written, self._outline(
+                json.dumps([marked, tools], ensure_ascii=False)), messages)
+            if parts is not None:
+                return parts
+        raise EnvError("this tokenizer's chat template changes the text of a message")
+
+    def _outline(self, marked: str) -> list[str]:
+        """What the template writes around the marks "@message3@" and "@thought3@" of a
+        conversation, and the marks: text, mark, text, mark ... text. marked: the conversation and
+        the tools, as JSON."""
+        messages, tools = json.loads(marked)
+        if tools and any(token in marked for token in self.control_tokens):
+            raise ValueError("the tools of an agent hold a control token")
+        text = write(self.tokenizer, messages, self.tried, tools)
+        return _split(text, marked)
+
+    @cached_property
+    def _shows_system(self) -> bool:
+        """Whether the template shows a system message. Where it does not, its text stands before
+        that of the first message."""
+        marked = [{"role": "system", "content": "@system@"}, {"role": "user", "content": "@user@"}]
+        with suppress(Exception):  # whatever the template's program raises
+            return "@system@" in write(self.tokenizer, marked, self.tried)
+        return False
+
+    def start(self, prompt: str, observation: str, reply: str = FIRST_REPLY) -> list[int]:
+        """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
+        first observation and the generation prompt."""
+        first = {"role": "user", "content": prompt}
+        return self.prompt([first, assistant(reply), user(observation)])
+
+    def turns(self, messages: Messages, closed: bool) -> list[int]:
+        """Ids of the messages that follow a reply, from the model's side and the other in turns
+        and ending with one to the model, and of the generation prompt.
+
+        closed: whether the policy ended the reply itself (`is_ended`). For a reply that was cut
+        the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
+        loss.
+        """
+        before = {"user": self.to_user, "assistant": self.to_reply}
+        ids = [token for message in messages
+               for token in before[message["role"]] + self._encode(message["content"])]
+        return ids[int(closed):] + self.to_policy
+
+    def turn(self, observation: str, closed: bool) -> list[int]:
+        """Ids between a reply and the next one: see `turns`."""
+        return self.turns([user(observation)], closed)
+
+    def reply(self, text: str) -> list[int]:
+        """Ids of a reply that the policy did not sample, with the token that ends it."""
+        return self.final_header + self._encode(text) + [self.reply_end_id]
+
+    def final_message(self, reply: list[int]) -> list[int]:
+        """The part of a reply that the environment gets: all of it or, with channels, what follows
+        the final channel's header; [] if there is none."""
+        size = len(self.final_header)
+        ends = [end for end in range(size, len(reply) + 1)
+                if reply[end - size : end] == self.final_header]
+        start = (ends[-1:] or [len(reply)])[0] if size else 0
+        return reply[start:]
+
+    def is_ended(self, reply: list[int]) -> bool:
+        """Whether the last of these tokens ends the reply."""
+        ends_message = reply[-1] == self.end_id and len(self.final_message(reply)) > 0
+        return ends_message or (len(self.final_header) > 0 and reply[-1] in self.eos_ids)
 
 
 def _matched(text: str, outline: list[str],
@@ -744,298 +708,8 @@ def _matched(text: str, outline: list[str],
     return [*parts, (text, None)] if text == outline[-1] else None
 
 
-def _send_texts(tokenizer: "PreTrainedTokenizerBase", conversations: list[Messages],
-                tried: dict[str, Any], sender: Connection) -> None:
-    """In the child process: send the conversations' texts and "", or [] and what is wrong."""
-    # The timer's signal ends the process, also within one long operation on a number or a string.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)
-    try:
-        _limit_memory()
-        for name in tried["arguments"]:
-            if name not in _switches(tokenizer):
-                raise ValueError(f"--chat_args: it has no switch '{name}'")
-        texts = [write(tokenizer, messages, tried) for messages in conversations]
-        answer = texts, ""
-        if max(len(text.encode()) for text in texts) > TEMPLATE_LENGTH:
-            answer = [], f"writes more than {TEMPLATE_LENGTH} bytes around three words"
-    except Exception as e:  # whatever the template's program raises
-        answer = [], f"fails: {type(e).__name__} {str(e)[:300]}"
-    sender.send(answer)
-
-
-def _switches(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The names in the chat template's code, without those that it is always given."""
-    pieces = Environment().lex(tokenizer.get_chat_template())
-    names = {text for _, kind, text in pieces if kind == "name"}
-    given = inspect.signature(tokenizer.apply_chat_template).parameters
-    return names - {"messages", *given}
-
-
-def _limit_memory() -> None:
-    """Limit this process's address space to TEMPLATE_MEMORY bytes above its present size. Does
-    nothing without /proc (outside Linux), which gives that size."""
-    status = Path("/proc/self/statm")
-    if not status.exists():
-        return
-    size = int(status.read_text().split()[0]) * resource.getpagesize() + TEMPLATE_MEMORY
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY or size < most:
-        resource.setrlimit(resource.RLIMIT_AS, (size, most))
-
-
-class Chat:
-    """A tokenizer's chat template: messages as token ids.
-
-    The template is tried once for a tokenizer, whose attribute `tried_template` keeps the result
-    (see `try_template`). `prompt` renders a whole conversation by the template, in this process, in
-    transformers' sandbox. Where a conversation only grows, `turns` gives the ids of the messages
-    that follow a reply, from the pieces that the template writes between messages.
-
-    history: "append": the ids of earlier replies stay as they are, also where the template would
-    rewrite them. "template": every prompt is what the template writes. None: "template" where the
-    template drops the thoughts of earlier replies (`drops_thoughts`), else "append", which then is
-    the same.
-
-    `end_id` is the end-of-turn token, which the policy samples to finish a reply.
-
-    A template may have channels, as GPT-OSS's has: the policy first writes a message to the channel
-    "analysis", then one to the channel "final". `final_header` is the ids that open the final
-    message ([] without channels). The environment gets only the text after it. Before
-    `final_header` an end-of-turn token does not end the reply; an end-of-sequence token (GPT-OSS's
-    <|return|>) always does. Within a segment the analysis and the end-of-sequence token stay; the
-    template would drop the analysis of earlier turns and write <|end|> instead.
-
-    Raises ValueError for a template that fails, that does not show every message exactly once
-    and in order, or that ends a reply with an ordinary token: replies would end anywhere.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", history: str | None = None):
-        self.tokenizer = tokenizer
-        # A copy of the fast tokenizer, because every transformers call resets
-        # `encode_special_tokens` on the original. Calling it directly takes half the time.
-        self.encoder = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
-        if self.encoder is not None:
-            self.encoder.encode_special_tokens = True
-            self.encoder.no_truncation()
-            self.encoder.no_padding()
-        tried = getattr(tokenizer, "tried_template", None)
-        if tried is None or tried["of"] != tokenizer.chat_template:  # it was replaced
-            tried = tokenizer.tried_template = try_template(tokenizer)
-        self.tried = tried
-        self.outlines: dict[str, list[str]] = {}  # see `_outline`
-        # Cut the text at the marks.
-        text = tried["marks"]
-        pieces = []
-        for mark in MARKS:
-            if text.count(mark) != 1:
-                raise ValueError(
-                    "this tokenizer's chat template does not show each message once, in order")
-            piece, text = text.split(mark)
-            pieces.append(self._encode_piece(piece))
-        # to_reply: between a message and a reply that is not the policy's. to_user: between a reply
-        # and a message. to_policy: the generation prompt, between a message and the policy's reply.
-        _, self.to_reply, self.to_user = pieces
-        self.to_policy = self._encode_piece(text)
-        if not self.to_user:
-            raise ValueError("this tokenizer's chat template writes nothing after a reply, "
-                             "so a reply would have no end")
-        self.end_id = self.to_user[0]
-
-        # Which tokens end a reply.
-        self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
-        added = tokenizer.added_tokens_decoder
-        special_ids.update(number for number, token in added.items() if token.special)
-        if self.end_id not in special_ids:
-            raise ValueError(
-                "this tokenizer's chat template ends a reply with "
-                f"{tokenizer.decode([self.end_id])!r}, which is neither a special token nor an "
-                "end-of-sequence token: give another template with --chat_template")
-        self.final_header = self._find_final_header(special_ids)
-        self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
-        self.drops_thoughts = "@thought@" not in tried["thought"] or bool(self.final_header)
-        self.history = history or ("template" if self.drops_thoughts else "append")
-
-    def _find_final_header(self, special_ids: set[int]) -> list[int]:
-        """The ids of `final_header`; [] for a template without channels.
-
-        The template writes a reply of the history after the generation prompt. With channels it
-        puts the header of the final channel between them. What stands there counts as a header if
-        it begins and ends with special tokens, and if the end-of-turn token is not an
-        end-of-sequence token.
-        """
-        if self.end_id in self.eos_ids or self.tokenizer.eos_token_id is None:
-            return []
-        count = len(self.to_policy)
-        header = self.to_reply[count:]
-        is_longer = self.to_reply[:count] == self.to_policy and len(header) > 0
-        return header if is_longer and {header[0], header[-1]} <= special_ids else []
-
-    def _encode_piece(self, text: str) -> list[int]:
-        """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-
-    def _encode(self, text: str) -> list[int]:
-        """The token ids of a text that is not trusted: "<|im_end|>" stays ordinary text. Several
-        threads may encode at the same time."""
-        if self.encoder is None:
-            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        # `encode_batch` releases the interpreter to other threads; `encode` does not.
-        return self.encoder.encode_batch([text], add_special_tokens=False)[0].ids
-
-    @cached_property
-    def longest_token(self) -> int:
-        """The number of characters of the longest token."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
-    def observation(self, text: str, max_ids: int | None = None) -> list[int]:
-        """Token ids of a message's text. max_ids: how many there is room for; None: no limit.
-
-        A text that is certainly longer is cut before it is encoded, which saves encoding
-        megabytes. At least `max_ids` ids are still returned, so the caller sees that the
-        message does not fit.
-        """
-        if max_ids is not None and len(text) > max_ids * self.longest_token:
-            ids = self._encode(text[: max_ids * self.longest_token])
-            if len(ids) >= max_ids:  # fewer: the tokenizer shortens the text before it cuts it
-                return ids
-        return self._encode(text)
-
-    def prompt(self, messages: Messages, tools: list[dict] | None = None,
-               sampled: Sequence[tuple[str, list[int]]] = (),
-               max_ids: int | None = None) -> list[int]:
-        """Ids of a whole conversation and the generation prompt, by the template.
-
-        tools: see `Play`. sampled: (text, ids) of the replies that the policy has written, in
-        order: a message that is one of them has its ids, and is not encoded again. max_ids: see
-        `observation`. Raises EnvError for messages whose text the template changes, ValueError or
-        whatever the template's program raises for others that it does not show.
-        """
-        rest = list(sampled)
-        parts = []  # the ids of each part, from the last to the first
-        for text, message in reversed(self._cut(messages, tools)):
-            if message is None:
-                parts.append(self._encode_piece(text))
-                continue
-            is_whole = message["role"] == "assistant" and text == message["content"]
-            while is_whole and rest and rest[-1][0] != text and any(t == text for t, _ in rest):
-                rest.pop()  # a later reply, which this prompt does not show
-            if is_whole and rest and rest[-1][0] == text:
-                parts.append(rest.pop()[1])
-            else:
-                parts.append(self.observation(text, max_ids))
-        return [token for ids in reversed(parts) for token in ids]
-
-    def _cut(self, messages: Messages,
-             tools: list[dict] | None) -> list[tuple[str, dict[str, str] | None]]:
-        """The template's text of a conversation, in parts: (text of the template, None), (text of a
-        message, the message), ... No text of a message can be taken for one of the template,
-        because the parts between the messages are known from a conversation of marks."""
-        if self.tried["system"] and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.tried["system"]}, *messages]
-        if messages[0]["role"] == "system" and messages[1:] and not self._shows_system:
-            text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-            messages = [messages[1] | {"content": text}, *messages[2:]]
-        text = write(self.tokenizer, messages, self.tried, tools)
-        # A template may write something else around an empty message, or around a thought.
-        for is_blank, with_thoughts in ((lambda text: not text, False),
-                                        (lambda text: not text.strip(), False),
-                                        (lambda text: not text, True)):
-            marked = []
-            for number, message in enumerate(messages):
-                mark = "" if is_blank(self._as_history(message)) else f"@message{number}@"
-                if with_thoughts and "</think>" in message["content"]:
-                    mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
-                marked.append({"role": message["role"], "content": mark})
-            parts = _matched(text, self._outline(marked, tools), messages)
-            if parts is not None:
-                return parts
-        raise EnvError("this tokenizer's chat template changes the text of a message")
-
-    def _outline(self, marked: Messages, tools: list[dict] | None) -> list[str]:
-        """What the template writes around the marks "@message3@" and "@thought3@" of a
-        conversation, and the marks: text, mark, text, mark ... text."""
-        key = json.dumps([marked, tools], ensure_ascii=False)
-        if key not in self.outlines:
-            if tools and any(token in key for token in self.control_tokens):
-                raise ValueError("the tools of an agent hold a control token")
-            text = write(self.tokenizer, marked, self.tried, tools)
-            shown, wanted = (re.findall("@message[0-9]+@", written) for written in
-                             (text, "".join(message["content"] for message in marked)))
-            if shown != wanted:
-                raise ValueError("this tokenizer's chat template does not show each message once, "
-                                 "in order")
-            if len(self.outlines) > 100:
-                self.outlines.clear()
-            self.outlines[key] = re.split("(@(?:message|thought)[0-9]+@)", text)
-        return self.outlines[key]
-
-    def _as_history(self, message: dict[str, str]) -> str:
-        """What the template shows of an earlier message, apart from line feeds before it."""
-        if message["role"] == "assistant" and self.drops_thoughts:
-            return message["content"].rpartition("</think>")[2]
-        return message["content"]
-
-    @cached_property
-    def control_tokens(self) -> list[str]:
-        """The texts of the special tokens."""
-        return [str(token) for token in self.tokenizer.added_tokens_decoder.values()
-                if token.special]
-
-    @cached_property
-    def _shows_system(self) -> bool:
-        """Whether the template shows a system message. Where it does not, its text stands before
-        that of the first message."""
-        marked = [{"role": "system", "content": "@system@"}, {"role": "user", "content": "@user@"}]
-        try:
-            return "@system@" in write(self.tokenizer, marked, self.tried)
-        except Exception:  # whatever the template's program raises
-            return False
-
-    def start(self, prompt: str, observation: str, max_ids: int | None = None,
-              reply: str = FIRST_REPLY) -> list[int]:
-        """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
-        first observation (see `observation`) and the generation prompt."""
-        first = {"role": "user", "content": prompt}
-        return self.prompt([first, assistant(reply), user(observation)], max_ids=max_ids)
-
-    def turns(self, messages: Messages, closed: bool, max_ids: int | None = None) -> list[int]:
-        """Ids of the messages that follow a reply, from the model's side and the other in turns
-        and ending with one to the model, and of the generation prompt.
-
-        closed: whether the policy ended the reply itself (`is_ended`). For a reply that was cut
-        the end-of-turn token is the first of these ids, so it is part of the prompt and not of the
-        loss. max_ids: see `observation`.
-        """
-        ids = self.to_user[1:] if closed else list(self.to_user)
-        for place, message in enumerate(messages):
-            between = (self.to_reply, self.to_user)[message["role"] == "user"] if place else []
-            ids += between + self.observation(message["content"], max_ids)
-        return ids + self.to_policy
-
-    def reply(self, text: str) -> list[int]:
-        """Ids of a reply that the policy did not sample, with the token that ends it."""
-        return self.final_header + self._encode(text) + [self.reply_end_id]
-
-    def final_message(self, reply: list[int]) -> list[int]:
-        """The part of a reply that the environment gets: all of it or, with channels, what follows
-        the final channel's header; [] if there is none."""
-        size = len(self.final_header)
-        if not size:
-            return reply
-        for start in range(len(reply) - size, -1, -1):
-            if reply[start : start + size] == self.final_header:
-                return reply[start + size :]
-        return []
-
-    def is_ended(self, reply: list[int]) -> bool:
-        """Whether the last of these tokens ends the reply."""
-        if not self.final_header:
-            return reply[-1] == self.end_id
-        has_message = len(self.final_message(reply)) > 0
-        return (reply[-1] == self.end_id and has_message) or reply[-1] in self.eos_ids
-
-    def turn(self, observation: str, closed: bool, max_ids: int | None = None) -> list[int]:
-        """Ids between a reply and the next one: see `turns`."""
-        return self.turns([user(observation)], closed, max_ids)
+def note_history(chat: Chat) -> None:
+    """Say on stderr what is done with a template that drops thoughts."""
+    if chat.drops_thoughts:
+        print("this chat template drops the thoughts of earlier replies: --history "
+              f"{chat.history} (docs/agents.md)", file=sys.stderr)

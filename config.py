@@ -31,7 +31,7 @@ from transformers.hf_argparser import string_to_bool  # noqa: E402
 
 import envs  # noqa: E402
 import schedule  # noqa: E402
-from agent import hash_of_sources, load_agent, settings_of  # noqa: E402
+from agent import hash_of_sources, load_agent  # noqa: E402
 from envs import ABOVE_0, NOT_NEGATIVE, flag  # noqa: E402
 from rollout import Rollouts  # noqa: E402
 from schedule import Horizon  # noqa: E402
@@ -313,7 +313,8 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any], algo: str) -> 
     cfg.worlds = {world: WorldSettings(weight, rounds[world],
                                        **{name: own[world][name] for name in LIMITS})
                   for world, weight in weights.items()}
-    cfg.agent_sha256 = hash_of_sources(cfg.agent, agent_settings(cfg))
+    load_agent(cfg.agent, cfg.agent_args)  # raises ValueError
+    cfg.agent_sha256 = hash_of_sources(cfg.agent, cfg.agent_args)
     return cfg
 
 
@@ -332,16 +333,9 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     cfg.worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}
     if bool(cfg.env_url) != bool(saved["env_url"]):
         raise ValueError(f"{out} was started with --env_url {saved['env_url'] or 'not given'}")
-    if hash_of_sources(cfg.agent, agent_settings(cfg)) != cfg.agent_sha256:
+    if hash_of_sources(cfg.agent, cfg.agent_args) != cfg.agent_sha256:
         raise ValueError(f"{out} was started with another source of agent {cfg.agent}")
     return cfg
-
-
-def agent_settings(cfg: RunConfig) -> dict[str, Any]:
-    """What --agent_args says. Raises ValueError for an agent that does not exist or take it."""
-    settings = settings_of(cfg.agent_args, False, False)
-    load_agent(cfg.agent, settings)
-    return settings
 
 
 # ---- the parts of --env, --env_url, --env_args, --horizon, --prompts, --model ----

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent import AGENTS, FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
-from agent import settings_of, user
+from agent import user
 from engine import Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, Step, Worker, flag, split_item
 from models.check import find_paths, plays_alone
@@ -42,6 +42,7 @@ from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
 from rl import Sampling, compute_paths_of
 from trajectory import Status, Trajectory
+from worlds.agentgym import LENIENT
 
 # ---- settings ----
 
@@ -90,14 +91,14 @@ class Rollouts(Sampling):
 
     def load_agent(self) -> Callable[[Play], Agent]:
         """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
-        return load_agent(self.agent, settings_of(self.agent_args, False, False))
+        return load_agent(self.agent, self.agent_args)
 
     def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
         """An episode of `item`, "babyai_17", as its agent sees it."""
         world, _ = split_item(item)
-        return Play(env, item, horizon, self.load_agent(), self.action_format,
-                    world if self.parse == "lenient" else "", self.prompt_texts.get(world), step,
-                    self.deadline)
+        choose = LENIENT.get(world) if self.parse == "lenient" else None
+        return Play(env, item, horizon, self.load_agent(), self.action_format, choose,
+                    self.prompt_texts.get(world, {}), step, self.deadline)
 
 
 # ---- one trajectory while it is played ----
@@ -175,8 +176,8 @@ class Conversation:
             in_turns = roles == (["user", "assistant"] * len(new))[: len(new)]
             extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
             if extends and new and in_turns:
-                return self.chat.turns(new, closed, self.max_length), False
-        ids = self.chat.prompt(prompt, self.play.tools, self.sampled, self.max_length)
+                return self.chat.turns(new, closed), False
+        ids = self.chat.prompt(prompt, self.play.tools, self.sampled)
         held = self.trajectory.segment() if reply is not None else []
         if held and ids[: len(held)] == held:
             return ids[len(held):], False

@@ -18,19 +18,18 @@ request have no effect: the run's settings hold.
 
 import atexit
 import json
-import math
 import os
 import queue
 import secrets
 import shlex
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, TimeoutError
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from agent import Agent, Play
@@ -38,40 +37,34 @@ from envs import EnvError, load_named
 
 MAX_BODY = 2**24  # bytes of a request
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-FIELDS = {"role", "content", "name", "tool_call_id", "refusal", "tool_calls"}  # of a message
+FIELDS = {"role", "content", "name", "tool_call_id", "refusal"}  # of a message
 
 
 class Request:
-    """A request that waits for its reply."""
+    """A request that waits for its reply: a Future of (text, whether it was cut), an exception, or
+    cancelled because the episode has ended."""
 
     def __init__(self, body: dict):
         self.messages = messages_of(body)
         self.tools = body.get("tools") or None
-        if self.tools and not all(isinstance(tool, dict) for tool in self.tools):
-            raise ValueError("tools: a list of objects")
-        # Gets (text, cut), an exception, or None: the episode has ended.
-        self.reply = queue.SimpleQueue()
+        self.reply = Future()
 
 
 def messages_of(body: dict) -> list[dict[str, str]]:
-    """The messages of a request, whose contents are plain text. Raises ValueError for what this
-    server does not do."""
-    if body.get("stream"):
-        raise ValueError("stream: this server answers in one piece")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n: this server gives one reply")
+    """The messages of a request, whose contents are plain text. Raises ValueError, LookupError or
+    TypeError for what this server does not do."""
+    if body.get("stream") or body.get("n") not in (None, 1):
+        raise ValueError("stream, n: this server gives one reply, in one piece")
     messages = []
     for message in body["messages"]:
         content = message["content"]
         if isinstance(content, list):  # of parts
-            if any(part["type"] != "text" for part in content):
-                raise ValueError("content: this server takes text only")
             content = "".join(part["text"] for part in content)
-        unknown = {name for name in message if message[name]} - (FIELDS - {"tool_calls"})
-        if message["role"] not in ROLES or not isinstance(content, str) or unknown:
+        str.encode(content)  # raises for what is no text
+        unknown = {name for name, value in message.items() if value} - FIELDS
+        if message["role"] not in ROLES or unknown:
             raise ValueError(f"a message of role {message['role']} with {sorted(message)}: this "
                              "server takes text contents, and no tool_calls")
-        content.encode()  # raises UnicodeEncodeError for half a surrogate pair
         role = "system" if message["role"] == "developer" else message["role"]
         messages.append({"role": role, "content": content})
     if not messages or messages[-1]["role"] == "assistant":
@@ -88,11 +81,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         self.episodes: dict[str, queue.SimpleQueue] = {}
         super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):
         """A client that has gone is nothing to tell."""
@@ -110,123 +100,96 @@ class Handler(BaseHTTPRequestHandler):
             body = json.loads(self.rfile.read(length))
             _, episode, *rest = self.path.split("/")
             if rest != ["v1", "chat", "completions"]:
-                return self.answer(404, error("there is only /EPISODE/v1/chat/completions"))
+                raise ValueError("there is only /EPISODE/v1/chat/completions")
             request = Request(body)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             self.close_connection = True
-            return self.answer(400, error(f"{type(e).__name__}: {e}"))
+            return self.answer(400, f"{type(e).__name__}: {e}")
         inbox = self.server.episodes.get(episode)
-        reply = None
         if inbox is not None:
             inbox.put(request)
-        while inbox is not None and reply is None:
-            try:
-                reply = request.reply.get(timeout=1)
+        while self.server.episodes.get(episode) is inbox is not None:
+            # The episode may end before it has seen the request.
+            with suppress(TimeoutError, CancelledError, ValueError):
+                request.reply.result(timeout=1)
+            if request.reply.done():
                 break
-            except queue.Empty:  # the episode may have ended before it saw the request
-                if self.server.episodes.get(episode) is not inbox:
-                    break
-        if reply is None:  # a client does not try a 410 again
-            return self.answer(410, error("this episode has ended"))
-        if isinstance(reply, Exception):
-            return self.answer(400, error(str(reply)))
-        text, cut = reply
+        if request.reply.cancelled() or not request.reply.done():
+            return self.answer(410, "this episode has ended")  # a client does not try it again
+        if request.reply.exception():
+            return self.answer(400, str(request.reply.exception()))
+        text, cut = request.reply.result()
         choice = {"index": 0, "finish_reason": "length" if cut else "stop", "logprobs": None,
                   "message": {"role": "assistant", "content": text}}
         self.answer(200, {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion",
                           "created": int(time.time()), "model": str(body.get("model")),
                           "choices": [choice]})
 
-    def answer(self, status: int, body: dict) -> None:
+    def answer(self, status: int, body: dict | str) -> None:
+        """Send a body, or what is wrong."""
+        if isinstance(body, str):
+            body = {"error": {"message": body, "type": "invalid_request_error"}}
         data = json.dumps(body).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-        except OSError:  # the client has gone
-            self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def log_message(self, *_):
         pass
 
 
-def error(message: str) -> dict:
-    """The body of an answer that is no reply."""
-    return {"error": {"message": message, "type": "invalid_request_error"}}
-
-
-STARTING = threading.Lock()
-
-
-@cache
-def only_server() -> Server:
-    return Server()
-
-
-def server() -> Server:
-    """The server of this process."""
-    with STARTING:
-        return only_server()
-
-
-class Ended:
-    """What a program leaves in the queue of its episode when it has ended."""
-
-    def __init__(self, reward: float | None = None, failure: str = ""):
-        self.reward = reward
-        self.failure = failure
+server = cache(Server)  # the server of this process
 
 
 def agent(play: Play, run: str = "", command: str = "") -> Agent:
     """The program as an agent; one of `run` and `command` says which."""
     if bool(run) == bool(command):
         raise ValueError("examples/foreign.py: give either run=FILE.py:FUNCTION or command='...'")
-    start = start_thread if run else start_process
-    name = secrets.token_hex(16)
-    inbox = server().episodes[name] = queue.SimpleQueue()
-    stop = start(run or command, f"{server().url}/{name}/v1", play.number, inbox)
+    host, name, inbox = server(), secrets.token_hex(16), queue.SimpleQueue()
+    host.episodes[name] = inbox
+    url = f"{host.url}/{name}/v1"
+    process = None
+    if command:
+        process = start_process(command, url, play.number)
+        program = partial(result_of, process)
+    else:
+        program = partial(load_named(run, {}, "program"), url, play.number)
+    threading.Thread(target=play_to_the_end, args=(program, inbox), daemon=True).start()
     try:
         while True:
-            # The decode loop gives this thread up at the same time: it must not wait for ever.
-            try:
+            try:  # the decode loop gives this thread up at the same time
                 request = inbox.get(timeout=play.deadline)
             except queue.Empty:
                 raise EnvError(f"the program sent no request for {play.deadline:g} s") from None
-            if isinstance(request, Ended):
+            if not isinstance(request, Request):
                 break
             play.tools = request.tools
-            reply = None
             try:
-                reply = (yield request.messages), play.cut
+                request.reply.set_result(((yield request.messages), play.cut))
             except ValueError as e:  # the chat template does not show such messages
-                reply = e
+                request.reply.set_exception(e)
             finally:
-                request.reply.put(reply)
-        if request.failure or not play.turns:
-            raise EnvError(f"the program failed: {request.failure or 'it has sent no request'}")
-        play.earn(request.reward)
+                request.reply.cancel()  # unless it has one
+        if isinstance(request, BaseException) or not play.turns:
+            raise EnvError(f"the program failed: {request!r} after {play.turns} requests")
+        play.earn(request)
     finally:  # also when the horizon is reached, or the run stops
-        del server().episodes[name]
+        del host.episodes[name]
         while not inbox.empty():
             if isinstance(request := inbox.get(), Request):
-                request.reply.put(None)
-        stop()
+                request.reply.cancel()
+        if process is not None:  # a thread cannot be ended, but its next request fails
+            kill(process)
 
 
-def start_thread(run: str, url: str, item: int, inbox: queue.SimpleQueue) -> Callable[[], None]:
-    """Call run(url, item) in a thread. -> what ends it: nothing can, but its next request fails."""
-    function = load_named(run, {}, "program")
-
-    def call():
-        try:
-            inbox.put(Ended(finite(function(url, item))))
-        except (Exception, SystemExit) as e:
-            inbox.put(Ended(failure=f"{type(e).__name__}: {e}"))
-
-    threading.Thread(target=call, daemon=True).start()
-    return lambda: None
+def play_to_the_end(program: Callable[[], object], inbox: queue.SimpleQueue) -> None:
+    """In a thread: put the program's reward into the queue of its episode, or its exception."""
+    try:
+        inbox.put(float(program()))
+    except (Exception, SystemExit) as e:
+        inbox.put(e)
 
 
 RUNNING: set[subprocess.Popen] = set()  # programs that have not ended
@@ -241,44 +204,23 @@ def kill(process: subprocess.Popen) -> None:
 atexit.register(lambda: [kill(process) for process in list(RUNNING)])
 
 
-def start_process(command: str, url: str, item: int,
-                  inbox: queue.SimpleQueue) -> Callable[[], None]:
-    """Run a command with {url} and {item} filled in -> what kills it."""
+def start_process(command: str, url: str, item: int) -> subprocess.Popen:
+    """Run a command with {url} and {item} filled in."""
     words = [word.replace("{url}", url).replace("{item}", str(item))
              for word in shlex.split(command)]
     environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
-    out, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=out,
-                               stderr=errors, start_new_session=True)
-
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+                               stderr=pipe, start_new_session=True)
     RUNNING.add(process)
-
-    def wait():
-        code = process.wait()
-        RUNNING.discard(process)
-        try:
-            if code:
-                raise ValueError(f"exit code {code}: {last_line(errors)}")
-            inbox.put(Ended(finite(last_line(out))))
-        except ValueError as e:
-            inbox.put(Ended(failure=str(e)))
-
-    threading.Thread(target=wait, daemon=True).start()
-    return lambda: kill(process)
+    return process
 
 
-def last_line(file) -> str:
-    """The last line that a program has written into a file."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
-    return (file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-
-
-def finite(reward: object) -> float:
-    """A program's result as a reward. Raises ValueError for what is not a finite number."""
-    try:
-        number = float(reward)
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"{reward!r} is no reward") from e
-    if not math.isfinite(number):
-        raise ValueError(f"{reward!r} is no reward")
-    return number
+def result_of(process: subprocess.Popen) -> str:
+    """The last line that a program prints. Raises ValueError for one that fails."""
+    out, errors = process.communicate()
+    RUNNING.discard(process)
+    if process.returncode:
+        said = errors[-500:].decode(errors="replace")
+        raise ValueError(f"exit code {process.returncode}: {said}")
+    return out.decode(errors="replace").strip().rpartition("\n")[2]

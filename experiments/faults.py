@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import agent  # noqa: E402
 from envs import make_env  # noqa: E402
+from worlds.agentgym import LENIENT  # noqa: E402
 
 ACTION_FORMAT = "react"  # of the built-in model in BabyAI
 
@@ -174,7 +175,7 @@ def replay(path, env):
     different = 0
     for row in kept:
         play = agent.Play(env, row["item"], 100, action_format=ACTION_FORMAT,
-                          lenient_as=row["env"])
+                          choose=LENIENT.get(row["env"]))
         said = [message["content"] for message in row["messages"]]
         seen = [play.send()[-1]["content"]]
         for reply in said[3::2]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, category_of, make_env, split_item
+from worlds.agentgym import LENIENT
 
 # A cell as the simulator encodes it is (kind of object, colour, state).
 DOOR = 4
@@ -83,7 +84,7 @@ class Replay:
         except ValueError:
             return None
         name = trajectory["env"]
-        lenient_as = name if self.config.get("parse") == "lenient" else ""
+        choose = LENIENT.get(name) if self.config.get("parse") == "lenient" else None
         draw = DRAW[name]
         # In a trajectory of another program, the item's number may mean another task.
         if len(messages) < 3 or world.reset(number).strip() not in messages[2]["content"]:
@@ -94,6 +95,6 @@ class Replay:
             if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
                 world.reset(number)
             elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
-                world.step(parse(reply["content"], self.config["action_format"], lenient_as))
+                world.step(parse(reply["content"], self.config["action_format"], choose))
             drawn.append(draw(world))
         return drawn

@@ -11,6 +11,8 @@ import pytest
 import agent
 from agent import Chat, Play, instructions, parse
 from envs import Env, Step
+from models.template import MARKS
+from worlds.agentgym import LENIENT
 
 # ---- chat rendering ----
 
@@ -175,7 +177,7 @@ SWITCHED = ("{% if not thinking | default(true) %}no thoughts\n{% endif %}"
 def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
     tokenizer = with_template(tiny[1], SWITCHED)
     plain = agent.try_template(tokenizer)["marks"]
-    messages = [{"role": role, "content": mark} for mark, role in agent.MARKS.items()]
+    messages = [{"role": role, "content": mark} for mark, role in MARKS.items()]
     assert plain == tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
     said = agent.try_template(tokenizer, system=" Be brief.\n")
@@ -408,14 +410,14 @@ READ_LENIENTLY = [
 
 @pytest.mark.parametrize("world, action_format, reply, lenient, strict", READ_LENIENTLY)
 def test_each_world_is_read_as_by_agentgyms_client(world, action_format, reply, lenient, strict):
-    assert parse(reply, action_format, lenient_as=world) == lenient
+    assert parse(reply, action_format, LENIENT.get(world)) == lenient
     assert parse(reply, action_format) == strict
 
 
 def test_every_lenient_world_has_examples():
     worlds = {world for world, *_ in READ_LENIENTLY}
-    assert worlds - set(agent.LENIENT) == {"guess", "searchqa"}
-    assert set(agent.LENIENT) <= worlds
+    assert worlds - set(LENIENT) == {"guess", "searchqa"}
+    assert set(LENIENT) <= worlds
 
 
 FRAGMENTS = [
@@ -432,8 +434,8 @@ def test_no_reply_is_an_exception(action_format):
     for _ in range(3000):
         reply = "".join(rng.choices(FRAGMENTS, k=rng.randint(0, 20)))
         assert isinstance(parse(reply, action_format), str)
-        for world in agent.LENIENT:
-            assert isinstance(parse(reply, action_format, world), str)
+        for world in LENIENT:
+            assert isinstance(parse(reply, action_format, LENIENT[world]), str)
         assert isinstance(agent.complaint(reply, action_format), str)
         for action in agent.actions_in(reply, action_format):
             assert isinstance(action, str)
@@ -468,12 +470,13 @@ class Door(Env):
 
 
 def test_an_agent_reads_replies_as_it_is_told_to():
-    for lenient_as, seen in (("", ["reset 3", "[right]."]), ("babyai", ["reset 3", "right"])):
+    lenient = LENIENT["babyai"]
+    for choose, seen in ((None, ["reset 3", "[right]."]), (lenient, ["reset 3", "right"])):
         env = Door()
-        play = Play(env, "door_3", 5, action_format="react", lenient_as=lenient_as)
+        play = Play(env, "door_3", 5, action_format="react", choose=choose)
         play.send()
         play.send("Action: [right].")
-        assert play.turn.success == bool(lenient_as)
+        assert play.turn.success == bool(choose)
         assert env.seen == seen
 
 
@@ -488,7 +491,7 @@ def test_given_texts_are_the_whole_first_message_and_the_fixed_reply(whole_reply
     assert said[0].startswith("Choose.") and said[1] == "OK"
 
 
-reflecting = agent.load_agent("react", {"reflect": True})
+reflecting = agent.load_agent("react", "reflect=true")
 
 
 def last(messages):
@@ -501,7 +504,7 @@ def earned(play):
 
 def test_a_plan_comes_first_and_the_environment_does_not_see_it():
     env = Door()
-    play = Play(env, "door_3", 5, agent.load_agent("react", {"plan": True}))
+    play = Play(env, "door_3", 5, agent.load_agent("react", "plan=true"))
     assert last(play.send()) == "Two doors." + agent.PLAN and play.kind == "PLAN"
     assert last(play.send("right, I think")) == agent.ACT and play.kind == ""
     assert earned(play) == (0.0, 0.0, 0.0, True)

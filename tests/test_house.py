@@ -28,6 +28,7 @@ LAYERS = [
     ["trajectory"],
     ["worlds.play"],  # the command `envs.py play`, which no module imports
     ["agent"],
+    ["models.template"],
     ["worlds.*"],
     ["envs"],
     ["websites.*"],

@@ -545,8 +545,8 @@ def test_a_run_in_segments_repeats_resumes_and_is_that_of_two_processes(tmp_path
 # ---- agents and their faults ----
 
 
-def playing(function, env=None, horizon=5, **settings):
-    return Play(env or Echo(), "echo_1", horizon, agent.load_agent(function, settings))
+def playing(function, env=None, horizon=5):
+    return Play(env or Echo(), "echo_1", horizon, agent.load_agent(function))
 
 
 def test_what_an_agent_does_between_two_replies_is_the_last_replys():
@@ -1019,7 +1019,7 @@ def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_pat
 
 def test_an_example_needs_no_more_than_its_file():
     for name in EXAMPLES:
-        assert agent.load_agent(f"examples/{name}.py:agent", {}).instant
+        assert agent.load_agent(f"examples/{name}.py:agent").instant
     assert RolloutConfig(agent="examples/tools.py:agent").load_agent()
     calculate = envs.load_named("examples/tools.py:calculate", {}, "function")
     assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import requests
@@ -555,3 +556,51 @@ def _was_unsent(error):
     # requests wraps urllib3's MaxRetryError, whose `reason` is the cause.
     wrapped = error.args[0] if error.args else None
     return isinstance(getattr(wrapped, "reason", None), NewConnectionError)
+
+
+
+# ---- which action of a reply is taken ----
+
+# How AgentGym's clients choose it (agentenv/envs/*.py at 3ef9235). They read react, and JSON and
+# code in forms that differ from ours. Here each client's choice applies to every format. Arguments:
+# the reply, the actions in it, and the reply itself where react finds none in it, else "".
+
+
+def _only_words(_reply, actions, _bare):
+    """The first line of the only action, without punctuation other than commas."""
+    first_line = actions[0].partition("\n")[0] if len(actions) == 1 else ""
+    return " ".join(re.sub("[^A-Za-z0-9, ]", "", first_line).split())
+
+
+def _last(_reply, actions, _bare):
+    return actions[-1] if actions else ""
+
+
+def _first_or_bare(_reply, actions, bare):
+    return actions[0] if actions else bare
+
+
+def _last_or_bare_call(reply, actions, bare):
+    """The last action; without any, the whole reply if it has a search or a click."""
+    has_call = "search[" in reply or "click[" in reply
+    return actions[-1] if actions else bare * has_call
+
+
+def _sql(reply, actions, bare):
+    """The last block of SQL between code fences; without any, the last action or the reply."""
+    text = actions[-1] if actions else bare
+    if "```sql" in reply:
+        text = reply.split("```sql")[-1]
+    return text.split("```")[0].strip()
+
+
+LENIENT: dict[str, Callable[[str, list[str], str], str]] = {  # world -> the choice
+    "babyai": _only_words,
+    "textcraft": _only_words,
+    "sciworld": _last,
+    "alfworld": _last,
+    "webshop": _last_or_bare_call,
+    "sqlgym": _sql,
+    "maze": _first_or_bare,
+    "wordle": _first_or_bare,
+}

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         world, number = read_item(args.item, args.env)
         play(world, number, args.horizon, args.hint,
-             agent.load_agent(args.agent, agent.settings_of(args.agent_args)))
+             agent.load_agent(args.agent, args.agent_args))
     except (EOFError, KeyboardInterrupt):
         pass
     except (EnvError, ValueError, ImportError) as e:

@@ -11,6 +11,7 @@ from benches.peers_scripts.trl_common import items, load_tokenizer, train_and_re
 
 import agent
 import envs
+from worlds.agentgym import LENIENT
 
 CHAT_TEMPLATE = """{% for m in messages %}{% set tool = m['role'] == 'tool' %}<|im_start|>{{
 'user' if tool else m['role'] }}
@@ -33,7 +34,7 @@ class World:
 
     def reset(self, item: str, **kw) -> str:
         self._play = agent.Play(self._env, item, JOB["horizon"],
-                                action_format=JOB["action_format"], lenient_as=WORLD)
+                                action_format=JOB["action_format"], choose=LENIENT.get(WORLD))
         self._return = 0.0
         self._turns = 0
         self._done = False

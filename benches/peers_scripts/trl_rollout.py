@@ -8,6 +8,7 @@ from trl.trainer.utils import pad
 
 import agent
 import envs
+from worlds.agentgym import LENIENT
 
 turns = []  # of each episode of the last rollout
 worlds = []  # the environments, which are used again
@@ -38,7 +39,7 @@ def play(prompts, trainer):
     while len(worlds) < len(names):
         worlds.append(envs.make_env(WORLD))
     plays = [agent.Play(world, name, JOB["horizon"], action_format=JOB["action_format"],
-                        lenient_as=WORLD) for world, name in zip(worlds, names)]
+                        choose=LENIENT.get(WORLD)) for world, name in zip(worlds, names)]
     prompt_ids = [chat.prompt(play.send()) for play in plays]
     completions = [[] for _ in names]
     masks = [[] for _ in names]
