@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from checkpoint import complete as complete_checkpoints
-from checkpoint import step_in
+from checkpoint import named, step_in
+
 from metrics import all_columns, horizon_changes, is_number
 from page.replay import Replay
 from rl import location, model_path
@@ -68,7 +68,7 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], Counter]:
 
 def load_tokenizer(run: Path, config: dict) -> PreTrainedTokenizerBase:
     """The tokenizer of final/ or of the newest checkpoint, else that of the run's first model."""
-    for folder in (run / "final", *reversed(complete_checkpoints(run))):
+    for folder in (run / "final", *reversed(named(run))):
         if (folder / "tokenizer.json").exists():
             return AutoTokenizer.from_pretrained(**location(folder))
     return AutoTokenizer.from_pretrained(**location(model_path(config["model"])))
