@@ -7,12 +7,10 @@ holds its part of the float32 weights, of their gradients and of the optimizer's
 """
 
 import atexit
-import errno
 import itertools
 import os
 import signal
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,23 +32,16 @@ from envs import UserError
 
 
 def init_distributed() -> tuple[int, int, torch.device]:
-    """Join torchrun's process group if there is one -> (rank, number of ranks, device). Raises
-    ValueError if this machine has GPUs, but fewer than torchrun started processes."""
-    rank = int(os.environ.get("RANK", 0))
-    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    """Join torchrun's process group if there is one -> (rank, number of ranks, device). PyTorch
+    raises an error if this machine has GPUs, but fewer than torchrun started processes."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if processes > gpus:
-            raise ValueError(f"torchrun started more processes here ({processes}) than PyTorch "
-                             f"finds GPUs ({gpus}): --nproc_per_node={gpus}, or "
-                             "CUDA_VISIBLE_DEVICES= to train on the CPU")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if num_ranks > 1 and not dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # Ranks wait for the one whose rollout is slowest, which may take long.
         dist.init_process_group(backend_for(device), timeout=timedelta(hours=2))
-    return rank, num_ranks, device
+    return *ranks(), device
 
 
 def backend_for(device: torch.device) -> str:
@@ -102,7 +93,7 @@ def of_rank_0(function: Callable[[], Any]) -> Any:
     rank. Any other exception is raised on rank 0 alone, and the other ranks wait for it."""
     if not dist.is_initialized():
         return function()
-    box = [None, None]
+    box = [None, None]  # the result, the error
     if dist.get_rank() == 0:
         try:
             box[0] = function()
@@ -137,7 +128,7 @@ def share_out(count: int, rooms: list[int]) -> list[int]:
     ([0, 3, 1], [2, 0, 3])
     """
     left = list(rooms)
-    for _ in range(min(count, sum(max(0, room) for room in rooms))):
+    for _ in range(min(count, sum(rooms))):
         left[left.index(max(left))] -= 1
     return [room - rest for room, rest in zip(rooms, left)]
 
@@ -154,33 +145,25 @@ class Dealer:
         self.count = count
         self.dealt = 0
         self.signals = signals
-        self.stopped = False  # one of the ranks has got a stop signal, and all know it
 
     def deal(self, room: int) -> range:
         """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
         Raises Terminated if a rank has got a stop signal."""
         # If a signal ended this rank during the exchange, the other ranks would wait for it.
         with self.signals.postponed():
-            rooms = self._exchange(-1 if self.signals.received else room)
-            self.stopped = min(rooms) < 0
-            shares = share_out(self.count - self.dealt, [max(0, room) for room in rooms])
+            rooms = gather([-1 if self.signals.received else room])
+            if min(rooms) < 0:
+                self.dealt = self.count  # nobody asks again
+                raise Terminated
+            shares = share_out(self.count - self.dealt, rooms)
             start = self.dealt + sum(shares[: ranks()[0]])
             self.dealt += sum(shares)
-        if self.stopped:
-            raise Terminated
         return range(start, start + shares[ranks()[0]])
 
     def leave(self) -> None:
         """Let the other ranks know that this one has got a stop signal."""
-        if self.dealt < self.count and not self.stopped:
-            self._exchange(-1)
-
-    def _exchange(self, number):
-        """Every rank's number."""
-        own = torch.tensor(number)
-        numbers = [torch.empty_like(own) for _ in range(ranks()[1])]
-        dist.all_gather(numbers, own)
-        return [int(number) for number in numbers]
+        if self.dealt < self.count:
+            gather([-1])
 
 
 class FirstComeDealer(Dealer):
@@ -316,9 +299,9 @@ class Terminated(BaseException):
 
 
 class Output:
-    """Standard output or error of a run. If nobody reads it any more (the `tee` of a pipe was
-    ended), what is written is dropped, and the process gets SIGHUP, as from a closed terminal.
-    Under nohup, which ignores SIGHUP, the run goes on."""
+    """Standard output or error of a run. If it cannot be written any more (the `tee` of a pipe was
+    ended, for example), what is written is dropped, and the process gets SIGHUP, as from a closed
+    terminal. Under nohup, which ignores SIGHUP, the run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -333,13 +316,9 @@ class Output:
     def _try(self, method, *args):
         try:
             method(*args)
-        except OSError as e:
-            if e.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that is gone
-                raise
+        except OSError:
             # What is still buffered, and all that follows, is dropped.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             signal.raise_signal(signal.SIGHUP)
 
     def __getattr__(self, name):
@@ -356,18 +335,16 @@ class StopSignals:
         self.in_rollout = False
         self.previous = {}  # signal -> its handler before
         self.previous_streams = sys.stdout, sys.stderr
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self.previous[number] = signal.signal(number, self._handle)
-            # A stream that was closed at the start is None.
-            sys.stdout, sys.stderr = (s and Output(s) for s in self.previous_streams)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self.previous[number] = signal.signal(number, self._handle)
+        # A stream that was closed at the start is None.
+        sys.stdout, sys.stderr = (s and Output(s) for s in self.previous_streams)
 
     def end(self) -> None:
         """Restore the previous streams and signal handlers."""
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Output):
-                stream.flush()  # if Python's own flush at the end fails, the exit code is 120
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # if Python's own flush at the end fails, the exit code is 120
         sys.stdout, sys.stderr = self.previous_streams
         for number, handler in self.previous.items():
             signal.signal(number, handler)

@@ -10,11 +10,12 @@ only there. Packing, micro-batches, ranks, checkpoints and --resume are train.py
 """
 
 import json
+import math
 import random
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,16 +86,18 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
     """`count` successful trajectories of the worlds' experts on items of the split, shared among
-    the worlds by weight. Raises ValueError: see `trajectories_of_world`."""
+    the worlds by weight."""
     found = []
     with tqdm(total=count, desc="expert", unit="trajectory", dynamic_ncols=True) as bar:
         for world, wanted in items_per_world(cfg, count).items():
-            found += trajectories_of_world(cfg, world, chat, split, wanted, noise, bar)
+            for t in trajectories_of_world(cfg, world, chat, split, wanted, noise):
+                found.append(t)
+                bar.update()
     return found
 
 
 def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wanted: int,
-                          noise: float, bar: tqdm) -> list[Trajectory]:
+                          noise: float) -> Iterator[Trajectory]:
     """`wanted` successful trajectories of one world's expert, no longer than --max_length.
 
     The result depends on the seed alone, unless an environment fails: its episode is dropped, and a
@@ -103,37 +106,33 @@ def trajectories_of_world(cfg: SFTConfig, world: str, chat: Chat, split: str, wa
     options = envs.env_options(cfg.env_args, cfg.worlds).get(world, {})
     names = envs.items(world, split, cfg.data or None)
     random.Random(cfg.seed).shuffle(names)
-    found = []
-    env = None
-    fault = ""  # the last fault of an environment, as the end of a message
+    env, found, fault = None, 0, "none"
     for attempt in range(3 * wanted):
-        if len(found) == wanted:
+        if found == wanted:
             break
         epoch, place = divmod(attempt, len(names))
-        item = names[place]
-        rng = random.Random(f"{cfg.seed} {item} {epoch}")
+        rng = random.Random(f"{cfg.seed} {names[place]} {epoch}")
         try:
             env = env or envs.make_env(world, **options)
-            t = demonstrate(env, item, chat, cfg, noise, rng)
+            t = demonstrate(env, names[place], chat, cfg, noise, rng)
         except (envs.UserError, envs.AgentError):
             raise
         except Exception as e:  # a world's crash costs one episode, as in a rollout
-            fault = f"; the last fault of an environment: {type(e).__name__}: {e}"
-            if env is not None:
+            fault = f"{type(e).__name__}: {e}"
+            if env:
                 envs.close_quietly(env)
             env = None
             continue
-        if t.success and any(t.mask) and t.longest_segment() <= cfg.worlds[world].max_length:
+        if t.success and any(t.mask) and longest_segment(t) <= cfg.worlds[world].max_length:
             t.sample = epoch
-            found.append(t)
-            bar.update()
-    if env is not None:
+            found += 1
+            yield t
+    if env:
         envs.close_quietly(env)
-    if len(found) < wanted:
-        raise ValueError(f"only {len(found)} of {3 * wanted} episodes of {world}'s expert could be "
-                         "used (success, at most --max_length tokens, a reply to learn); "
-                         f"{wanted} are needed{fault}")
-    return found
+    if found < wanted:
+        raise ValueError(f"only {found} of {3 * wanted} episodes of {world}'s expert could be used "
+                         "(success, at most --max_length tokens, a reply to learn); "
+                         f"{wanted} are needed; the last fault of an environment: {fault}")
 
 
 def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
@@ -155,9 +154,8 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
         if action is None:
             episode.end(Status.HORIZON)
             break
-        random_actions = []
-        if rng.random() < noise:
-            random_actions = env.valid_actions() + env.refused_actions()
+        is_random = rng.random() < noise
+        random_actions = env.valid_actions() + env.refused_actions() if is_random else []
         if random_actions:
             action = rng.choice(random_actions)
         text = action
@@ -190,46 +188,61 @@ def thing_named(action: str) -> str:
 # ---- recorded trajectories ----
 
 
-def read_demonstrations(path: str | Path, chat: Chat, min_reward: float | None,
+def read_demonstrations(path: str | Path, chat: Chat, min_reward: float = -math.inf,
                         action_format: str = "") -> list[Trajectory]:
     """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
     list of AgentGym's conversations. Those whose environment failed, that have a reward below
-    `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind or
-    tokenizer. With `action_format`, JSON lines played in another format are refused, too."""
+    `min_reward` or no reply to learn are left out. Raises ValueError for a file of another kind,
+    tokenizer or, if it is given, action format."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":
             found = [from_conversation(entry, chat) for entry in json.loads(text)]
         else:
             found = read_trajectories(path)
-            check_tokenizer(found, chat)
-            if action_format:
-                check_format(found, action_format)
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from e
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
+        for t in found:
+            check_demonstration(t, chat, action_format)
+        found = [t for t in found if any(t.mask) and t.reward >= min_reward
+                 and t.status != Status.ENV_ERROR]
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
-    if min_reward is not None:
-        found = [t for t in found if t.reward >= min_reward]
-    without_tokens = sum(not t.tokens for t in found)
-    found = [t for t in found if t.status != Status.ENV_ERROR and any(t.mask)]
     if not found:
-        why = ""
-        if without_tokens:
-            why = f" ({without_tokens} have no tokens, as those of a served model)"
-        raise ValueError(f"no trajectory of {path} is left to learn from{why}")
+        raise ValueError(f"no trajectory of {path} is left to learn from: each has a smaller "
+                         "reward, a failed environment or no tokens of a reply")
     return found
+
+
+def check_demonstration(t: Trajectory, chat: Chat, action_format: str) -> None:
+    """Raise ValueError unless a trajectory was played with this tokenizer and chat template, and
+    with instructions for this action format, if both are known."""
+    if not t.tokens or not t.messages:
+        return
+    if min(t.tokens) < 0 or max(t.tokens) >= len(chat.tokenizer):
+        raise ValueError(f"{t.item} has tokens that are not in the vocabulary")
+    roles = [message["role"] for message in t.messages]
+    has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
+    start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
+    if t.tokens[: len(start)] != start:
+        raise ValueError(f"{t.item} was written with another tokenizer or chat template")
+    instructions = t.messages[0]["content"]
+    described = [name for name, words in agent.FORMATS.items()
+                 if words and words.strip() in instructions]
+    if action_format and described and action_format not in described:
+        raise ValueError(f"{t.item} was played with --action_format {described[0]}, not "
+                         f"{action_format}")
+
+
+def longest_segment(t: Trajectory) -> int:
+    """The number of tokens of a trajectory's longest segment."""
+    return max((end - start for start, end in t.spans()), default=0)
 
 
 def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory]:
     """The trajectories of at most --max_length tokens. A line on stderr says how many are longer.
     Raises ValueError if all are."""
-    longest = max(settings.max_length for settings in cfg.worlds.values())
-    found = []
-    for t in trajectories:
-        limit = cfg.worlds[t.env].max_length if t.env in cfg.worlds else longest
-        if t.longest_segment() <= limit:
-            found.append(t)
+    limits = {world: own.max_length for world, own in cfg.worlds.items()}
+    found = [t for t in trajectories
+             if longest_segment(t) <= limits.get(t.env, max(limits.values()))]
     if not found:
         raise ValueError(f"every trajectory of {cfg.trajectories} is longer than --max_length")
     if len(found) < len(trajectories):
@@ -238,66 +251,27 @@ def drop_long(trajectories: list[Trajectory], cfg: SFTConfig) -> list[Trajectory
     return found
 
 
-def check_tokenizer(trajectories: Iterable[Trajectory], chat: Chat) -> None:
-    """Raise ValueError unless this tokenizer has the tokens of each trajectory, and encodes its
-    first messages to the tokens that it begins with."""
-    for t in trajectories:
-        if t.tokens and not 0 <= min(t.tokens) <= max(t.tokens) < len(chat.tokenizer):
-            raise ValueError(f"{t.item} has tokens that are not in the vocabulary")
-        if t.messages and t.tokens:
-            roles = [message["role"] for message in t.messages]
-            has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
-            start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
-            if t.tokens[: len(start)] != start:
-                raise ValueError(f"{t.item} was written with another tokenizer or chat template")
-
-
-def check_format(trajectories: Iterable[Trajectory], action_format: str) -> None:
-    """Raise ValueError if the trajectories were played in another action format: a model that
-    learns from them is played in this one later. Of instructions that are not those of a
-    world here (--prompts, worlds of servers) the format is not known."""
-    for t in trajectories:
-        if not t.messages:
-            continue
-        try:
-            world = envs.world_class(t.env)
-        except envs.UserError:  # it is on a server only, or its package is missing
-            world = Env
-        text = t.messages[0]["content"]
-        described = [name for name, words in agent.FORMATS.items()
-                     if words and words.strip() in text]
-        if not described and world.prompt and world.prompt.strip() in text:
-            described = ["plain"]
-        if world.whole_reply or not described:
-            continue
-        recorded = described[0]
-        if recorded != action_format:
-            raise ValueError(f"{t.item} was played with --action_format {recorded}, not "
-                             f"{action_format}")
-
-
 def from_conversation(entry: dict, chat: Chat) -> Trajectory:
     """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]},
     whose first three messages are the instructions, a fixed reply and the first observation. It has
     no rewards: all of its trajectories count as successes."""
-    said = [part["value"] for part in entry["conversations"]]
-    roles = [part["from"] for part in entry["conversations"]]
-    if roles != [("human", "gpt")[place % 2] for place in range(len(roles))]:
-        raise ValueError(f"{entry['item_id']}: its messages should be from human and gpt in turns")
-    t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0], reward=1.0, score=1.0,
-                   success=True, status=Status.DONE)
-    t.messages = [{"role": role, "content": text}
-                  for role, text in zip(("user", "assistant", "user"), said)]
-    t.append(chat.start(said[0], said[2], reply=said[1]))
-    for place in range(3, len(said), 2):
-        ids = chat.reply(said[place])
-        is_learnt = entry["conversations"][place].get("loss") is not False
-        t.append(ids, [0.0] * len(ids) if is_learnt else None)
-        t.turns += 1
-        t.messages.append({"role": "assistant", "content": said[place]})
-        if place + 1 < len(said):
-            t.append(chat.turn(said[place + 1], closed=True))
-            t.messages.append({"role": "user", "content": said[place + 1]})
+    item, parts = entry["item_id"], entry["conversations"]
+    t = Trajectory(item, split_item(item)[0], reward=1.0, score=1.0, success=True,
+                   status=Status.DONE)
+    for place, part in enumerate(parts):
+        is_reply = place % 2 == 1
+        if part["from"] != ("gpt" if is_reply else "human"):
+            raise ValueError(f"{item}: its messages should be from human and gpt in turns")
+        text = part["value"]
+        t.messages.append(agent.assistant(text) if is_reply else agent.user(text))
+        if place == 2:
+            t.append(chat.start(parts[0]["value"], text, reply=parts[1]["value"]))
+        elif place > 2 and is_reply:
+            ids = chat.reply(text)
+            t.append(ids, None if part.get("loss") is False else [0.0] * len(ids))
+            t.turns += 1
+        elif place > 2:
+            t.append(chat.turn(text, closed=True))
     return t
 
 
@@ -319,7 +293,9 @@ def sft(cfg: SFTConfig) -> None:
             steps = cfg.epochs * steps_per_epoch(len(demos), cfg)
             if not train.is_finished(run, steps):
                 train.prepare(run)
-                write_demos(run, demos, held_out)
+                for name, part in zip(DEMO_FILES, (demos, held_out)):  # for --resume
+                    if run.rank == 0 and part:
+                        write_trajectories(run.folder / name, part)
                 run.engine = make_engine(run.policy, cfg.slots, cfg)
                 training_loop(run, demos, held_out, steps, pool, signals)
         finally:
@@ -332,19 +308,16 @@ DEMO_FILES = ("demos.jsonl", "held_out.jsonl")
 def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], list[Trajectory]]:
     """-> the trajectories to learn, and held-out ones if --eval_every asks for their loss. A
     resumed run reads those that it began with. Raises ValueError if a stop signal comes."""
-    cfg = run.cfg
-    chat = Chat(run.tokenizer)
+    cfg, chat = run.cfg, Chat(run.tokenizer)
     if run.saved is not None:
-        demos, held_out = (read_if_present(run.folder / name, chat) for name in DEMO_FILES)
-        if not demos and not (run.folder / "final").exists():
-            raise ValueError(f"{run.folder / DEMO_FILES[0]}, which this run learns from, is "
-                             "missing: start another run")
-        return demos, held_out
-    demos = []
+        learnt, held_out = (run.folder / name for name in DEMO_FILES)
+        return (read_demonstrations(learnt, chat),
+                read_demonstrations(held_out, chat) if held_out.exists() else [])
+    demos, held_out = [], []
     if cfg.trajectories:
-        demos += drop_long(read_demonstrations(cfg.trajectories, chat, cfg.min_reward,
-                                               cfg.action_format), cfg)
-    held_out = []
+        least = -math.inf if cfg.min_reward is None else cfg.min_reward
+        recorded = read_demonstrations(cfg.trajectories, chat, least, cfg.action_format)
+        demos += drop_long(recorded, cfg)
     try:
         with signals:
             if cfg.demos:
@@ -356,18 +329,6 @@ def collect_demos(run: Run, signals: StopSignals) -> tuple[list[Trajectory], lis
     for number, t in enumerate(demos):
         t.group = number
     return demos, held_out
-
-
-def read_if_present(path: Path, chat: Chat) -> list[Trajectory]:
-    """The trajectories of a run's own file; [] if there is none."""
-    return read_demonstrations(path, chat, None) if path.exists() else []
-
-
-def write_demos(run: Run, *parts: list[Trajectory]) -> None:
-    """Keep what is learnt in the run folder, for --resume."""
-    for name, part in zip(DEMO_FILES, parts):
-        if run.rank == 0 and part:
-            write_trajectories(run.folder / name, part)
 
 
 def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,

@@ -89,10 +89,6 @@ class Trajectory:
         """The tokens of the newest segment."""
         return self.tokens[self.starts[-1] :]
 
-    def longest_segment(self) -> int:
-        """The number of tokens of the longest segment."""
-        return max((end - start for start, end in self.spans()), default=0)
-
     def spans(self) -> list[tuple[int, int]]:
         """(start, end) of each segment in `tokens`, `end` excluded."""
         return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
@@ -106,27 +102,44 @@ class Trajectory:
         """
         self.turns += 1
         self.valid_actions += turn.valid
-        if not turn.valid:
-            self.invalid_turns.append(self.turns)
-        self.score = turn.score
-        self.success = turn.success
+        self.score, self.success = turn.score, turn.success
         self.progress.append(turn.progress)
         self.messages.append({"role": "assistant", "content": reply})
+        reward = turn.reward
         if forgets:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
-        reward = turn.reward
-        if not turn.valid and not forgets:
-            reward -= invalid_penalty
+        if not turn.valid:
+            self.invalid_turns.append(self.turns)
+            reward -= 0.0 if forgets else invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward
 
     def to_json(self) -> dict:
         """All fields; log-probs are rounded to five decimals, entropies to three."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"logprobs": [round(x, 5) for x in self.logprobs],
-                         "entropies": [round(x, 3) for x in self.entropies]}
+        return vars(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
+                             "entropies": [round(x, 3) for x in self.entropies]}
+
+    @classmethod
+    def from_json(cls, row: dict) -> "Trajectory":
+        """The trajectory of a line of a file. Fields that it lacks have their defaults. Raises
+        ValueError for fields that cannot be used."""
+        if not {"item", "env"} <= row.keys():
+            raise ValueError("it has no item or no env")
+        t = cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
+        count = len(t.tokens)
+        t.starts = t.starts or [0] * bool(count)
+        for name in ("logprobs", "entropies", "rewards"):
+            setattr(t, name, getattr(t, name) or [0.0] * count)
+        if {count} != {len(t.mask), len(t.logprobs), len(t.entropies), len(t.rewards)}:
+            raise ValueError("tokens, mask and the like have different lengths")
+        if set(map(type, t.tokens + t.starts)) - {int}:
+            raise ValueError("tokens or starts are not whole numbers")
+        if count and (t.starts != sorted({0, *t.starts}) or t.starts[-1] >= count
+                      or any(t.mask[start] for start in t.starts)):
+            raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
+        return t
 
 
 def reply_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
@@ -136,18 +149,15 @@ def reply_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
     [(1, 3), (4, 5)]
     """
     edges = np.diff(np.array([False, *mask, False]).astype(int))
-    starts = (edges == 1).nonzero()[0]
-    ends = (edges == -1).nonzero()[0]
-    return list(zip(starts.tolist(), ends.tolist()))
+    return list(zip((edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist()))
 
 
 def show(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print a trajectory coloured by its mask: sampled (trained on) in green, the rest in grey."""
-    green, grey, reset = "\033[1;32m", "\033[90m", "\033[0m"
     pairs = zip(trajectory.mask, trajectory.tokens)
     for sampled, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        text = tokenizer.decode([token for _, token in run])
-        print((green if sampled else grey) + text + reset, end="")
+        colour = "\033[1;32m" if sampled else "\033[90m"
+        print(colour + tokenizer.decode([token for _, token in run]) + "\033[0m", end="")
     print(f"\n[{trajectory.status}: {trajectory.turns} turns, reward {trajectory.reward:g}]")
 
 
@@ -162,76 +172,46 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _lines(path: str | Path) -> Iterator[tuple[int, dict | None, str]]:
-    """(number, object, what is wrong) of each line of a .jsonl file that is not empty."""
-    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
-        if line.strip():
-            try:
-                value, wrong = json.loads(line.decode()), "no JSON object"
-            except (ValueError, RecursionError) as e:
-                value, wrong = None, str(e)
-            yield number, value if isinstance(value, dict) else None, wrong
-
-
-def read_objects(path: Path) -> tuple[list[dict], int]:
-    """The JSON objects of a .jsonl file, one a line -> (objects, number of lines that hold none).
-
-    A process that was killed may have left half a line. Empty lines are not counted.
-    """
-    rows = [row for _, row, _ in _lines(path)]
-    found = [row for row in rows if row is not None]
-    return found, len(rows) - len(found)
-
-
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write a file with one trajectory a line."""
     write_atomically(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
 
 
+def _lines(path: str | Path) -> Iterator[tuple[int, dict | str]]:
+    """The lines of a .jsonl file that are not empty -> (number, its object or what is wrong)."""
+    # Not splitlines(), which also splits at characters that may stand inside a JSON string.
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                value = str(e)
+            yield number, value if isinstance(value, (dict, str)) else "no JSON object"
+
+
+def read_objects(path: str | Path) -> tuple[list[dict], int]:
+    """The JSON objects of a .jsonl file, one a line -> (objects, number of lines that hold none).
+
+    A process that was killed may have left half a line. Empty lines are not counted.
+    """
+    values = [value for _, value in _lines(path)]
+    found = [value for value in values if isinstance(value, dict)]
+    return found, len(values) - len(found)
+
+
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """The trajectories of a file, one a line; fields that it lacks have their defaults. Raises
-    ValueError, which names the line, for one that is damaged, but not for half a line at the end,
-    which a killed process leaves."""
+    """The trajectories of a file, one a line. Raises ValueError, which names the line, for one that
+    is damaged, but not for the last of several lines, of which a killed process may have written
+    half."""
+    lines = list(_lines(path))
+    if len(lines) > 1 and isinstance(lines[-1][1], str):
+        lines.pop()
     found = []
-    last = Path(path).read_bytes().count(b"\n") + 1  # the number of a line without its end
-    for number, row, wrong in _lines(path):
-        if row is None and number == last > 1:
-            break
-        if row is None or not {"item", "env"} <= row.keys():
-            wrong = wrong if row is None else "no item or env"
-            raise ValueError(f"line {number} of {path} holds no trajectory: {wrong}")
-        t = Trajectory(**{f.name: row[f.name] for f in fields(Trajectory) if f.name in row})
-        t.starts = t.starts or [0] * bool(t.tokens)  # one segment, in older files
-        t.logprobs = t.logprobs or [0.0] * len(t.tokens)  # nothing that is learnt needs them
-        if wrong := flaw(vars(t)):
-            raise ValueError(f"line {number} of {path}: {t.item} has {wrong}")
-        found.append(t)
+    for number, value in lines:
+        try:
+            if isinstance(value, str):
+                raise ValueError(value)
+            found.append(Trajectory.from_json(value))
+        except ValueError as e:
+            raise ValueError(f"line {number} of {path} holds no trajectory: {e}") from e
     return found
-
-
-KINDS = {  # field -> what it is in a file
-    list: ("tokens", "mask", "logprobs", "starts", "rewards", "entropies", "messages"),
-    (int, float): ("reward", "score"), int: ("step", "group", "sample", "turns"),
-    str: ("item", "env", "status"),
-}
-
-
-def flaw(row: dict) -> str:
-    """What makes a trajectory's fields unusable; "" if nothing does."""
-    for kind, names in KINDS.items():
-        for name in names:
-            if not isinstance(row[name], kind) or type(row[name]) is bool:
-                return f"a {name} of another kind"
-    tokens, mask, starts = row["tokens"], row["mask"], row["starts"]
-    if {*map(type, tokens), *map(type, starts)} - {int}:
-        return "tokens or starts that are not whole numbers"
-    if {*map(type, row["logprobs"]), *map(type, row["entropies"])} - {int, float}:
-        return "logprobs or entropies that are not numbers"
-    if not len(tokens) == len(mask) == len(row["logprobs"]):
-        return "tokens, mask and logprobs of different lengths"
-    if tokens and (starts != sorted({0, *starts}) or starts[-1] >= len(tokens)):
-        return "starts that do not cut its tokens into segments"
-    if any(mask[start] for start in starts):
-        return "a mask that is true at the first token of a segment"
-    return ""

@@ -36,32 +36,22 @@ MAX_TOKENS = 5_000_000  # about how many tokens a page holds of a run
 def compress(value: object) -> str:
     """JSON, compressed, in base64."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode())).decode()
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def total(rows: list[dict], name: str) -> int:
-    """The sum of a column of counts; rows without a number there count as 0."""
-    return int(sum(row[name] for row in rows if is_number(row.get(name))))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def choose_groups(rows: list[dict], most: int) -> tuple[int, int]:
     """-> (every, every_drawn): the tokens of one group in `every` are in the page, and of those one
     in `every_drawn` has its states drawn.
 
-    most: about how many trajectories the page may hold. Raises ValueError if it is not positive.
+    rows: of metrics. most: about how many trajectories the page may hold. Raises ValueError if it
+    is not positive.
     """
     if most < 1:
         raise ValueError(f"--most must be positive, not {most}")
-    trajectories = total(rows, "trajectories")
-    tokens = total(rows, "tokens")
-    every = max(1, ceil_div(trajectories, most), ceil_div(tokens, MAX_TOKENS))
-    every_drawn = max(1, ceil_div(ceil_div(trajectories, every), MAX_DRAWN))
-    return every, every_drawn
+    trajectories, tokens = (int(sum(row[name] for row in rows if is_number(row.get(name))))
+                            for name in ("trajectories", "tokens"))
+    every = max(1, -(-trajectories // most), -(-tokens // MAX_TOKENS))
+    return every, max(1, -(-trajectories // (every * MAX_DRAWN)))
 
 
 def contents(folder: str | Path, most: int) -> dict:
@@ -75,15 +65,14 @@ def contents(folder: str | Path, most: int) -> dict:
     if not run.unread:
         raise ValueError(f"{folder} has not ended its first step")
     every, every_drawn = choose_groups(run.metrics, most)
-    chunks = []
-    chunk = []
+    chunks, chunk = [], []
     held = 0
     num_drawn = 0
     vocabulary = {}
     for file in tqdm(run.unread, desc="view", unit="step"):
         first = len(run.rows)
-        for row, trajectory in enumerate(run.read_file(file), first):
-            number = trajectory["group"] + trajectory["step"]
+        for row, t in enumerate(run.read_file(file), first):
+            number = t.group + t.step
             if number % every:
                 run.rows[row]["held"] = -1
                 continue
@@ -91,12 +80,11 @@ def contents(folder: str | Path, most: int) -> dict:
             held += 1
             is_drawn = (number // every) % every_drawn == 0
             num_drawn += is_drawn
-            chunk.append(run.tokens_of(trajectory, is_drawn))
-            run.add_pieces(trajectory["tokens"], vocabulary)
+            chunk.append(run.tokens_of(t, is_drawn))
+            run.add_pieces(t.tokens, vocabulary)
             # A policy may sample ids that its tokenizer does not have: some models have more.
-            unknown = sum(token not in vocabulary and not sampled for token, sampled
-                          in zip(trajectory["tokens"], trajectory["mask"]))
-            run.left_out["texts of token ids that the tokenizer does not have"] += unknown
+            run.left_out["texts of token ids that the tokenizer does not have"] += sum(
+                token not in vocabulary and not sampled for token, sampled in zip(t.tokens, t.mask))
             if len(chunk) == CHUNK:
                 chunks.append(compress(chunk))
                 chunk = []

@@ -15,8 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from tqdm import tqdm
 
-from page.run import Run, complete, flaw
-from trajectory import read_objects
+from page.run import Run, read_trajectory
+from trajectory import Trajectory, read_objects
 
 HOST = "127.0.0.1"
 LOCAL_NAMES = ("127.0.0.1", "localhost")
@@ -51,8 +51,6 @@ class LiveRun(Run):
     def trajectory(self, number: int) -> dict:
         """The trajectory of a row, with the texts of its tokens. Raises IndexError if there is
         none."""
-        if number < 0:
-            raise IndexError(f"no trajectory {number}")
         file, place = self.places[number]
         found = self.tokens_of(shown_in(file)[place])
         found["vocabulary"] = {}
@@ -62,15 +60,9 @@ class LiveRun(Run):
     def search(self, text: str, where: str) -> list[tuple[int, str]]:
         """-> (number of the row, what stands around the text) for each trajectory whose messages
         have `text`. where: "replies", "environment" or "anything"."""
-        hits = []
-        number = 0
-        for file in self.read:
-            for trajectory in shown_in(file):
-                snippet = find_in(trajectory["messages"], text.lower(), where)
-                if snippet and len(hits) < MAX_HITS:
-                    hits.append((number, snippet))
-                number += 1
-        return hits
+        found = (find_in(t.messages, text.lower(), where)
+                 for file in self.read for t in shown_in(file))
+        return [(number, snippet) for number, snippet in enumerate(found) if snippet][:MAX_HITS]
 
 
 def stamp(file: Path) -> tuple[int, int]:
@@ -79,23 +71,23 @@ def stamp(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def shown_in(file: Path) -> list[dict]:
+def shown_in(file: Path) -> list[Trajectory]:
     """The trajectories of a file that can be shown."""
-    return [complete(trajectory, file) for trajectory in read_objects(file)[0]
-            if not flaw(trajectory)]
+    shown = []
+    for line in read_objects(file)[0]:
+        with suppress(ValueError):
+            shown.append(read_trajectory(line, file))
+    return shown
 
 
 def find_in(messages: list[dict], text: str, where: str) -> str:
     """What stands around the first `text` (lower case) in the messages; "" if it is not there."""
     roles = {"replies": ("assistant",), "environment": ("user",)}.get(where, ("assistant", "user"))
-    for number, message in enumerate(messages if isinstance(messages, list) else []):
-        if number == 1:  # the fixed reply to the instructions
-            continue
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str) and message.get("role") in roles:
-            place = content.lower().find(text)
-            if place >= 0:
-                return content[max(0, place - 30):place + len(text) + 50] or " "
+    for message in messages[:1] + messages[2:]:  # without the fixed reply to the instructions
+        content = str(message.get("content"))
+        place = content.lower().find(text)
+        if place >= 0 and message.get("role") in roles:
+            return content[max(0, place - 30):place + len(text) + 50] or " "
     return ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, category_of, make_env, split_item
+from trajectory import Trajectory
 from worlds.agentgym import LENIENT
 
 # A cell as the simulator encodes it is (kind of object, colour, state).
@@ -52,11 +53,10 @@ class Replay:
     def __init__(self, config: dict):
         self.config = config
         self.arguments = str(config.get("env_args"))
-        self.on_servers = bool(config.get("env_url"))
-        names = str(config.get("env"))
+        self.worlds = {}
         # How replies were read must be known.
-        drawn = [name for name in DRAW if name in names and "action_format" in config]
-        self.worlds = {} if self.on_servers else {name: self._make(name) for name in drawn}
+        if not config.get("env_url") and "action_format" in config:
+            self.worlds = {name: self._make(name) for name in DRAW if name in str(config["env"])}
 
     def _make(self, name: str) -> Env:
         if name == "babyai":
@@ -69,28 +69,22 @@ class Replay:
         own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
         return "" if self.on_servers or own_tasks else category_of(item)
 
-    def scenes(self, trajectory: dict) -> list[dict] | None:
+    def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
-        world = self.worlds.get(trajectory["env"])
-        if self.config.get("agent", "react") not in AGENTS:  # what it did is not known
-            return None
-        messages = trajectory["messages"]
-        if world is None or not messages or not isinstance(messages, list):
-            return None
-        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
-            return None
+        world = self.worlds.get(t.env)
+        if world is None or self.config.get("agent", "react") not in AGENTS:
+            return None  # what a user's own agent did is not known
         try:
-            number = split_item(trajectory["item"])[1]
-        except ValueError:
+            number = split_item(t.item)[1]
+            # In a trajectory of another program, the item's number may mean another task.
+            if world.reset(number).strip() not in t.messages[2]["content"]:
+                return None
+        except (ValueError, IndexError, KeyError, TypeError):
             return None
-        name = trajectory["env"]
-        choose = LENIENT.get(name) if self.config.get("parse") == "lenient" else None
-        draw = DRAW[name]
-        # In a trajectory of another program, the item's number may mean another task.
-        if len(messages) < 3 or world.reset(number).strip() not in messages[2]["content"]:
-            return None
+        choose = LENIENT.get(t.env) if self.config.get("parse") == "lenient" else None
+        draw = DRAW[t.env]
         drawn = [draw(world)]
-        for observation, reply in zip(messages[2::2], messages[3::2]):
+        for observation, reply in zip(t.messages[2::2], t.messages[3::2]):
             asked = observation["content"]
             if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
                 world.reset(number)

@@ -581,7 +581,7 @@ def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypa
                                              "the server has stopped"):
             train.train(parse_config(flags))
     monkeypatch.undo()
-    assert checkpoint.complete(tmp_path / "r") == [tmp_path / "r/checkpoints/step_000001"]
+    assert checkpoint.named(tmp_path / "r") == [tmp_path / "r/checkpoints/step_000001"]
     train.train(parse_config([*flags, "--resume"]))
     assert [row["step"] for row in metrics(tmp_path / "r")] == [0, 1]
 
