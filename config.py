@@ -331,8 +331,8 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     names = {f.name for f in fields(config_class)}
     cfg = config_class(**{k: v for k, v in (saved | given).items() if k in names} | {"out": out})
     cfg.worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}
-    if bool(cfg.env_url) != bool(saved["env_url"]):
-        raise ValueError(f"{out} was started with --env_url {saved['env_url'] or 'not given'}")
+    if cfg.env_url and not saved["env_url"]:
+        raise ValueError(f"{out} was started without --env_url")
     if hash_of_sources(cfg.agent, cfg.agent_args) != cfg.agent_sha256:
         raise ValueError(f"{out} was started with another source of agent {cfg.agent}")
     return cfg

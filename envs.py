@@ -393,18 +393,6 @@ def category_of(item: str) -> str:
         return ""
 
 
-def has_states(name: str) -> bool:
-    """Whether the world `name`, played in this process, tells its states. Raises UserError if its
-    package is missing."""
-    return name in WORLDS and world_class(name).state is not Env.state
-
-
-def has_progress(name: str) -> bool:
-    """Whether the world `name`, played in this process, gives `Step.progress`. Raises UserError if
-    its package is missing."""
-    return name in WORLDS and world_class(name).has_progress
-
-
 def split_item(item: str) -> tuple[str, int]:
     """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises UserError for
     anything else."""

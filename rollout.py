@@ -35,7 +35,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent import AGENTS, FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
 from agent import user
 from engine import Ragged, sample
-from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, Step, Worker, flag, split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, Step, UserError, Worker, flag
+from envs import split_item
 from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
@@ -197,6 +198,9 @@ class Conversation:
     def _state_of(self, env: Env) -> str | None:
         """The state in which the next reply is written. What is asked for is part of it: a plan and
         the action that follows are written in different states."""
+        if self.config.record_states and type(env).state is Env.state:
+            raise UserError(f"{self.trajectory.env}{' on a server' * env.remote} does not tell its "
+                            "states (Env.state), which --algo needs")
         state = env.state() if self.config.record_states else None
         if state is None or not self.play.kind:
             return state
