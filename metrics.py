@@ -173,7 +173,7 @@ def alarm(row: dict, cfg) -> str:
                 f"{cfg.min_entropy:g}: the policy has collapsed")
     for name in ("kl", "kl_behaviour"):
         if row[name] > cfg.max_kl:
-            return f"{name} is {row[name]:.3g}, above --max_kl {cfg.max_kl:g}: too large steps"
+            return f"{name} is {row[name]:.3g}, above max_kl={cfg.max_kl:g}: too large steps"
     return ""
 
 

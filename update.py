@@ -110,7 +110,7 @@ class Loss(Optim):
 def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
                   turn_cost: float = 0.0, gamma: float = 1.0) -> None:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
-    subtract --turn_cost from it. Changes `rewards` and `reward` of the trajectories in place."""
+    subtract `turn_cost` from it. Changes `rewards` and `reward` of the trajectories in place."""
     if shaping not in ("none", "potential", "progress"):
         raise ValueError(f"no such shaping: {shaping}")
     if shaping == "none" and not turn_cost:

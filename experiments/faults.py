@@ -197,7 +197,7 @@ def main(env_name="babyai"):
     with tempfile.TemporaryDirectory() as folder:
         out, played = Path(folder) / "run", Path(folder) / "eval.jsonl"
         flags = ["--env", env_name, "--env_url", f"http://127.0.0.1:{proxy.server_port}",
-                 "--deadline", "4", "--create_deadline", "20"]
+                 "--deadline", "4", "--set", "create_deadline=20"]
         command = [sys.executable, "train.py", *flags, "--steps", str(args.steps), "--out",
                    str(out)]
         train = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)

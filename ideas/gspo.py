@@ -3,10 +3,11 @@
     s_t = sg(s) pi_t / sg(pi_t),    s = exp(mean of the sequence's log ratios)
 
 where sg stops the gradient: GSPO-token (arXiv 2507.18071, eq. 14), clipped as PPO's ratio is. The
-paper's mean over sequences is --aggregation sequence. A sequence is a trajectory, or with per=turn
+paper's mean over sequences is --set aggregation=sequence. A sequence is a trajectory, or with
+per=turn
 each reply.
 
-    python train.py --loss gspo --loss_args per=turn --aggregation sequence
+    python train.py --loss gspo --loss_args per=turn --set aggregation=sequence
 """
 
 import torch

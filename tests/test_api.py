@@ -16,7 +16,7 @@ import agent
 import eval as evaluation
 from envs import EnvError, EnvPool, items
 from models.served import ConversationRefused, ModelError, ServedModel, play_served
-from rollout import RolloutConfig, rollout
+from rollout import Rollouts, rollout
 
 LOOK = "Action: inventory"  # a reply with an action that is always valid in TextCraft
 
@@ -67,7 +67,7 @@ def play(url, names, horizon, **how):
     """Play the items with the server's model."""
     with EnvPool() as pool:
         return play_served(ServedModel("m", url), pool, names, horizon,
-                           RolloutConfig(slots=16, **how))
+                           Rollouts(slots=16, **how))
 
 
 def ask(url, text="", **how):
@@ -89,7 +89,7 @@ def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
     if env == "searchqa":
         pytest.importorskip("bm25s")
     names = items(env, "test")[:12]
-    config = RolloutConfig(max_tokens=32, slots=16, **how)
+    config = Rollouts(max_tokens=32, slots=16, **how)
     with EnvPool() as pool:
         here = rollout(*tiny, pool, names, 4, config)
     said = {}  # a conversation -> the reply to it
@@ -134,7 +134,7 @@ def test_finished_trajectories_are_reported_by_one_thread_at_a_time():
 
     with server(lambda *_: (200, LOOK)) as url, EnvPool() as pool:
         play_served(ServedModel("m", url), pool, items("textcraft", "test")[:8], 1,
-                    RolloutConfig(slots=8), progress)
+                    Rollouts(slots=8), progress)
     assert overlaps == []
 
 
@@ -147,7 +147,7 @@ def test_a_failed_environment_is_no_reward_of_zero():
 
     with server(lambda *_: (200, "x")) as url, EnvPool(make=gone) as pool:
         (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1,
-                           RolloutConfig(retries=1))
+                           Rollouts(retries=1))
     assert t.status == "env_error" and t.error == "fault: gone" and len(made) == 2
 
 
@@ -195,7 +195,7 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
 
     names = [f"textcraft_{n}" for n in range(40)]
     with server(answer) as url, EnvPool() as pool, pytest.raises(ModelError, match="401"):
-        play_served(ServedModel("m", url), pool, names, 50, RolloutConfig(slots=4))
+        play_served(ServedModel("m", url), pool, names, 50, Rollouts(slots=4))
     assert len(asked) < 16
 
 
@@ -338,7 +338,8 @@ def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
         assert evaluation.main([
             "--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "2",
             "--samples", "2", "--horizon", "4", "--temperature", "0.5", "--top_p", "0.25",
-            "--max_tokens", "7", "--max_length", "5", "--plan", "true", "--action_format",
+            "--max_tokens", "7", "--max_length", "5", "--agent_args", "plan=true",
+                "--action_format",
             "plain", "--trajectories", str(tmp_path / "t.jsonl")]) == 0
     played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     # The server counts 9 tokens, which is above --max_length, after the first turn.

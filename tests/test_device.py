@@ -129,9 +129,9 @@ def adam(model):
 
 @pytest.mark.parametrize("flags, ways", [
     ("--algo grpo", ("ragged", "packed")),
-    ("--algo grpo --aggregation sequence", ("padded", "padded")),
+    ("--algo grpo --set aggregation=sequence", ("padded", "padded")),
     ("--algo ppo --kl_in reward --kl_coef 0.1 --entropy_coef 0.01", ("ragged", "packed")),
-    ("--algo reinforce_pp --epochs 2 --turn_cost 0.1", ("alone", "padded")),
+    ("--algo reinforce_pp --set epochs=2 --set turn_cost=0.1", ("alone", "padded")),
     ("--algo rloo --gradient_checkpointing true", ("ragged", "packed")),
 ])
 def test_a_step_of_training_keeps_to_its_device(flags, ways, monkeypatch, tiny):

@@ -21,7 +21,7 @@ import rl
 import train
 from envs import EnvPool
 from eval import bootstrap, evaluate, parse_eval_config, pass_at_k, summarise
-from rollout import RolloutConfig, rollout
+from rollout import Rollouts, rollout
 from trajectory import Trajectory, read_trajectories, write_trajectories
 from worlds.babyai import BabyAI
 
@@ -329,7 +329,7 @@ def test_the_number_of_slots_does_not_change_what_is_played(tiny):
     items = envs.items("babyai", "test")[:3]
     how = dict(samples=2, seed=1, max_tokens=8)
     with EnvPool() as pool:
-        few, many = (evaluate(*tiny, pool, items, 2, RolloutConfig(slots=slots, **how))
+        few, many = (evaluate(*tiny, pool, items, 2, Rollouts(slots=slots, **how))
                      for slots in (2, 128))
         expected = rollout(*tiny, pool, items, 2, **how)
     for got in (few, many):
@@ -402,7 +402,7 @@ def test_an_evaluation_goes_on_with_other_slots_and_deadlines_but_nothing_else(t
 
 def test_an_item_is_played_again_if_a_sample_is_missing_or_its_environment_failed(tiny, tmp_path):
     items = ["babyai_1", "babyai_2"]
-    config = RolloutConfig(samples=3, max_tokens=8)
+    config = Rollouts(samples=3, max_tokens=8)
     with EnvPool() as pool:
         whole = evaluate(*tiny, pool, items, 2, config)
         for t in [*whole[:5], replace(whole[5], status="env_error"), whole[4]]:
@@ -439,7 +439,7 @@ def test_every_setting_reaches_the_rollout(monkeypatch, tmp_path):
         return rollout(*args, **kw)
 
     monkeypatch.setattr(evaluation, "rollout", recorded)
-    # No value is the default of a RolloutConfig or of a flag.
+    # No value is the default of a Rollouts or of a flag.
     how = dict(samples=2, seed=3, slots=4, max_tokens=2, max_length=999, temperature=0.5,
                top_p=0.9, top_k=5, action_format="plain", plan=True, reflect=True,
                arrival_order=True, parse="strict")

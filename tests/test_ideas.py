@@ -236,7 +236,8 @@ def test_an_update_takes_the_step_of_the_loss_that_it_is_given(tiny, trajectorie
     """The oracle: the loss of the whole batch, on the model's own forward pass. The recorded
     log-probs are not the policy's, so that the ratios differ."""
     cfg = parse_config([*NO_RUN, "--minibatches", "1", "--microbatch_tokens", "1", "--loss", "gspo",
-                        "--loss_args", f"per={per}", "--max_grad_norm", "1e9", "--kl_coef", "0"])
+                        "--loss_args", f"per={per}", "--set", "max_grad_norm=1e9", "--kl_coef",
+                            "0"])
     generator = torch.Generator().manual_seed(0)
     played = copy.deepcopy(trajectories)
     for t in played:
@@ -261,7 +262,7 @@ def test_an_update_takes_the_step_of_the_loss_that_it_is_given(tiny, trajectorie
 
 
 @pytest.mark.parametrize("flags", [
-    "--loss gspo --aggregation sequence", "--algo gigpo", "--loss gspo --loss_args per=turn"])
+    "--loss gspo --set aggregation=sequence", "--algo gigpo", "--loss gspo --loss_args per=turn"])
 def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         tiny, trajectories, flags):
     test_update.check_small_micro_batches(tiny, trajectories, flags.split())
@@ -632,7 +633,7 @@ def test_rows_and_trajectories_have_what_credit_by_state_needs(with_signal):
 def test_the_command_prints_the_information_of_each_checkpoints_next_step(with_signal):
     done = run_script("ideas/information.py", with_signal)
     assert done.returncode == 0, done.stderr
-    # Step 2: --keep leaves the checkpoints of steps 2 and 3, and step 3 is not played.
+    # Step 2: keep=2 leaves the checkpoints of steps 2 and 3, and step 3 is not played.
     model = AutoModelForCausalLM.from_pretrained(with_signal / "checkpoints/step_000002").eval()
     by_category = {}
     for t in read_trajectories(with_signal / "trajectories/step_000002.jsonl"):
@@ -679,8 +680,8 @@ def test_credit_by_state_and_a_teacher_are_those_of_one_process(
     tiny[1].save_pretrained(tmp_path / "teacher")
     flags = [*DEALT, "--items_per_step", "4", "--minibatches", "2", "--loss", "gspo"]
     if has_teacher:
-        flags += ["--algo", "distill", "--algo_args",
-                  f"teacher={tmp_path}/teacher weight=0.01 plus=grpo", "--aggregation", "sequence"]
+        flags += ["--algo", "distill", "--set", "aggregation=sequence", "--algo_args",
+                  f"teacher={tmp_path}/teacher weight=0.01 plus=grpo"]
     else:
         flags += ["--algo", "gigpo", "--loss_args", "per=turn"]
     done = run(*flags, "--out", str(tmp_path / "one"))
@@ -705,5 +706,5 @@ def test_a_step_of_training_keeps_to_its_device(monkeypatch, tiny):
         return information.item_information(
             trajectories, lambda batch: update.logprobs_of(policy, batch, cfg))
 
-    flags = "--algo gigpo --loss gspo --aggregation sequence"
+    flags = "--algo gigpo --loss gspo --set aggregation=sequence"
     check_device(flags, ("padded", "padded"), monkeypatch, tiny, information_of)

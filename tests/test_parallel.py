@@ -161,7 +161,7 @@ def test_a_dealt_run_repeats_and_is_that_of_one_process(dealt, tmp_path):
 def test_trajectories_that_are_dealt_as_ranks_ask_are_those_of_one_process(dealt, tmp_path):
     out = tmp_path / "r"
     # The evaluation before the step has a dealer of its own.
-    flags = [*DEALT, "--steps", "1", "--arrival_order", "true", "--eval_every", "1"]
+    flags = [*DEALT, "--steps", "1", "--set", "arrival_order=true", "--eval_every", "1"]
     done = run(*flags, "--out", str(out), launcher=(*TWO_PROCESSES, "train.py"))
     assert done.returncode == 0, done.stderr
     assert first_step(out) == first_step(dealt[0])

@@ -9,7 +9,7 @@ import torch
 
 import schedule
 import train
-from config import PUBLISHED_HORIZONS, TINY_HORIZONS, parse_config, presets
+from config import Config, parse_config, presets
 from schedule import adaptive_horizon, horizon_at, items_at, lr_factor_at, parse_rounds
 
 
@@ -97,25 +97,13 @@ def test_the_adaptive_state_is_plain_and_is_not_changed():
     assert json.loads(json.dumps(after)) == after
 
 
-def test_presets_are_usable():
-    assert PUBLISHED_HORIZONS["babyai"] == ((6, 13, 20), 100, 20)
-    assert PUBLISHED_HORIZONS["textcraft"] == ((10, 20, 30), 100, 30)
-    assert PUBLISHED_HORIZONS["sciworld"] == ((10, 20, 30), 100, 30)
-    assert PUBLISHED_HORIZONS["searchqa"] == ((5, 8, 10), 100, 30)
-    assert PUBLISHED_HORIZONS["webarena"] == ((8, 12, 15), 80, 15)
-    assert TINY_HORIZONS.keys() == PUBLISHED_HORIZONS.keys()
-    for preset in [*PUBLISHED_HORIZONS.values(), *TINY_HORIZONS.values()]:
-        assert horizon_at(0, preset.rounds, preset.every) == preset.rounds[0]
-        assert list(preset.rounds) == sorted(preset.rounds)
-    for preset in TINY_HORIZONS.values():
-        assert preset.eval_horizon == preset.rounds[-1]
-
-
-@pytest.mark.parametrize("model, horizons", [("tiny", TINY_HORIZONS), ("any", PUBLISHED_HORIZONS)])
-def test_the_presets_of_a_model_and_a_world_hold_their_horizons(model, horizons):
-    for world, expected in horizons.items():
-        chosen = presets(model, world)
-        assert (chosen["rounds"], chosen["horizon_steps"], chosen["eval_horizon"]) == expected
+def test_the_horizons_of_agentgym_rl_are_the_defaults():
+    published = {"babyai": "6,13,20", "textcraft": "10,20,30", "sciworld": "10,20,30",
+                 "searchqa": "5,8,10", "webarena": "8,12,15"}
+    for world, horizon in published.items():
+        assert presets("any", world).get("horizon", Config.horizon) == horizon
+    assert presets("any", "searchqa")["eval_horizon"] == 30
+    assert presets("any", "webarena")["horizon_steps"] == 80 and Config.horizon_steps == 100
 
 
 def test_items_of_a_step_are_a_function_of_seed_and_step():
@@ -130,12 +118,11 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
 
 def test_a_fixed_horizon_is_the_longest_of_the_preset():
     cfg = parse_config(["--horizon_schedule", "fixed", "--out", "runs/never-made"])
-    assert cfg.horizon == "4"
-    assert cfg.worlds["babyai"].rounds == [TINY_HORIZONS["babyai"].rounds[-1]]
+    assert cfg.worlds["babyai"].rounds == [4]
 
 
 def test_learning_rates_follow_their_schedule():
-    cfg = parse_config(["--algo", "ppo", "--warmup_steps", "4", "--out", "runs/never-made"])
+    cfg = parse_config(["--algo", "ppo", "--set", "warmup_steps=4", "--out", "runs/never-made"])
     trained = {}
     for name in ("policy", "critic"):
         model = torch.nn.Linear(1, 1)

@@ -30,7 +30,7 @@ import update
 from agent import Chat, Play, assistant, user
 from config import parse_config
 from envs import AgentError, Env, EnvPool, ItemError, Step
-from rollout import RolloutConfig, rollout
+from rollout import Rollouts, rollout
 from trajectory import Status
 
 HERE = Path(__file__)
@@ -417,9 +417,10 @@ def segmented(tiny, pool):
 @pytest.mark.parametrize("microbatch", [1, 400, 10**6])
 def test_an_update_takes_the_step_of_the_plain_loss_of_each_segment_alone(
         tiny, segmented, mode, microbatch):
-    cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--max_grad_norm", "1e9",
+    cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--set",
+        "max_grad_norm=1e9",
                         "--microbatch_tokens", str(microbatch), "--kl_coef", "0",
-                        "--entropy_coef", "0.2", "--aggregation", mode])
+                        "--entropy_coef", "0.2", "--set", f"aggregation={mode}"])
     generator = torch.Generator().manual_seed(0)
     played = copy.deepcopy(segmented)
     for number, t in enumerate(played):
@@ -736,7 +737,7 @@ def needing(play, that):
     (["--agent", "agent:parse"], "is no generator"),
     (["--agent", "window", "--agent_args", "kept=2"], "'kept'"),
     (["--agent", "window", "--agent_args", "keep=two"], "keep is int"),
-    (["--agent", "window", "--plan", "true"], "'plan'"),
+    (["--agent", "window", "--agent_args", "plan=true"], "'plan'"),
     (["--agent", f"{HERE}:needing"], "'that'"),
     (["--agent_args", "keep"], "cannot read --agent_args"),
 ])
@@ -1020,7 +1021,7 @@ def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_pat
 def test_an_example_needs_no_more_than_its_file():
     for name in EXAMPLES:
         assert agent.load_agent(f"examples/{name}.py:agent").instant
-    assert RolloutConfig(agent="examples/tools.py:agent").load_agent()
+    assert Rollouts(agent="examples/tools.py:agent").load_agent()
     calculate = envs.load_named("examples/tools.py:calculate", {}, "function")
     assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]
     for text in ("__import__('os')", "9 ** 9 ** 9", "1 / 0", "(" * 500, "x"):

@@ -361,7 +361,8 @@ def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
 def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     rows = metrics(reference)
     played = [row["turns"] * row["trajectories"] for row in rows]
-    flags = ["--turns", str(round(sum(played[:2]))), "--save_every", "10", *SMALL, "--steps", "9"]
+    flags = ["--set", f"turns={round(sum(played[:2]))}", "--save_every", "10", *SMALL,
+        "--steps", "9"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     done = run("--out", str(whole), *flags)
     assert done.returncode == 0, done.stderr
@@ -383,7 +384,7 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     shutil.copytree(resumed, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
     done = run("--out", str(tmp_path / "bare"), *flags, "--resume")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/bare is finished (2 steps)\n")
-    more = ["--resume", "--turns", str(round(sum(played)))]
+    more = ["--resume", "--set", f"turns={str}"(round(sum(played)))]
     shutil.copytree(resumed, tmp_path / "more")
     done = run("--out", str(tmp_path / "more"), *flags, *more)
     assert done.returncode == 0, done.stderr
@@ -423,7 +424,7 @@ def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
 @pytest.mark.parametrize("algo, flags", [
     ("ppo", []),
     ("rloo", ["--kl_coef", "0.01"]),
-    ("reinforce_pp", ["--kl_coef", "0.01", "--kl_in", "reward", "--kl_type", "k1"]),
+    ("reinforce_pp", ["--kl_coef", "0.01", "--kl_in", "reward", "--set", "kl_type=k1"]),
 ])
 def test_every_algorithm_runs_and_learns_something(algo, flags, tmp_path):
     done = run("--out", str(tmp_path / "r"), "--algo", algo, *flags, *SMALL)
@@ -478,7 +479,7 @@ def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
     """A shaped run's weights are evaluated in its own folder and elsewhere: the same figures."""
     import eval as evaluation
     small_step = ["--env", "textcraft", *SMALL, "--steps", "1"]
-    shaping = ["--shaping", "progress", "--turn_cost", "0.125", "--invalid_penalty", "0.5"]
+    shaping = ["--shaping", "progress", "--set", "turn_cost=0.125", "--invalid_penalty", "0.5"]
     plain = run("--out", str(tmp_path / "a"), *small_step)
     shaped = run("--out", str(tmp_path / "b"), *small_step, *shaping)
     assert plain.returncode == shaped.returncode == 0, plain.stderr + shaped.stderr
@@ -657,7 +658,7 @@ def test_servers_that_cannot_be_read_are_refused(env, env_url):
     (["--horizon", "6,13", "--horizon_schedule", "fixed"], "fixed"),
     (["--data", "/nowhere"], "/nowhere"),
     (["--rollouts_per_item", "1"], "rollouts_per_item"),
-    (["--kl_type", "k1", "--kl_coef", "1"], "k1"),
+    (["--set", "kl_type=k1", "--kl_coef", "1"], "k1"),
 ])
 def test_nonsense_is_one_line_and_nothing_written(args, named, tmp_path, capsys):
     out = tmp_path / "r"
@@ -956,7 +957,7 @@ def test_metrics_with_which_training_cannot_go_on_raise_an_alarm(change, message
 
 
 def test_an_alarm_stops_the_run_with_one_line_and_keeps_the_step(tmp_path):
-    done = run("--out", str(tmp_path / "r"), "--min_entropy", "5", *SMALL)
+    done = run("--out", str(tmp_path / "r"), "--set", "min_entropy=5", *SMALL)
     assert done.returncode == 1
     assert "collapsed" in done.stderr.splitlines()[-1]
     assert (tmp_path / "r/trajectories/step_000000.jsonl").exists()

@@ -270,7 +270,7 @@ def test_the_metrics_say_how_far_adam_moved_the_weights_also_without_a_gradient(
 
 @pytest.mark.parametrize("flags", [
     [],
-    ["--aggregation", "sequence"],
+    ["--set", "aggregation=sequence"],
     ["--kl_coef", "0.1", "--entropy_coef", "0.01"],
     ["--algo", "ppo"],
 ])
@@ -340,9 +340,9 @@ def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
     The update computes one trajectory at a time. Trajectory 1 has advantage 0, trajectory 2 is of
     a failed environment.
     """
-    flags = ["--minibatches", "1", "--microbatch_tokens", "1", "--max_grad_norm", "1e9",
+    flags = ["--minibatches", "1", "--microbatch_tokens", "1", "--set", "max_grad_norm=1e9",
              "--kl_coef", "0.3", "--entropy_coef", "0.2", "--loss_args", "clip_high=0.3"]
-    cfg = parse_config([*NO_RUN, *flags, "--aggregation", mode])
+    cfg = parse_config([*NO_RUN, *flags, "--set", f"aggregation={mode}"])
     generator = torch.Generator().manual_seed(0)
     played = copy.deepcopy(trajectories)
     played[2].status = Status.ENV_ERROR
@@ -391,7 +391,7 @@ def test_an_update_takes_the_step_of_the_plain_loss(tiny, trajectories, mode):
 
 @pytest.mark.parametrize("algo", ["rloo", "reinforce_pp"])
 def test_the_kl_in_the_reward_is_taken_off_each_sampled_token(tiny, trajectories, algo):
-    cfg = parse_config([*NO_RUN, "--algo", algo, "--kl_in", "reward", "--kl_type", "k1",
+    cfg = parse_config([*NO_RUN, "--algo", algo, "--kl_in", "reward", "--set", "kl_type=k1",
                         "--kl_coef", "0.5"])
     played = copy.deepcopy(trajectories[:2])  # a group
     penalties = []

@@ -221,7 +221,7 @@ class RemoteEnv(Env):
                     raise
         self.prompt = world.prompt or self.protocol.prompt
         self.stop = world.stop
-        # So that a rollout without --arrival_order builds the same batches as in this process.
+        # So that a rollout without --set arrival_order=builds the same batches as in this process.
         self.instant = world.instant
         self.whole_reply = world.whole_reply or self.protocol.whole_reply
         self.url = url.rstrip("/")

@@ -4,13 +4,15 @@ from itertools import groupby
 
 from benches.peers_scripts.measure import JOB, NUM_STEPS, Watch, items_of_step  # first
 
+from dataclasses import replace
+
 import torch
 
 import algos
 from config import parse_config
 from envs import EnvPool
 from rl import load_policy
-from rollout import RolloutConfig, make_engine, rollout
+from rollout import make_engine, rollout
 from update import advantages_of, update
 
 
@@ -23,8 +25,8 @@ def main():
         "--microbatch_tokens", str(JOB["settings"]["microbatch_tokens"]), "--dtype", "float32"])
     policy, tokenizer = load_policy(cfg.model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=0.0, fused=True)
-    engine = make_engine(policy, len(items_of_step(0)) * JOB["samples"])
-    config = RolloutConfig.from_flags(cfg, samples=JOB["samples"])
+    engine = make_engine(policy, len(items_of_step(0)) * JOB["samples"], cfg)
+    config = replace(cfg, samples=JOB["samples"])
     watch = Watch(policy)
     with EnvPool() as pool:
         for step in range(NUM_STEPS):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config import TINY_HORIZONS
+from config import presets
 from experiments.studies import rows
 from experiments.studies.runs import MIDWAY, SAMPLES
 
@@ -22,7 +22,7 @@ KEPT = (
     "valid_actions", "env_error", "entropy", "kl_behaviour", "reply_tokens",
     "zero_gradient_groups", "truncated/length",
 )
-MOST_STEPS = 100_000  # of a run that --turns ends
+MOST_STEPS = 100_000  # of a run that its turns end
 
 # The largest share of an evaluation's episodes whose environment may fail. They are left out of its
 # figures.
@@ -70,7 +70,9 @@ def train(run, out):
     Raises:
         RuntimeError: train.py failed, or a signal stopped it.
     """
-    limit = ["--turns", run.turns, "--steps", MOST_STEPS] if run.turns else ["--save_every", 10]
+    limit = ["--save_every", 10]
+    if run.turns:
+        limit = ["--set", f"turns={run.turns}", "--steps", MOST_STEPS]
     resume = ["--resume"] if out.exists() else []  # refuses other flags than before
     stopped = ""
     try:
@@ -97,11 +99,12 @@ def evaluate(world, run, model, samples, out):
         RuntimeError: more than MOST_FAILED of the episodes failed, so that the rest says little.
     """
     data = flag(run, "--data", "")
-    horizon = run.horizon or TINY_HORIZONS[world].eval_horizon
+    horizon = run.horizon or presets("tiny", world)["horizon"].split(",")[-1]
     # A file for each evaluation: eval.py continues one that was interrupted.
     result = out.with_name(f"{out.name}.{world}_{Path(model).name}_{samples}.result")
     call("eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,
-         "--out", result, *(["--data", data] if data else []))
+         "--out", result, "--trajectories", result.with_suffix(".played"),
+         *(["--data", data] if data else []))
     found = json.loads(result.read_text())
     result.unlink()
     result.with_suffix(".played").unlink(missing_ok=True)

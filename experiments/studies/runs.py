@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from config import TINY_HORIZONS
+from config import presets
+from schedule import parse_rounds
 
 # Studies whose runs are also evaluated during the training, and after which parts of it.
 HALF = (0.5,)
@@ -36,9 +37,9 @@ ALGORITHMS = ("grpo", "ppo", "rloo", "reinforce_pp")
 # out; commit 8a0ad8a has them, and can repeat these runs.
 CREDITS = {
     "grpo": "",
-    "gspo": "--loss gspo --aggregation sequence",
-    "gspo_turn": "--loss gspo --loss_args per=turn --aggregation sequence",
-    "sequence": "--aggregation sequence",
+    "gspo": "--loss gspo --set aggregation=sequence",
+    "gspo_turn": "--loss gspo --loss_args per=turn --set aggregation=sequence",
+    "sequence": "--set aggregation=sequence",
     "state": "--algo gigpo",
     "cispo": "--loss cispo",
     "turn": "--credit turn",
@@ -52,14 +53,14 @@ CREDIT_WORLDS = {  # flags of all runs, horizon in evaluation
     "textcraft": ("", 8),
 }
 
-# Only NaN and --max_kl stop such a run. Checkpoints are frequent: one near every number of turns.
-TO_THE_END = "--min_entropy 0 --save_every 5 --keep 1000"
+# Only NaN and max_kl stop such a run. Checkpoints are frequent: one near every number of turns.
+TO_THE_END = "--set min_entropy=0 --save_every 5 --set keep=1000"
 ROOMS_ROUNDS = (3, 6, 10)
 
 # SmolLM2-135M after a warm start; the commands of these are in docs/warm_start.md.
 SMOLLM2 = ("--model runs/{model}/final --slots {slots} --items_per_step {items} "
-           "--rollouts_per_item 8 --minibatches 1 --lr {lr} --warmup_steps 2 --kl_coef 0 "
-           "--microbatch_tokens {microbatch} --min_entropy 0 ")
+           "--rollouts_per_item 8 --minibatches 1 --lr {lr} --set warmup_steps=2 --kl_coef 0 "
+           "--microbatch_tokens {microbatch} --set min_entropy=0 ")
 ROOMS = SMOLLM2 + "--data data/rooms --max_tokens 24 "
 ON_GPU = dict(model="rooms_warm", items=16, lr="3e-5", microbatch=16384)
 
@@ -79,20 +80,20 @@ PRETRAINED = {
     "pretrained_horizon": Pretrained(
         "searchqa",
         SMOLLM2.format(model="mix_warm", slots=32, items=16, lr="3e-5", microbatch=2048)
-        + "--max_tokens 48 --max_length 2048 --save_every 2 --keep 1000",
+        + "--max_tokens 48 --max_length 2048 --save_every 2 --set keep=1000",
         (3, 4, 5), 5, 6_000, ("scaling", "long", "short")),
     "pretrained_rooms": Pretrained(
         "babyai",
         ROOMS.format(model="rooms_warm", slots=32, items=8, lr="5e-5", microbatch=2048)
-        + "--max_length 2048 --save_every 4 --keep 1000", ROOMS_ROUNDS, 10, 8_000),
+        + "--max_length 2048 --save_every 4 --set keep=1000", ROOMS_ROUNDS, 10, 8_000),
     "pretrained_rooms_gpu": Pretrained(
         "babyai", ROOMS.format(slots=128, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2048 "
-        "--save_every 13 --keep 1000", ROOMS_ROUNDS, 13, 24_000),
+        "--save_every 13 --set keep=1000", ROOMS_ROUNDS, 13, 24_000),
     # With --max_length 2048 up to a quarter of the trajectories of a step end before the horizon of
     # 10, with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
     "pretrained_rooms_36k": Pretrained(
         "babyai", ROOMS.format(slots=112, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2560 "
-        "--save_every 6 --keep 5", ROOMS_ROUNDS, 13, 36_000),
+        "--save_every 6 --set keep=5", ROOMS_ROUNDS, 13, 36_000),
 }
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
@@ -113,7 +114,7 @@ RECIPES = {
     "penalty_0": "--invalid_penalty 0",
     "penalty_0.2": "--invalid_penalty 0.2",
     "no_std": "--algo_args normalize_std=false",
-    "sequence": "--aggregation sequence",
+    "sequence": "--set aggregation=sequence",
     "horizon_4": "--horizon_schedule fixed --horizon 4",
 }
 
@@ -146,6 +147,11 @@ def algorithms():
     return found
 
 
+def rounds_of(world):
+    """The tiny model's horizons in a world."""
+    return parse_rounds(presets("tiny", world)["horizon"], world)
+
+
 def schedules(rounds, growing=""):
     """The four schedules of the horizon: label -> flags. growing: the flags that set `rounds`."""
     return {
@@ -162,7 +168,7 @@ def horizon():
         found.append(run(world, "base"))
         for seed in range(seeds):
             found += [run(world, label, seed, f"{flags} {TO_THE_END}", turns=turns)
-                      for label, flags in schedules(TINY_HORIZONS[world].rounds).items()]
+                      for label, flags in schedules(rounds_of(world)).items()]
     return found
 
 
@@ -191,8 +197,8 @@ def pretrained(name):
 
 
 def collapse():
-    schedule = schedules(TINY_HORIZONS["textcraft"].rounds)
-    flags = "--min_entropy 0 --steps 250 --keep 1000"
+    schedule = schedules(rounds_of("textcraft"))
+    flags = "--set min_entropy=0 --steps 250 --set keep=1000"
     return [run("textcraft", "base")] + [
         run("textcraft", label, seed, f"{schedule[label]} {flags}")
         for seed in range(2) for label in ("long", "scaling")]
@@ -220,7 +226,7 @@ def credit():
              for world, (flags, horizon) in CREDIT_WORLDS.items()]
     for seed in range(5):
         for world, (flags, horizon) in CREDIT_WORLDS.items():
-            found += [run(world, label, seed, f"{flags} {own} --save_every 5 --keep 1000",
+            found += [run(world, label, seed, f"{flags} {own} --save_every 5 --set keep=1000",
                           turns=CREDIT_TURNS, horizon=horizon)
                       for label, own in CREDITS.items()
                       if (world, label) != ("textcraft", "sequence")]
@@ -229,7 +235,7 @@ def credit():
 
 def distill():
     found = [run("babyai", "base")]
-    keep = "--save_every 5 --keep 1000"
+    keep = "--save_every 5 --set keep=1000"
     for seed in range(3):
         teacher = f"runs/study/distill/babyai_grpo_s{seed}/final"
         found.append(run("babyai", "grpo", seed, keep))
