@@ -374,6 +374,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
 
 
 def sha256(text: str) -> str:
+    """Of a text, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from trajectory import Trajectory, read_objects
 # ---- what is said while a run goes on ----
 
 
-def banner(run) -> str:
+def banner(run: Any) -> str:
     """Five lines for the start of a training run, a `train.Run`."""
     cfg = run.cfg
     worlds = [f"{world}, {len(run.items[world]):,} items, horizon {', '.join(map(str, own.rounds))}"
@@ -85,6 +86,7 @@ def rollout_bar(total: int, shown: bool) -> Iterator[Callable]:
 
 
 def mean(values: Sequence[float]) -> float:
+    """The mean of at least one value."""
     return float(np.mean(values))
 
 

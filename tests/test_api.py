@@ -82,7 +82,7 @@ def roles_and_texts(messages):
 
 
 @pytest.mark.parametrize("env, how", [("babyai", {}),
-                                      ("textcraft", dict(plan=True, reflect=True)),
+                                      ("textcraft", dict(agent_args="plan=true reflect=true")),
                                       ("searchqa", {})])
 def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
     """What the tiny model said in a rollout, said again over HTTP."""

@@ -441,7 +441,7 @@ def test_every_setting_reaches_the_rollout(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "rollout", recorded)
     # No value is the default of a Rollouts or of a flag.
     how = dict(samples=2, seed=3, slots=4, max_tokens=2, max_length=999, temperature=0.5,
-               top_p=0.9, top_k=5, action_format="plain", plan=True, reflect=True,
+               top_p=0.9, top_k=5, action_format="plain", agent_args="plan=true reflect=true",
                arrival_order=True, parse="strict")
     texts = {"babyai": {"prompt": "Play.", "reply": "Ok."}}
     (tmp_path / "prompts.json").write_text(json.dumps(texts))

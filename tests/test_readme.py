@@ -89,7 +89,7 @@ def test_every_command_of_the_readme_is_one():
         for script, config_class in flags.items():
             if script in command:
                 words = shlex.split(command.split(script, 1)[1].split("&&")[0], comments=True)
-                config.read_flags(config_class, words, script, "", "")  # raises for unknown flags
+                config.read_flags(config_class, words, script, "")  # raises for unknown flags
                 seen += 1
         script = re.search(r"(?:python|torchrun)(?: --\S+)* ([\w/]+\.py)", command)
         assert not script or (ROOT / script[1]).exists(), command

@@ -747,13 +747,6 @@ def test_an_agent_that_does_not_exist_or_a_setting_that_it_lacks_is_one_line(fla
     assert not (tmp_path / "r").exists()
 
 
-def test_plan_and_reflect_are_settings_of_react(tiny, pool):
-    flags = rollout(*tiny, pool, ITEMS, 4, max_tokens=8, plan=True, reflect=True)
-    named = rollout(*tiny, pool, ITEMS, 4, max_tokens=8, agent_args="plan=true reflect=true")
-    assert [t.to_json() for t in flags] == [t.to_json() for t in named]
-    assert any(t.messages[2]["content"].endswith(agent.PLAN.strip()) for t in flags)
-
-
 def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_it(tmp_path):
     path = tmp_path / "mine.py"
     source = (ROOT / "examples/last_two.py").read_text()
