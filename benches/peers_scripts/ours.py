@@ -10,7 +10,7 @@ import algos
 from config import parse_config
 from envs import EnvPool
 from rl import load_policy
-from rollout import RolloutConfig, make_engine, rollout
+from rollout import make_engine, rollout
 from update import advantages_of, update
 
 
@@ -23,8 +23,7 @@ def main():
         "--microbatch_tokens", str(JOB["settings"]["microbatch_tokens"]), "--dtype", "float32"])
     policy, tokenizer = load_policy(cfg.model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=0.0, fused=True)
-    engine = make_engine(policy, len(items_of_step(0)) * JOB["samples"])
-    config = RolloutConfig.from_flags(cfg, samples=JOB["samples"])
+    engine = make_engine(policy, len(items_of_step(0)) * JOB["samples"], cfg)
     watch = Watch(policy)
     with EnvPool() as pool:
         for step in range(NUM_STEPS):
@@ -32,7 +31,7 @@ def main():
                 check_losses(watch)
             watch.begin()
             trajectories = rollout(policy, tokenizer, pool, items_of_step(step), JOB["horizon"],
-                                   config, step=step, engine=engine)
+                                   cfg, step=step, engine=engine, samples=JOB["samples"])
             watch.rollout_ends()
             batch = advantages_of(trajectories, cfg, torch.device("cpu"))
             update(trajectories, batch, cfg, step, policy, optimizer)
