@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ import rl
 import update
 from benches.limit import cpu_seconds
 from benches.rollout import load_models, play_ours
-from config import parse_config
+from benches.update import SETTINGS, step_ours
 from models.check import find_paths
 
 ROOT = Path(__file__).parent.parent
@@ -55,17 +54,13 @@ def play(model, tokenizer, trajectories, slots, turns):
 
 def train_on(model, trajectories):
     """One optimizer step as train.py makes it, advantages included -> processor seconds."""
-    cfg = parse_config(["--env", "textcraft", "--out", "unused"])
     for i, t in enumerate(trajectories):
         t.group, t.reward = i // 8, float(i % 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step():
-        batch = update.advantages_of(trajectories, cfg, torch.device("cpu"))
-        denominator = update.loss_denominator(batch["mask"], cfg.aggregation)
-        objective = partial(update.policy_objective, model, cfg, denominator)
-        update.optimizer_step(model, optimizer, batch, range(len(trajectories)), objective,
-                              cfg.microbatch_tokens)
+        batch = update.advantages_of(trajectories, SETTINGS, torch.device("cpu"))
+        step_ours(model, optimizer, batch, SETTINGS)
     return cpu_seconds(step)
 
 

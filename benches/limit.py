@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import algos
 import rl
-import update
 from benches.rollout import load_models, play_ours
+from benches.update import step_ours, with_advantages
 from engine import Ragged
 from models.check import find_paths
+from update import Loss
 
 PRODUCTS = {
     torch.ops.aten.mm,
@@ -162,25 +162,13 @@ def rollout_figures(model, tokenizer, dtype, slots, trajectories, turns):
     return compare(play, Recorder([*model.parameters(), *cache])), played
 
 
-def update_figures(model, trajectories, dtype, positions):
+def update_figures(model, trajectories, settings):
     """Forward and backward passes of one optimizer step -> figures."""
-    columns = {"advantages": [[1.0 - 2 * (i % 2)] * len(t.tokens)
-                              for i, t in enumerate(trajectories)]}
-    batch = update.collate(trajectories, **columns)
-    num_sampled = int(batch["mask"].sum())
-
-    def loss_of(batch):
-        with rl.compute_in(dtype, "cpu"):
-            logprobs, _ = rl.token_logprobs(model, batch["ids"], batch["mask"],
-                                            entropy_gradient=False)
-        loss, _ = algos.policy_loss(logprobs, batch["old_logprobs"], batch["advantages"],
-                                    batch["mask"], 0.2, 0.2)
-        return algos.aggregate(loss, batch["mask"], "token", num_sampled), {}
-
+    batch = with_advantages(trajectories)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step():
-        update.optimizer_step(model, optimizer, batch, range(len(trajectories)), loss_of, positions)
+        step_ours(model, optimizer, batch, settings)
 
     step()
     return compare(step, Recorder(model.parameters()))
@@ -200,9 +188,10 @@ def measure(args):
     for name, model, slots, trajectories, turns, positions in tqdm(jobs, desc="limit"):
         find_paths(model)
         model.eval()
+        settings = Loss(kl_coef=0.0, dtype=args.dtype, microbatch_tokens=positions)
         row, played = rollout_figures(model, tokenizer, args.dtype, slots, trajectories, turns)
         figures[name] = {"rollout": row,
-                         "update": update_figures(model, played, args.dtype, positions)}
+                         "update": update_figures(model, played, settings)}
         for what, row in figures[name].items():
             tqdm.write(f"{name:5} {what:8}" + "".join(f"  {k} {v:.3g}" for k, v in row.items()))
     return figures, []

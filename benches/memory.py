@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import rl
-from config import REAL
+from config import Config
 from parallel import blocks
 
 VOCABULARIES, TOKENS = (2_000, 8_000, 32_000, 152_000), 16_384
@@ -149,8 +149,8 @@ def count_parameters(parameters):
 
 
 def estimate(
-    config, gpus, slots=REAL["slots"], length=REAL["max_length"],
-    positions=REAL["microbatch_tokens"], kl=True, lora=0, offload=False, ppo=False,
+    config, gpus, slots=Config.slots, length=Config.max_length,
+    positions=Config.microbatch_tokens, kl=True, lora=0, offload=False, ppo=False,
 ):
     """Bytes on each GPU, with bfloat16 arithmetic and gradient checkpointing.
 
@@ -222,28 +222,14 @@ def estimate(
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--model",
-        default="",
-        help="a folder, a hub id or a known name: estimate instead of measuring",
-    )
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument(
-        "--slots",
-        type=int,
-        default=REAL["slots"],
-        help="of train.py: trajectories at a time on each GPU",
-    )
-    parser.add_argument("--max_length", type=int, default=REAL["max_length"], help="of train.py")
-    parser.add_argument(
-        "--microbatch_tokens", type=int, default=REAL["microbatch_tokens"], help="of train.py"
-    )
-    parser.add_argument(
-        "--kl_coef", type=float, default=REAL["kl_coef"], help="of train.py; 0: no reference model",
-    )
-    parser.add_argument("--lora_rank", type=int, default=0, help="of train.py")
-    parser.add_argument("--offload", action="store_true", help="of train.py")
-    parser.add_argument("--ppo", action="store_true", help="--algo ppo, which has a critic")
+    add = parser.add_argument
+    add("--model", default="", help="a folder, a hub id or a known name: estimate, do not measure")
+    add("--gpus", type=int, default=1)
+    for name in ("slots", "max_length", "microbatch_tokens", "kl_coef", "lora_rank"):
+        default = getattr(Config, name)
+        add(f"--{name}", type=type(default), default=default, help="of train.py")
+    add("--offload", action="store_true", help="of train.py")
+    add("--ppo", action="store_true", help="--algo ppo, which has a critic")
 
 
 def measure(args):

@@ -16,6 +16,7 @@ Trajectories, model, machine and loss are the same, and the losses must agree to
 
 import statistics
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from rollout import rollout
 from trajectory import Trajectory
 
 TRAJECTORIES, POSITIONS = 128, 8192
+SETTINGS = update.Loss(kl_coef=0.0, microbatch_tokens=POSITIONS)
 TARGETS = {"agent": 2, "long": 2}  # workload -> ratio_padded that must be reached, tiny model
 
 
@@ -57,42 +59,39 @@ def long_trajectories(vocab_size, count=TRAJECTORIES):
 # ---- the ways of one optimizer step ----
 
 
-def loss_and_stats(logprobs, batch, denominator):
-    loss, _ = algos.policy_loss(
-        logprobs, batch["old_logprobs"], batch["advantages"], batch["mask"], 0.2, 0.2
-    )
-    return algos.aggregate(loss, batch["mask"], "token", denominator), {}
-
-
-def step_ours(model, optimizer, trajectories, columns, denominator):
+def step_ours(model, optimizer, batch, settings):
     """One optimizer step by `update.optimizer_step` -> loss."""
-
-    def loss_of(batch):
-        logprobs, _ = rl.token_logprobs(model, batch["ids"], batch["mask"], entropy_gradient=False)
-        return loss_and_stats(logprobs, batch, denominator)
-
-    batch = update.collate(trajectories, **columns)
-    rows = range(len(trajectories))
-    stats = update.optimizer_step(model, optimizer, batch, rows, loss_of, POSITIONS)
-    return stats["loss"]
+    denominator = update.loss_denominator(batch["mask"], settings.aggregation)
+    objective = partial(update.policy_objective, model, settings, denominator)
+    rows = range(len(batch["ids"]))
+    positions = settings.microbatch_tokens
+    return update.optimizer_step(model, optimizer, batch, rows, objective, positions)["loss"]
 
 
-def step_padded(model, optimizer, trajectories, columns, denominator, micro_batches, width=0):
+def with_advantages(trajectories):
+    """The batch of these trajectories, with advantages of 1 and -1 in turn."""
+    advantages = [1.0 - 2 * (i % 2) for i in range(len(trajectories))]
+    return update.collate(trajectories, advantages=advantages)
+
+
+def step_padded(model, optimizer, trajectories, micro_batches, width=0):
     """One optimizer step with padded rows and all logits -> loss.
 
     micro_batches: lists of places in `trajectories`. Rows are as long as the longest of their
     micro-batch, or `width` if that is more.
     """
     total = 0.0
+    everything = with_advantages(trajectories)
+    denominator = int(everything["mask"].sum())
     for places in micro_batches:
-        chosen_columns = {name: [rows[i] for i in places] for name, rows in columns.items()}
-        batch = update.collate([trajectories[i] for i in places], **chosen_columns)
-        del batch["lengths"]
-        batch = {name: pad(x, (0, max(0, width - x.shape[1]))) for name, x in batch.items()}
+        longest = max(len(trajectories[i].tokens) for i in places)
+        batch = {name: pad(x[list(places), :longest], (0, max(0, width - longest)))
+                 for name, x in everything.items() if name != "lengths"}
         logits = model(input_ids=batch["ids"], use_cache=False).logits.float()[:, :-1]
         next_ids = batch["ids"][:, 1:, None]
         logprobs = torch.log_softmax(logits, -1).gather(-1, next_ids).squeeze(-1)  # [B, T - 1]
-        loss, _ = loss_and_stats(pad(logprobs, (1, 0)), batch, denominator)
+        loss, _ = SETTINGS.loss_function(batch | {"logprobs": pad(logprobs, (1, 0))})
+        loss = algos.aggregate(loss, batch["mask"], "token", denominator)
         loss.backward()
         total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,8 +106,6 @@ def step_padded(model, optimizer, trajectories, columns, denominator, micro_batc
 def compare(model, trajectories, repeats):
     """Time all ways on the same trajectories -> figures."""
     lengths = [len(t.tokens) for t in trajectories]
-    num_sampled = sum(sum(t.mask) for t in trajectories)
-    columns = {"advantages": [[1.0 - 2 * (i % 2)] * n for i, n in enumerate(lengths)]}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
 
     # Micro-batches of the padded way: trajectories in their order, each row of the full width.
@@ -119,17 +116,11 @@ def compare(model, trajectories, repeats):
         for first in range(0, len(lengths), num_rows)
     ]
 
-    step_arguments = (model, optimizer, trajectories, columns, num_sampled)
-
-    def sorted_step():
-        ids = [t.tokens for t in trajectories]
-        by_length = update.micro_batches(ids, POSITIONS, packed=False)
-        return step_padded(*step_arguments, by_length)
-
     ways = {
-        "ours": lambda: step_ours(*step_arguments),
-        "padded": lambda: step_padded(*step_arguments, in_order, width),
-        "sorted": sorted_step,
+        "ours": lambda: step_ours(model, optimizer, with_advantages(trajectories), SETTINGS),
+        "padded": lambda: step_padded(model, optimizer, trajectories, in_order, width),
+        "sorted": lambda: step_padded(model, optimizer, trajectories, update.micro_batches(
+            [t.tokens for t in trajectories], POSITIONS, packed=False)),
     }
     losses = {}
     seconds = {way: [] for way in ways}
@@ -140,7 +131,8 @@ def compare(model, trajectories, repeats):
             losses[way] = step()
             seconds[way].append(time.perf_counter() - start)
 
-    row = {"tokens": sum(lengths), "sampled": num_sampled, "longest": width}
+    sampled = sum(sum(t.mask) for t in trajectories)
+    row = {"tokens": sum(lengths), "sampled": sampled, "longest": width}
     for way in ways:
         row[way] = statistics.median(seconds[way])
     row["ratio_padded"] = row["padded"] / row["ours"]

@@ -151,7 +151,7 @@ SLIPS = {
 
 def world(name):
     """The world as the tiny model plays it."""
-    options = env_options(presets("tiny", name)["env_args"], [name])
+    options = env_options(presets("tiny", name).get("env_args", ""), [name])
     return make_env(name, **options.get(name, {}))
 
 

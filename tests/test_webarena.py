@@ -561,7 +561,6 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
         ("webarena", [], short),
         ("babyai,webarena", [], short),
         ("babyai", [], ""),
-        ("webarena", ["--env_args", "webarena.height=720"], "webarena.height=720"),
         ("babyai,webarena", ["--env_args", narrow], f"{short} {narrow}"),
         ("webarena", ["--model", str(TINY_MODEL)], ""),
     ):

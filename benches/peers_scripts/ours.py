@@ -4,8 +4,6 @@ from itertools import groupby
 
 from benches.peers_scripts.measure import JOB, NUM_STEPS, Watch, items_of_step  # first
 
-from dataclasses import replace
-
 import torch
 
 import algos
@@ -26,7 +24,6 @@ def main():
     policy, tokenizer = load_policy(cfg.model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, weight_decay=0.0, fused=True)
     engine = make_engine(policy, len(items_of_step(0)) * JOB["samples"], cfg)
-    config = replace(cfg, samples=JOB["samples"])
     watch = Watch(policy)
     with EnvPool() as pool:
         for step in range(NUM_STEPS):
@@ -34,7 +31,7 @@ def main():
                 check_losses(watch)
             watch.begin()
             trajectories = rollout(policy, tokenizer, pool, items_of_step(step), JOB["horizon"],
-                                   config, step=step, engine=engine)
+                                   cfg, step=step, engine=engine, samples=JOB["samples"])
             watch.rollout_ends()
             batch = advantages_of(trajectories, cfg, torch.device("cpu"))
             update(trajectories, batch, cfg, step, policy, optimizer)
