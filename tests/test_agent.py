@@ -4,12 +4,12 @@ import copy
 import doctest
 import random
 import resource
-import time
+
 
 import pytest
 
 import agent
-from agent import Chat, Play, instructions, parse
+from agent import Chat, Play, parse
 from envs import Env, Step
 from models.template import MARKS
 from worlds.agentgym import LENIENT
@@ -17,31 +17,22 @@ from worlds.agentgym import LENIENT
 # ---- chat rendering ----
 
 
-def test_turn_by_turn_is_the_template_at_once(tiny):
+@pytest.mark.parametrize("prompt, fixed", [("Play.", "OK"), (" Play a game.\n\n", "I'll play. ")])
+def test_turn_by_turn_is_the_template_at_once(tiny, prompt, fixed):
     tokenizer = tiny[1]
     chat = Chat(tokenizer)
     texts = ["Your goal: go to the red ball\nYou see nothing.", "turn left", "A wall.",
              "go to red ball 1", "Done."]
-    ids = chat.start("Play.", texts[0])
+    ids = chat.start(prompt, texts[0], fixed)
     for reply, observation in zip(texts[1::2], texts[2::2]):
         ids += tokenizer.encode(reply) + [chat.end_id] + chat.turn(observation, closed=True)
 
-    messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"}]
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": fixed}]
     roles = ["user", "assistant"] * 3
     messages += [{"role": role, "content": text} for role, text in zip(roles, texts)]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == rendered
     assert ids == tokenizer.encode(rendered)
-
-
-def test_the_start_with_other_texts_is_the_template_at_once(tiny):
-    tokenizer = tiny[1]
-    texts = ["Play a game.\n\n", "Ok. I'll do my best.", "You see nothing."]
-    ids = Chat(tokenizer).start(texts[0], texts[2], reply=texts[1])
-    messages = [{"role": role, "content": text}
-                for role, text in zip(["user", "assistant", "user"], texts)]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids) == rendered
 
 
 def test_a_cut_reply_is_closed_by_the_prompt(tiny):
@@ -56,37 +47,6 @@ def test_text_that_spells_a_special_token_is_not_one(tiny):
     ids = chat.turn(evil, closed=True)
     assert ids.count(chat.end_id) == chat.turn("x", closed=True).count(chat.end_id)
     assert evil in tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("length", [0, 1, 50, 2000, 100_000])
-def test_an_observation_is_encoded_whole_or_beyond_what_fits(tiny, length):
-    chat = agent.Chat(tiny[1])
-    text = "There is a red ball 1 in front of you. " * length
-    whole, ids = chat.observation(text), chat.observation(text, 300)
-    assert ids == whole or min(len(ids), len(whole)) >= 300
-    assert len(ids) <= len(whole)
-
-
-def test_an_action_has_the_same_tokens_in_the_list_and_in_a_reply(tiny):
-    tokenizer = tiny[1]
-    reply = tokenizer.encode("go to red ball 1")
-    listed = tokenizer.encode(
-        'Available actions: ["turn left", "go to red ball 1", "check available actions"]')
-    assert any(listed[i:i + len(reply)] == reply for i in range(len(listed)))
-
-
-def test_a_template_that_repeats_a_message_is_refused():
-    class Repeating:
-        chat_template = "repeats"
-
-        def get_chat_template(self):
-            return self.chat_template
-
-        def apply_chat_template(self, messages, **options):
-            return "".join(message["content"] * 2 for message in messages)
-
-    with pytest.raises(ValueError, match="does not show each message once"):
-        Chat(Repeating())
 
 
 def with_template(tokenizer, template):
@@ -117,7 +77,9 @@ BROKEN_TEMPLATES = {
     "{{ 'x' * 3000000000 }}": "fails: MemoryError",
     "{% for i in range(30) %}{{ 'x' * 100000000 }}{% endfor %}": "this tokenizer's chat template",
     "{{ 'x' * 10000000 }}": "writes more than 1048576 bytes",
-    "{% for m in messages %}{{ m.content }}{% endfor %}": "writes nothing after a reply",
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "ends a reply with ''",
+    "{% for m in messages %}{{ m.content * 2 }}<|im_end|>{% endfor %}": "show each message once",
+    "{{ messages[2].content }}{{ messages[1].content }}": "show each message once",
 }
 
 
@@ -127,10 +89,8 @@ def test_a_template_that_cannot_be_used_is_refused_soon_and_in_little_memory(tin
 
     def spent():
         """Seconds of processor time, and kilobytes, of this process and its children."""
-        own, children = (resource.getrusage(who) for who in
-                         (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        seconds = time.process_time() + children.ru_utime + children.ru_stime
-        return seconds, max(own.ru_maxrss, children.ru_maxrss)
+        uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(u.ru_utime + u.ru_stime for u in uses), max(u.ru_maxrss for u in uses)
 
     seconds, kilobytes = spent()
     with pytest.raises(ValueError) as refused:
@@ -141,14 +101,12 @@ def test_a_template_that_cannot_be_used_is_refused_soon_and_in_little_memory(tin
     assert kilobytes_after - kilobytes < 1_000_000
 
 
-def test_a_template_that_shows_the_time_shows_one_time(tiny):
+def test_a_template_that_shows_the_time_shows_one_time_in_a_run(tiny):
     template = "{{ strftime_now('%H:%M:%S.%f') }}\n" + tiny[1].chat_template
     tokenizer = with_template(tiny[1], template)
-    first = Chat(tokenizer)
-    time.sleep(0.001)
-    assert Chat(tokenizer).start("Play.", "A wall.") == first.start("Play.", "A wall.")
-    another = Chat(with_template(tokenizer, template))  # a run of its own
-    assert another.start("Play.", "A wall.") != first.start("Play.", "A wall.")
+    first, again, another = [Chat(t).start("Play.", "A wall.") for t in
+                             (tokenizer, tokenizer, with_template(tokenizer, template))]
+    assert first == again != another
 
 
 @pytest.mark.parametrize("after_reply, token", [
@@ -192,24 +150,17 @@ def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
 
 
 @pytest.mark.parametrize("chat_args, says", [
-    ("thoughts=false", "chat template fails: ValueError --chat_args: it has no switch 'thoughts'"),
-    ("think=false", "no switch 'think'"),
+    ("thoughts=false", "no switch 'thoughts'"),
     ("add_generation_prompt=false", "no switch 'add_generation_prompt'"),
-    ("messages=1", "no switch 'messages'"),
-    ("thinking", "cannot read --chat_args 'thinking'; write NAME=VALUE"),
-    ("a-b=1", "cannot read --chat_args 'a-b=1'"),
-    ('{"thinking": }', "--chat_args is not a JSON object: "),
-    ('{"a":' * 100_000, "--chat_args is not a JSON object: "),
+    ("thinking", "cannot read --chat_args 'thinking'"),
+    ('{"a":' * 100_000, "--chat_args is not a JSON object"),
 ])
 def test_arguments_that_a_template_does_not_take_are_refused(tiny, chat_args, says):
     with pytest.raises(ValueError) as refused:
         agent.try_template(with_template(tiny[1], SWITCHED), chat_args=chat_args)
     assert says in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_system_message_that_a_template_leaves_out_is_refused(tiny):
     template = SWITCHED.replace("in messages", "in messages if m.role != 'system'")
-    with pytest.raises(ValueError, match="does not show the text of --system"):
+    with pytest.raises(ValueError, match="--system"):
         agent.try_template(with_template(tiny[1], template), system="Be brief.")
 
 
@@ -274,24 +225,6 @@ def test_thoughts_in_the_history_are_no_channel(tiny):
 # ---- action formats ----
 
 
-@pytest.mark.parametrize("reply, action", [
-    ("Thought: a wall.\nAction: turn left", "turn left"),
-    ("Action: turn left\n", "turn left"),
-    ("turn left", ""),
-    ("", ""),
-    ("Action: a\nAction: b", ""),
-    ("Action:", ""),
-    ("Thought: é漢\nAction: go to é 1", "go to é 1"),
-])
-def test_react_replies(reply, action):
-    assert parse(reply, "react") == action
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="unknown action format"):
-        instructions("x", "xml")
-
-
 def test_the_documented_examples_hold():
     result = doctest.testmod(agent)
     assert result.attempted >= 7 and result.failed == 0
@@ -347,18 +280,13 @@ BAD = {  # action format -> replies with no action, with one that is cut off, or
 }
 
 
-def test_every_format_has_examples():
-    assert GOOD.keys() == BAD.keys() == agent.FORMATS.keys()
-
-
-@pytest.mark.parametrize("action_format", agent.FORMATS)
+@pytest.mark.parametrize("action_format", sorted({*GOOD, *BAD, *agent.FORMATS}))
 def test_each_format_is_read_and_nothing_else(action_format):
     for reply in GOOD[action_format]:
         assert parse(reply, action_format) == "go to é 1"
     for reply in BAD[action_format]:
         assert parse(reply, action_format) == ""
-        told = agent.complaint(reply, action_format)
-        assert told.startswith("There must be one action in your reply, but there ")
+        assert "one action in your reply" in agent.complaint(reply, action_format)
 
 
 def test_an_empty_action_counts_as_one():
@@ -405,6 +333,7 @@ READ_LENIENTLY = [
     ("wordle", "tags", "s h i r e", "", ""),
     ("guess", "react", "Action: 7.", "7.", "7."),
     ("searchqa", "react", "Action: a\nAction: b", "", ""),
+    ("searchqa", "tags", "<think>x</think> <search> a </search>", *["<search> a </search>"] * 2),
 ]
 
 
@@ -412,12 +341,7 @@ READ_LENIENTLY = [
 def test_each_world_is_read_as_by_agentgyms_client(world, action_format, reply, lenient, strict):
     assert parse(reply, action_format, LENIENT.get(world)) == lenient
     assert parse(reply, action_format) == strict
-
-
-def test_every_lenient_world_has_examples():
-    worlds = {world for world, *_ in READ_LENIENTLY}
-    assert worlds - set(LENIENT) == {"guess", "searchqa"}
-    assert set(LENIENT) <= worlds
+    assert LENIENT.keys() <= {world for world, *_ in READ_LENIENTLY}
 
 
 FRAGMENTS = [
@@ -439,10 +363,6 @@ def test_no_reply_is_an_exception(action_format):
         assert isinstance(agent.complaint(reply, action_format), str)
         for action in agent.actions_in(reply, action_format):
             assert isinstance(action, str)
-
-
-def test_tags_that_are_actions_themselves_keep_them():
-    assert parse("<think>x</think> <search> who </search>", "tags") == "<search> who </search>"
 
 
 # ---- the phases of a dialogue ----
@@ -467,17 +387,6 @@ class Door(Env):
         success = action == "right"
         return Step("It opens." if success else "A wall.", float(success), done=True,
                     success=success, score=0.25, progress=0.75)
-
-
-def test_an_agent_reads_replies_as_it_is_told_to():
-    lenient = LENIENT["babyai"]
-    for choose, seen in ((None, ["reset 3", "[right]."]), (lenient, ["reset 3", "right"])):
-        env = Door()
-        play = Play(env, "door_3", 5, action_format="react", choose=choose)
-        play.send()
-        play.send("Action: [right].")
-        assert play.turn.success == bool(choose)
-        assert env.seen == seen
 
 
 @pytest.mark.parametrize("whole_reply", [False, True])
