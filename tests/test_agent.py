@@ -389,20 +389,6 @@ class Door(Env):
                     success=success, score=0.25, progress=0.75)
 
 
-<<<<<<< HEAD
-def test_an_agent_reads_replies_as_it_is_told_to():
-    lenient = LENIENT["babyai"]
-    for choose, seen in ((None, ["reset 3", "[right]."]), (lenient, ["reset 3", "right"])):
-        env = Door()
-        play = Play(env, "door_3", 5, action_format="react", choose=choose)
-        play.send()
-        play.send("Action: [right].")
-        assert play.turn.success == bool(choose)
-        assert env.seen == seen
-
-
-=======
->>>>>>> 8f30fbc (tests/test_agent.py shorter)
 @pytest.mark.parametrize("whole_reply", [False, True])
 def test_given_texts_are_the_whole_first_message_and_the_fixed_reply(whole_reply):
     env = Door()
