@@ -109,6 +109,14 @@ def items_at(items: Sequence[str], seed: int, step: int, count: int) -> list[str
     return [items[i] for i in order[part * count:(part + 1) * count]]
 
 
+def rows_of_step(count: int, batch: int, seed: int, step: int) -> list[int]:
+    """The indices, below `count`, of the demonstrations of a supervised step. Each epoch has a new
+    order, which is a function of (seed, epoch); its last step takes what is left."""
+    epoch, part = divmod(step, -(-count // batch))
+    order = np.random.default_rng([seed, epoch, 2]).permutation(count)
+    return order[part * batch:(part + 1) * batch].tolist()
+
+
 def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     """The rounds of `world` in --horizon, which has one list for all worlds or one for each. Raises
     ValueError if the text cannot be read, names a world twice or has no entry for `world`.

@@ -89,6 +89,10 @@ class Trajectory:
         """The tokens of the newest segment."""
         return self.tokens[self.starts[-1] :]
 
+    def longest_segment(self) -> int:
+        """The number of tokens of the longest segment."""
+        return max((end - start for start, end in self.spans()), default=0)
+
     def spans(self) -> list[tuple[int, int]]:
         """(start, end) of each segment in `tokens`, `end` excluded."""
         return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))

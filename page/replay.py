@@ -67,7 +67,7 @@ class Replay:
         """The kind of task that an item is, "" if that is not known."""
         # On a server, and with tasks of the user's own, the item numbers mean other tasks.
         own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
-        return "" if self.on_servers or own_tasks else category_of(item)
+        return "" if self.config.get("env_url") or own_tasks else category_of(item)
 
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
