@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import rl
-import train
 from config import parse_config
 from envs import EnvPool, items
 from rollout import rollout
@@ -159,7 +158,7 @@ def check_device(flags, ways, monkeypatch, tiny, more=lambda trajectories, polic
                 critic_optimizer = adam(critic)
             trajectories = rollout(policy, tiny[1], pool, items("babyai", "train")[:2], 3,
                                    samples=4, seed=1, max_tokens=12,
-                                   record_states=train.needs(cfg, "states"))
+                                   record_states=cfg.record_states)
             device = DEVICE if other else torch.device("cpu")
             batch = advantages_of(trajectories, cfg, device, reference, critic)
             found = more(trajectories, policy, cfg)
