@@ -326,8 +326,10 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
         raise ValueError(f"nothing to resume: there is no {path}")
     saved = read_settings_of_run(path)
     for name, value in given.items():
-        if name not in MAY_CHANGE and saved.get(name, value) != value:
-            raise ValueError(f"{out} was started with --{name} {saved[name]}, not {value}")
+        held = [own[name] for own in saved["worlds"].values()] if name in LIMITS else []
+        for before in [saved.get(name, value), *held]:
+            if name not in MAY_CHANGE and before != value:
+                raise ValueError(f"{out} was started with --{name} {before}, not {value}")
     names = {f.name for f in fields(config_class)}
     cfg = config_class(**{k: v for k, v in (saved | given).items() if k in names} | {"out": out})
     cfg.worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}

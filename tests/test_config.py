@@ -72,6 +72,8 @@ def test_a_world_has_its_own_defaults_and_keeps_them_in_a_mixture():
     assert both.of_world("invalid_penalty", "textcraft") == 0.0
     assert both.worlds["textcraft"].rounds == [3, 5, 8] and both.items_per_step == 32
     assert config.items_per_world(both, 16) == {"babyai": 12, "textcraft": 4}
+    tenths = parsed("--env", "babyai:0.1,textcraft:0.3")  # in floats, 16 * 0.3 / 0.4 is below 12
+    assert config.items_per_world(tenths, 16) == {"babyai": 4, "textcraft": 12}
     given = parsed("--env", "babyai,textcraft", "--invalid_penalty", "0.5", "--horizon", "7")
     assert [own.invalid_penalty for own in given.worlds.values()] == [0.5, 0.5]
     assert [own.rounds for own in given.worlds.values()] == [[7], [7]]
@@ -119,6 +121,12 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_its_settings(env, monkey
     for flag, value in (("dtype", "float32"), ("lr", "0.5"), ("max_tokens", "7")):
         with pytest.raises(ValueError, match=f"was started with --{flag} .*, not {value}"):
             parse_config([*argv, "--resume", f"--{flag}", value])
+
+
+def test_a_limit_that_one_world_of_a_mixture_does_not_have_is_refused_at_a_resume(tmp_path):
+    started_run(tmp_path / "r", "--env", "babyai,textcraft")  # the penalties are 0.05 and 0
+    with pytest.raises(ValueError, match="was started with --invalid_penalty 0.0, not 0.05"):
+        parse_config(["--out", str(tmp_path / "r"), "--resume", "--invalid_penalty", "0.05"])
 
 
 def test_a_run_is_not_resumed_elsewhere_or_from_an_earlier_version(tmp_path):
