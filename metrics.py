@@ -171,7 +171,7 @@ def alarm(row: dict, cfg) -> str:
         return (f"logprob_gap is {row['logprob_gap']:.2g} nats a token, above {MAX_LOGPROB_GAP:g}: "
                 "this model's rollout and update compute different log-probs")
     if row["turns"] and row["entropy"] < cfg.min_entropy:  # without a turn there is no entropy
-        return (f"the entropy is {row['entropy']:.2g} nats a token, below --min_entropy "
+        return (f"the entropy is {row['entropy']:.2g} nats a token, below min_entropy="
                 f"{cfg.min_entropy:g}: the policy has collapsed")
     for name in ("kl", "kl_behaviour"):
         if row[name] > cfg.max_kl:
