@@ -1,49 +1,29 @@
 """The horizon schedules, their presets, the text form of a horizon, and the items of a step."""
 
-import doctest
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import schedule
 import train
 from config import Config, parse_config, presets
 from schedule import adaptive_horizon, horizon_at, items_at, lr_factor_at, parse_rounds
 
 
-def test_the_documented_examples_hold():
-    result = doctest.testmod(schedule)
-    assert result.attempted >= 3 and result.failed == 0
-
-
 def test_horizon_rises_in_stages_and_stays_at_the_last():
     expected = [6] * 3 + [13] * 3 + [20] * 3 + [20] * 5
     assert [horizon_at(step, (6, 13, 20), every=3) for step in range(14)] == expected
-
-
-def test_defaults_are_those_of_the_paper_on_babyai():
-    steps = (0, 99, 100, 199, 200, 299, 300, 10**9)
-    assert [horizon_at(step) for step in steps] == [6, 6, 13, 13, 20, 20, 20, 20]
-
-
-@pytest.mark.parametrize("kind", ["fixed", "scaling_inter"])
-def test_one_round_is_constant_under_both_kinds(kind):
-    assert [horizon_at(step, (7,), 2, kind) for step in range(10)] == [7] * 10
-
-
-def test_rounds_may_be_a_list():
-    assert horizon_at(1, [2, 5], 1) == 5
+    assert [horizon_at(step) for step in (0, 99, 100, 10**9)] == [6, 6, 13, 20]  # the paper's
+    for kind in ("fixed", "scaling_inter"):
+        assert [horizon_at(step, [7], 2, kind) for step in range(10)] == [7] * 10
 
 
 @pytest.mark.parametrize("arguments", [
-    dict(rounds=()), dict(rounds=(6, 0)), dict(rounds=(-6,)), dict(every=0), dict(every=-5),
-    dict(kind="fixed")])
-def test_bad_schedules_are_refused_in_one_line(arguments):
-    with pytest.raises(ValueError) as error:
-        horizon_at(**{"step": 0, **arguments})
-    assert "\n" not in str(error.value)
+    dict(rounds=()), dict(rounds=(0, 6)), dict(rounds=(6, 5)), dict(every=0), dict(kind="fixed")])
+def test_bad_schedules_are_refused(arguments):
+    with pytest.raises(ValueError, match="horizon"):
+        horizon_at(0, **arguments)
 
 
 def horizons_of(success, cut=0.5, rounds=(2, 4, 8), window=2):
@@ -116,11 +96,6 @@ def test_items_of_a_step_are_a_function_of_seed_and_step():
     assert steps != [items_at(items, 1, step, 3) for step in range(6)]
 
 
-def test_a_fixed_horizon_is_the_longest_of_the_preset():
-    cfg = parse_config(["--horizon_schedule", "fixed", "--out", "runs/never-made"])
-    assert cfg.worlds["babyai"].rounds == [4]
-
-
 def test_learning_rates_follow_their_schedule():
     cfg = parse_config(["--algo", "ppo", "--set", "warmup_steps=4", "--out", "runs/never-made"])
     trained = {}
@@ -146,17 +121,11 @@ def test_rounds_are_read_from_text():
 @pytest.mark.parametrize("text", [
     "", " ", "=", "0", "-1", "3,,4", "3,4,", ",3", "3, 4", "3 4", "3.0", "six", "3,0", "³",
     "babyai=", "=3", "babyai=3,x", "babyai=3 4", "babyai=3 textcraft=0", "3 babyai=4", "babyai=3=4",
-    "babyai=3,babyai=4", "babyai=3 babyai=4",
+    "babyai=3,babyai=4", "babyai=3 babyai=4", "textcraft=3",
 ])
-def test_malformed_rounds_are_refused_in_one_line(text):
-    with pytest.raises(ValueError, match="horizon") as error:
+def test_malformed_rounds_are_refused(text):
+    with pytest.raises(ValueError, match="horizon"):
         parse_rounds(text, "babyai")
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_world_is_named():
-    with pytest.raises(ValueError, match="no entry for 'sciworld'"):
-        parse_rounds("babyai=6,13,20 textcraft=10,20,30", "sciworld")
 
 
 def test_the_learning_rate_rises_and_then_stays_or_falls():
