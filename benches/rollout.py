@@ -135,9 +135,11 @@ def play_ours(
             super().__init__(*args)
             item = int(self.trajectory.item.split("_")[1])
             self.lengths, _ = script(workload, item)
+            self.chat = copy.copy(self.chat)
+            self.chat.is_ended = lambda reply: False
 
-        def reply_is_complete(self):
-            return len(self.reply) >= self.lengths[self.trajectory.turns % TURNS]
+        def has_to_end(self, reply):
+            return len(reply) >= self.lengths[self.trajectory.turns % TURNS]
 
     if engine is None:
         engine = Ragged(model, slots)
@@ -152,9 +154,13 @@ def play_ours(
                 model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
                 action_format="plain", engine=engine, arrival_order=workload == "slow", stats=stats,
             )
-            return time.perf_counter() - start, played, stats
+            seconds = time.perf_counter() - start
     finally:
         ro.Episode = original_episode
+    for i, t in enumerate(played):
+        lengths, _ = script(workload, i)
+        assert t.mask.count(True) == sum(lengths[k % TURNS] for k in range(t.turns))
+    return seconds, played, stats
 
 
 class RecordingEngine(Ragged):

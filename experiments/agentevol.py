@@ -18,12 +18,11 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from experiments.studies.play import turns_played  # noqa: E402
+from experiments.studies.play import flags_of, turns_played  # noqa: E402
 from experiments.studies.rows import read_lines  # noqa: E402
 from sft import SFTConfig  # noqa: E402
 
@@ -54,11 +53,7 @@ def learn(args: argparse.Namespace, learnt: list[dict], folder: Path) -> Path:
     path = folder / "learnt.jsonl"
     write_lines(path, learnt)
     settings = json.loads((args.warm / "config.json").read_text())
-    flags = []
-    for field in fields(SFTConfig):
-        value = settings.get(field.name)
-        if field.init and field.name not in OWN_FLAGS and value is not None:
-            flags += [f"--{field.name}", value]
+    flags = flags_of(SFTConfig, settings, OWN_FLAGS)
     if (folder / "sft/metrics.jsonl").exists():  # it was interrupted
         flags.append("--resume")
     command("sft.py", "--env", args.env, "--trajectories", path, "--out", folder / "sft", *flags)

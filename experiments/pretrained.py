@@ -26,9 +26,11 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from config import Config  # noqa: E402
 from experiments.references import REFERENCES  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.report import difference_over_items, in_words  # noqa: E402
+from sft import SFTConfig  # noqa: E402
 
 STUDY = "pretrained"
 STAGES = {"raw": "zero-shot", "warm": "warm start", "rl": "GRPO"}
@@ -68,12 +70,9 @@ def add(world, stage, result, run=None, commit=""):
 
 def command_of(flags):
     """The command of a run, from the flags in its config.json."""
-    words = ["python", "sft.py" if "demos" in flags else "train.py"]
-    for name, value in flags.items():
-        if name not in ("resume", "worlds") and value not in ("", None):
-            value = str(value).lower() if isinstance(value, bool) else str(value)
-            words += [f"--{name}", shlex.quote(value)]
-    return " ".join(words)
+    script, settings = ("sft.py", SFTConfig) if "demos" in flags else ("train.py", Config)
+    empty = [name for name, value in flags.items() if value == ""]
+    return shlex.join(["python", script, *play.flags_of(settings, flags, ["resume", *empty])])
 
 
 def policies():

@@ -6,7 +6,7 @@ A run (a world, a label, a seed) leaves its rows in experiments/results.jsonl.gz
 step, and a last row with the evaluation on held-out items, the commands, the commit and the model.
 A finished run is not run again. An interrupted run continues where it was, so a study may take
 days. It needs a checkout that nobody edits meanwhile (git worktree add). A run that train.py stops
-(--max_kl, nan) is evaluated at its last checkpoint.
+(max_kl, nan) is evaluated at its last checkpoint.
 
 --dry lists the missing runs. --draw prints the table and makes the picture from the rows alone, as
 every other call does in the end. Two runs at a time by default, one thread each.

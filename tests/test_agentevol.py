@@ -18,7 +18,7 @@ FLAGS = ["--horizon", "3", "--demos", "8", "--epochs", "1", "--batch", "4", "--m
 
 def test_an_iteration_trains_with_the_flags_of_the_warm_start(tmp_path, monkeypatch):
     warm = sft.parse_sft_config([
-        "--env", "babyai,textcraft", "--demos", "3", "--lora_rank", "0", "--warmup_steps", "7",
+        "--env", "babyai,textcraft", "--demos", "3", "--lora_rank", "0", "--set", "warmup_steps=7",
         "--system", "Be brief.", "--horizon", "babyai=3 textcraft=5", "--out", str(tmp_path / "w")])
     (tmp_path / "w").mkdir()
     (tmp_path / "w/config.json").write_text(json.dumps(asdict(warm)))

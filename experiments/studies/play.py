@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ MOST_FAILED = 0.02
 def do(study, run, commit):
     """Train and evaluate `run`, then keep its rows.
 
-    A run that train.py stops (--max_kl, nan) is evaluated at its last checkpoint. A mixture is
+    A run that train.py stops (max_kl, nan) is evaluated at its last checkpoint. A mixture is
     evaluated in each of its worlds, a run with `measured` in those.
 
     Raises:
@@ -85,6 +86,23 @@ def train(run, out):
     if not stopped and not (out / "final").exists():
         raise RuntimeError("train.py was stopped: run the study again")
     return rows.read_lines(out / "metrics.jsonl"), stopped
+
+
+def flags_of(config_class, settings, left_out=()):
+    """The words of a command line that gives these settings, of a run's config.json, to a command
+    whose settings are `config_class`. Those in `left_out` are not given, nor defaults that differ
+    between the worlds of a mixture."""
+    words = []
+    worlds = settings["worlds"].values()
+    for field in fields(config_class):
+        value = settings.get(field.name)
+        is_given = value is not None and not (value == "" and field.metadata.get("choices"))
+        is_default = len({own.get(field.name) for own in worlds}) > 1
+        if "help" not in field.metadata or field.name in left_out or not is_given or is_default:
+            continue
+        is_study = field.metadata.get("study")
+        words += ["--set", f"{field.name}={value}"] if is_study else [f"--{field.name}", str(value)]
+    return words
 
 
 def flag(run, name, default):
