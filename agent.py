@@ -545,7 +545,7 @@ class Chat:
                    if token.special}
         self.control_tokens = list(control.values())
         special_ids = {*tokenizer.all_special_ids, *self.eos_ids, *control}
-        if not special_ids.issuperset(self.to_user[:1] or [None]):
+        if not self.to_user or self.to_user[0] not in special_ids:
             raise ValueError(
                 "this tokenizer's chat template ends a reply with "
                 f"{tokenizer.decode(self.to_user[:1])!r}, which is neither a special token nor an "
@@ -607,18 +607,17 @@ class Chat:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
         written = write(self.tokenizer, messages, self.tried, tools)
-        # A template may write something else around an empty message, or around a thought.
-        for keeps_spaces, keeps_thoughts in ((True, False), (False, False), (False, True)):
+        # A template may write something else around an empty message, or around a thought: it is
+        # tried whether it leaves spaces and thoughts as they are.
+        for is_changed in (False, True):
             marked = []
             for number, message in enumerate(messages):
-                shown = message["content"]
-                mark = f"@message{number}@"
-                if keeps_thoughts and "</think>" in shown:
+                is_reply = message["role"] == "assistant"
+                _, thinks, rest = message["content"].rpartition("</think>")
+                shown = rest if is_reply and self.drops_thoughts else message["content"]
+                mark = f"@message{number}@" if (shown.strip() if is_changed else shown) else ""
+                if thinks and is_reply and is_changed:
                     mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
-                if self.drops_thoughts and message["role"] == "assistant":
-                    shown = shown.rpartition("</think>")[2]
-                if not (shown if keeps_spaces else shown.strip()):
-                    mark = mark.replace(f"@message{number}@", "")
                 marked.append(message | {"content": mark})
             parts = _matched(written, self._outline(
                 json.dumps([marked, tools], ensure_ascii=False)), messages)
@@ -676,10 +675,11 @@ class Chat:
         """The part of a reply that the environment gets: all of it or, with channels, what follows
         the final channel's header; [] if there is none."""
         size = len(self.final_header)
-        ends = [end for end in range(size, len(reply) + 1)
-                if reply[end - size : end] == self.final_header]
-        start = (ends[-1:] or [len(reply)])[0] if size else 0
-        return reply[start:]
+        if not size:
+            return reply
+        starts = [start for start in range(size, len(reply) + 1)
+                  if reply[start - size : start] == self.final_header]
+        return reply[starts[-1]:] if starts else []
 
     def is_ended(self, reply: list[int]) -> bool:
         """Whether the last of these tokens ends the reply."""
