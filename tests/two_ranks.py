@@ -87,7 +87,7 @@ def plain_step(model, optimizer, played, advantages, denominator):
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
     optimizer.step()
-    return {"tokens": denominator, "loss": float(loss), "grad_norm": norm}
+    return {"tokens": denominator, "loss": loss.item(), "grad_norm": norm}
 
 
 def load(*folders):
