@@ -231,13 +231,6 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
     return model
 
 
-def is_mapped(model: nn.Module) -> bool:
-    """Whether all weights are views of files that are mapped into memory. Such pages are shared by
-    all processes of a host, and the kernel may drop them."""
-    # Storages that torch has allocated can be resized.
-    return not any(p.untyped_storage().resizable() for p in model.parameters())
-
-
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the model's parameters, in place. Buffers stay as they are: the frequencies of rotary
     embeddings are float32 in every model."""

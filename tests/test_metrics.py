@@ -51,9 +51,21 @@ def test_the_explained_variance_counts_sampled_tokens_only():
     assert explained_variance(torch.ones(2, 3), values, mask) == 0.0
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """What `draw_curves` has drawn."""
+    found = []
+    monkeypatch.setattr(metrics.Figure, "savefig", lambda figure, *args, **kw: found.append(figure))
+    return found
+
+
+def write_rows(folder, rows):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.mark.parametrize("of_sft, worlds", [(False, ()), (True, ()), (False, ("a", "b"))])
 def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
-        tmp_path, monkeypatch, of_sft, worlds):
+        tmp_path, figures, of_sft, worlds):
     names = ["loss", "grad_norm"] if of_sft else [
         "success", "reward", "turns", "horizon", "entropy", "kl", "valid_actions"]
     rows = []
@@ -61,82 +73,67 @@ def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
         row = {name: step + 10.0 * i for i, name in enumerate(names)} | {"step": step}
         for world in worlds:
             row |= {f"{name}/{world}": row[name] for name in ("success", "horizon")}
-        if step != 1:
-            row["eval/success"] = 7.0 + step
-        rows.append(row)
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figures = []
-
-    class Kept(metrics.Figure):
-        def __init__(self, *args, **kw):
-            super().__init__(*args, **kw)
-            figures.append(self)
-
-    monkeypatch.setattr(metrics, "Figure", Kept)
+        rows.append(row | ({"eval/success": 7.0 + step} if step != 1 else {}))
+    write_rows(tmp_path, rows)
     metrics.draw_curves(tmp_path)
     axes = {ax.get_title(): ax for ax in figures[0].axes}
-    shown = ["loss", "grad_norm", "eval/success"] if of_sft else [
-        "success", "reward", "turns", "entropy", "kl", "valid_actions"]
-    assert list(axes) == [metrics.TITLES[name] for name in shown]
-    ax = axes["gradient norm" if of_sft else "reward of a trajectory"]
+    titles = metrics.SFT_PLOTS if of_sft else metrics.PLOTS
+    assert list(axes) == [title for name, title in titles.items()
+                          if name in (*names, "eval/success")]
+    ax = axes[titles["grad_norm" if of_sft else "reward"]]
     assert list(ax.lines[0].get_ydata()) == [10.0, 11.0, 12.0]
-    success = axes[metrics.TITLES["eval/success" if of_sft else "success"]]
+    success = axes[titles["eval/success" if of_sft else "success"]]
     assert [7.0, 9.0] in [list(line.get_ydata()) for line in success.lines]
     if worlds:
         assert [text.get_text() for text in success.get_legend().get_texts()] == ["a", "b"]
 
 
-def test_only_a_curve_below_0_has_an_axis_that_does_not_start_there(tmp_path, monkeypatch):
+def test_only_a_curve_below_0_has_an_axis_that_does_not_start_there(tmp_path, figures):
     values = {"success": 0.5, "reward": -0.5, "turns": 2.0, "horizon": 4, "entropy": 0.0}
-    rows = [{"step": step} | {name: x * (step + 1) for name, x in values.items()}
-            for step in range(9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figures = []
-    monkeypatch.setattr(metrics.Figure, "savefig", lambda *args, **kw: figures.append(args[0]))
-    monkeypatch.setattr(metrics.os, "replace", lambda *args: None)
+    write_rows(tmp_path, [{"step": step} | {name: x * (step + 1) for name, x in values.items()}
+                          for step in range(9)])
     metrics.draw_curves(tmp_path)
     bottoms = {ax.get_title(): ax.get_ylim()[0] for ax in figures[0].axes}
-    below = bottoms.pop("reward of a trajectory")
-    assert below < -4.5
+    assert bottoms.pop("reward of a trajectory") < -4.5
     assert list(bottoms.values()) == [0.0, 0.0, 0.0]
+
+
+def test_a_mixtures_stages_are_those_of_each_world():
+    horizons = [(5, 3), (5, 3), (5, 4), (8, 4)]
+    rows = [{"horizon": h, "horizon/babyai": b, "horizon/textcraft": h} for h, b in horizons]
+    assert metrics.horizon_changes(rows) == [2, 3]
+    assert metrics.horizon_changes([{"horizon": 3}] * 2) == []
 
 
 def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     ended, playing = Trajectory("babyai_8", "babyai", turns=4), Trajectory("babyai_8", "babyai")
     queue = SimpleNamespace(finished={}, alive=[SimpleNamespace(trajectory=playing)],
-                            stats={"busy": 40})
-    with rollout_bar(5, shown=True) as watch:
-        watch(queue)  # too early
-        queue.finished[0, 0] = ended
-        playing.turns = 3
-        now[0] += 4
-        watch(queue)
-        now[0] += 30
-        queue.stats["busy"] = 999
-        watch(queue)  # stderr is no terminal: once a minute
-        drawn = capsys.readouterr().err
-    assert "1/5" in drawn
-    assert "7 turns 10 tok/s" in drawn
-    assert "999" not in drawn
-    with rollout_bar(5, shown=False) as watch:
-        now[0] += 99
-        watch(queue)
-    assert capsys.readouterr().err == ""
+                            stats={"busy": 640})
+    for shown in (True, False):
+        with rollout_bar(5, shown=shown) as watch:
+            watch(queue)  # too early
+            queue.finished[0, 0] = ended
+            playing.turns = 3
+            now[0] += 64
+            watch(queue)
+            now[0] += 30
+            queue.stats["busy"] = 99999
+            watch(queue)  # stderr is no terminal: once a minute
+            drawn = capsys.readouterr().err
+        if shown:
+            assert "1/5" in drawn and "7 turns 10 tok/s" in drawn and "99999" not in drawn
+        else:
+            assert drawn == ""
 
 
 def test_the_gain_is_from_the_first_evaluation_to_the_last():
-    rows = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    rows = [{"step": 4}, {"step": 5, "eval/success": 0.25}, {"step": 7, "eval/success": 0.5}]
     assert held_out_summary(rows, {"eval/success": 0.75, "eval/turns": 3.0}) == (
-        "held-out success: 0.250 before, 0.750 after")
-    rows = [{"step": 0, "eval/success/babyai": 0.1, "eval/success/textcraft": 0.2}]
+        "held-out success: 0.250 at step 5, 0.750 after training")
+    rows = [{"step": 0, "eval/success/babyai": 0.1}]
     last = {"eval/success/babyai": 0.3, "eval/success/textcraft": math.nan}
     assert held_out_summary(rows, last) == (
-        "held-out success of babyai: 0.100 before, 0.300 after\n"
-        "held-out success of textcraft: 0.200 before, nan after")
-    # A run that was resumed with --eval_every.
-    rows = [{"step": 4}, {"step": 5, "eval/success": 0.5}]
-    assert held_out_summary(rows, {"eval/success": 0.75}) == (
-        "held-out success: 0.500 at step 5, 0.750 after")
-    assert held_out_summary(rows[:1], {"eval/success": 0.75}) == "held-out success: 0.750 after"
+        "held-out success of babyai: 0.100 at step 0, 0.300 after training\n"
+        "held-out success of textcraft: nan after training")
