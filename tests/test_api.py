@@ -3,22 +3,20 @@ keys are never written; a failing server ends the evaluation with one line."""
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import ROOT
+from conftest import run_script
 
 import agent
 import eval as evaluation
 from envs import EnvError, EnvPool, items
-from eval import ModelError, ServedModel, play_served, summarise
+from models.served import ConversationRefused, ModelError, ServedModel, play_served
 from rollout import RolloutConfig, rollout
-from worlds.textcraft import TextCraft
 
 LOOK = "Action: inventory"  # a reply with an action that is always valid in TextCraft
 
@@ -39,7 +37,8 @@ def server(answer):
                          "usage": {"total_tokens": 9}}
             data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
-            self.send_header("Retry-After", "1" if status == 429 else "soon")
+            if status == 429:
+                self.send_header("Retry-After", "1")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -57,9 +56,11 @@ def server(answer):
 
 
 @pytest.fixture
-def no_pauses(monkeypatch):
-    """A server that fails is asked again at once."""
-    monkeypatch.setattr(evaluation.random, "uniform", lambda a, b: 0.0)
+def pauses(monkeypatch):
+    """A server that fails is asked again at once -> the seconds that would have passed."""
+    asked_for = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", asked_for.append)
+    return asked_for
 
 
 def play(url, names, horizon, **how):
@@ -67,6 +68,10 @@ def play(url, names, horizon, **how):
     with EnvPool() as pool:
         return play_served(ServedModel("m", url), pool, names, horizon,
                            RolloutConfig(slots=16, **how))
+
+
+def ask(url, text="", **how):
+    return ServedModel("m", url, **how)([{"role": "user", "content": text}])
 
 
 def roles_and_texts(messages):
@@ -105,8 +110,6 @@ def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
             assert getattr(a, name) == getattr(b, name), name
         assert roles_and_texts(a.messages) == roles_and_texts(b.messages)
         assert all(m["content"] == m["content"].strip() for m in b.messages[::2])
-    success = [summarise(played, {}, [1], 0)["success"] for played in (here, there)]
-    assert success[0] == success[1]
 
 
 def test_replies_end_at_the_worlds_stop_strings():
@@ -148,45 +151,23 @@ def test_a_failed_environment_is_no_reward_of_zero():
     assert t.status == "env_error" and t.error == "fault: gone" and len(made) == 2
 
 
-def test_a_fault_whose_exception_is_a_kind_of_value_error_ends_no_evaluation(monkeypatch):
-    reset = TextCraft.reset
-    faults = iter([json.JSONDecodeError("no JSON", "", 0)])
-
-    def breaking(env, item):
-        for fault in faults:
-            raise fault
-        return reset(env, item)
-
-    monkeypatch.setattr(TextCraft, "reset", breaking)
-    with server(lambda *_: (200, LOOK)) as url, EnvPool() as pool:
-        (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1, RolloutConfig())
-    assert t.status == "horizon" and next(faults, None) is None
-
-
-def test_a_conversation_that_the_server_finds_too_long_ends_with_length_and_the_others_go_on():
-    def answer(body, _):
-        if len(body["messages"]) < 7:
-            return 200, LOOK
-        return 400, {"error": "too many tokens"}
-
-    with server(answer) as url:
-        played = play(url, ["textcraft_0", "textcraft_1"], 5)
-    assert [(t.status, t.turns, t.error) for t in played] == [("length", 2, "")] * 2
-
-
-def test_a_conversation_that_is_refused_counts_as_nothing_and_is_not_begun_again():
+@pytest.mark.parametrize("error, status", [
+    ({"error": "too many tokens"}, "length"),
+    ({"error": "content management policy", "request": {"max_tokens": 64}}, "env_error")])
+def test_a_refused_conversation_ends_and_the_others_go_on(error, status):
+    """One that is too long has its result; any other counts as nothing and is not begun again."""
     asked = []
 
     def answer(body, _):
         asked.append(body["seed"])
-        if len(body["messages"]) < 5:
-            return 200, LOOK
-        return 400, {"error": "content management policy", "request": {"max_tokens": 64}}
+        return (200, LOOK) if len(body["messages"]) < 7 else (400, error)
 
     with server(answer) as url:
-        (t,) = play(url, ["textcraft_0"], 5)
-    assert t.status == "env_error" and "content management" in t.error
-    assert len(asked) == 2 == len(set(asked))
+        played = play(url, ["textcraft_0", "textcraft_1"], 5)
+    assert [(t.status, t.turns) for t in played] == [(status, 2)] * 2
+    for t in played:
+        assert ("content management" in t.error) == (status == "env_error")
+    assert len(asked) == 6 == len(set(asked))
 
 
 def test_a_first_prompt_that_is_refused_is_one_conversation_once_the_server_has_replied():
@@ -195,14 +176,13 @@ def test_a_first_prompt_that_is_refused_is_one_conversation_once_the_server_has_
             return 400, {"error": "content management policy"}
         return 200, LOOK
 
-    model = ServedModel("m", "")
+    first = [{"role": "user", "content": "first"}]
     with server(answer) as url:
-        model.url = f"{url}/chat/completions"
-        first = [{"role": "user", "content": "first"}]
+        model = ServedModel("m", url)
         with pytest.raises(ModelError):  # the form of the requests may be wrong
             model(first)
-        assert model([{"role": "user", "content": "another"}]).text == LOOK
-        with pytest.raises(evaluation.ConversationRefused):
+        assert model([{"role": "user", "content": "another"}])[0] == LOOK
+        with pytest.raises(ConversationRefused):
             model(first)
 
 
@@ -219,18 +199,12 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
     assert len(asked) < 16
 
 
-def test_a_server_that_is_not_there_is_named_and_the_model_can_play_again(no_pauses):
-    config = RolloutConfig(slots=16)
-    with EnvPool() as pool:
-        model = ServedModel("m", "http://127.0.0.1:9/v1")
-        with pytest.raises(ModelError, match="127.0.0.1:9.*Connection"):
-            play_served(model, pool, items("textcraft", "test")[:16], 3, config)
-        with pytest.raises(ValueError, match="textcraft"):
-            play_served(model, pool, ["textcraft_-1"], 3, config)
-        with server(lambda *_: (200, LOOK)) as url:
-            model.url = f"{url}/chat/completions"
-            (t,) = play_served(model, pool, ["textcraft_0"], 2, config)
-    assert t.status == "horizon"
+def test_an_item_that_does_not_exist_is_named_and_so_is_a_server_that_is_not_there(pauses):
+    with pytest.raises(ModelError, match="127.0.0.1:9.*Connection"):
+        play("http://127.0.0.1:9/v1", ["textcraft_0"], 3)
+    assert 120 <= sum(pauses) <= 135  # two minutes
+    with pytest.raises(ValueError, match="textcraft_-1"):
+        play("http://127.0.0.1:9/v1", ["textcraft_-1"], 3)
 
 
 # ---- one request ----
@@ -249,10 +223,9 @@ def test_a_reply_that_trickles_in_has_a_deadline():
 
         threading.Thread(target=drip, daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        model = ServedModel("m", url, timeout=1, tries=1)
         start = time.monotonic()
         with pytest.raises(ModelError, match="no end of the reply"):
-            model([])
+            ask(url, timeout=1, tries=1)
         assert time.monotonic() - start < 20
 
 
@@ -266,24 +239,24 @@ def test_a_request_that_the_server_calls_wrong_is_not_repeated_and_the_key_is_no
         return 401, {"error": "x" * 170 + headers["Authorization"]}
 
     with server(answer) as url, pytest.raises(ModelError, match=r"Bearer \*\*\*") as caught:
-        ServedModel("m", url)([])
+        ask(url)
     assert "secret" not in str(caught.value) and len(asked) == 1
 
 
-def test_a_server_that_is_busy_or_answers_nonsense_is_asked_again(no_pauses):
-    replies = iter([(429, {}), (503, {}), (200, {"choices": []}), (200, "yes")])
+def test_a_server_that_is_busy_is_asked_again_when_it_says_so(pauses):
+    replies = iter([(429, {}), (503, {}), (200, "yes")])
     with server(lambda *_: next(replies)) as url:
-        assert ServedModel("m", url)([]) == ("yes", False, 9)
+        assert ask(url) == ("yes", False, 9)
+    assert pauses[0] == 1 and 2 <= pauses[1] <= 3  # Retry-After, then urllib3's own pause
 
 
 @pytest.mark.parametrize("status, reply, says", [
-    (401, {"error": "no key"}, "status 401"),
     (500, {}, "status 500"),
     (200, {}, "KeyError"),
     (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "not text"),
     (200, b"[" * 100_000, "RecursionError"),
 ])
-def test_a_server_that_fails_every_time_is_given_up(no_pauses, status, reply, says):
+def test_a_server_that_fails_every_time_is_given_up(pauses, status, reply, says):
     asked = []
 
     def answer(*_):
@@ -291,21 +264,26 @@ def test_a_server_that_fails_every_time_is_given_up(no_pauses, status, reply, sa
         return status, reply
 
     with server(answer) as url, pytest.raises(ModelError, match=says):
-        ServedModel("m", url, tries=3)([])
-    assert len(asked) == (1 if status == 401 else 3)
+        ask(url, tries=3)
+    assert len(asked) == (3 if status == 500 else 1)
 
 
 def test_a_reply_without_text_is_an_empty_one():
     choice = {"message": {"content": None}, "finish_reason": "length"}
     with server(lambda *_: (200, {"choices": [choice]})) as url:
-        assert ServedModel("m", url)([]) == ("", True, 0)
+        assert ask(url) == ("", True, 0)
 
 
 def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_newer_name():
     heard = []
+    together = threading.Barrier(2)  # neither request knows of the other's answer
 
     def answer(body, _):
         heard.append(body)
+        if len(heard) <= 2:
+            together.wait(20)
+        if body["messages"][0]["content"] == "late" and len(heard) <= 2:
+            time.sleep(1)  # the other one has a reply by then
         if "max_tokens" in body:
             return 400, {"error": "Unsupported parameter: 'max_tokens' is not supported with this "
                                   "model. Use 'max_completion_tokens' instead."}
@@ -313,42 +291,19 @@ def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_
             return 422, {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}
         return 200, "yes"
 
-    with server(answer) as url:
+    with server(answer) as url, ThreadPoolExecutor(2) as threads:
         model = ServedModel("m", url, max_tokens=7, tries=1)
-        assert model([])[0] == model([])[0] == "yes"
-    assert len(heard) == 4
-    assert heard[-1] == {"model": "m", "temperature": 1.0, "top_p": 1.0,
-                         "max_completion_tokens": 7, "messages": []}
-
-
-def test_a_busy_server_says_when_to_come_back(no_pauses):
-    waited = []
-    replies = iter([(429, {}), (200, "yes")])
-
-    class NeverSet:
-        def is_set(self):
-            return False
-
-        def wait(self, seconds):
-            waited.append(seconds)
-
-    with server(lambda *_: next(replies)) as url:
-        assert ServedModel("m", url)([], cancelled=NeverSet())[0] == "yes"
-    assert waited == [1.0]
+        asked = [[{"role": "user", "content": name}] for name in ("early", "late")]
+        assert [reply for reply, *_ in threads.map(model, asked)] == ["yes", "yes"]
+    assert len(heard) == 5
+    assert heard[-1] == {"model": "m", "max_completion_tokens": 7, "messages": asked[1]}
 
 
 # ---- the command ----
 
 
-def run(*args, key=None):
-    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    if key:
-        env["OPENAI_API_KEY"] = key
-    return subprocess.run([sys.executable, "eval.py", *map(str, args)], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=300)
-
-
-def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
+def test_the_command_writes_the_same_table_and_never_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     heard = []
     reply = "Thought: I look.\nAction: inventory"
 
@@ -357,9 +312,9 @@ def test_the_command_writes_the_same_table_and_never_the_key(tmp_path):
         return 200, reply
 
     with server(answer) as url:
-        done = run("--env", "textcraft", "--model", "openai:some/model", "--base_url", url,
-                   "--items", "6", "--horizon", "2", "--out", tmp_path / "r.json",
-                   "--trajectories", tmp_path / "t.jsonl", key="sk-secret")
+        done = run_script("eval.py", "--env", "textcraft", "--model", "openai:some/model",
+                          "--base_url", url, "--items", "6", "--horizon", "2",
+                          "--out", tmp_path / "r.json", "--trajectories", tmp_path / "t.jsonl")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "r.json").read_text())
     assert (result["success"], result["turns"], result["valid_actions"]) == (0, 2, 1)
@@ -380,11 +335,11 @@ def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
         return 200, "get"
 
     with server(answer) as url:
-        done = run("--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "2",
-                   "--samples", "2", "--horizon", "4", "--temperature", "0.5", "--top_p", "0.25",
-                   "--max_tokens", "7", "--max_length", "5", "--plan", "true", "--action_format",
-                   "plain", "--trajectories", tmp_path / "t.jsonl")
-    assert done.returncode == 0, done.stderr
+        assert evaluation.main([
+            "--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "2",
+            "--samples", "2", "--horizon", "4", "--temperature", "0.5", "--top_p", "0.25",
+            "--max_tokens", "7", "--max_length", "5", "--plan", "true", "--action_format",
+            "plain", "--trajectories", str(tmp_path / "t.jsonl")]) == 0
     played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     # The server counts 9 tokens, which is above --max_length, after the first turn.
     assert [(t["group"], t["sample"], t["turns"], t["status"]) for t in played] == [
@@ -397,59 +352,21 @@ def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
         assert "Thought:" not in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("flags, says", [
-    ("--model openai:m", "needs --base_url"),
-    ("--model openai:m --base_url http://me:word@x/v1", "without a password"),
-    ("--base_url http://x", "is for --model openai:NAME"),
-    ("--model openai:m --base_url http://x --top_k 3", "run here"),
-    ("--model openai:m --base_url http://x", "OPENAI_API_KEY holds"),
-])
-def test_bad_usage_is_one_line(flags, says, capsys, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u00e9")
-    assert evaluation.main(["--env", "textcraft", *flags.split()]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and says in said
-
-
-def test_a_server_that_refuses_the_key_is_one_line(capsys):
-    with server(lambda *_: (401, {"error": "no key"})) as url:
-        code = evaluation.main(["--env", "textcraft", "--model", "openai:m", "--base_url", url,
-                                "--items", "3"])
-    assert code == 1
-    assert "status 401" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_what_was_played_before_the_server_failed_is_kept(tmp_path, capsys):
-    """And what is kept is not overwritten when the server fails again."""
+def test_an_evaluation_whose_server_fails_goes_on_later(tmp_path, capsys):
+    """What was played is kept, and a first request that is refused is one conversation."""
     answers = []
+    file = tmp_path / "t.jsonl"
     flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
-             "--slots", "1", "--trajectories", str(tmp_path / "t.jsonl")]
-    with server(lambda *_: answers.pop(0) if answers else (401, {})) as url:
+             "--slots", "1", "--out", str(tmp_path / "r.json"), "--trajectories", str(file)]
+    with server(lambda *_: answers.pop(0) if answers else (401, {"error": "no key"})) as url:
         flags += ["--base_url", url]
         answers += [(200, LOOK)] * 6  # three trajectories
-        assert evaluation.main([*flags, "--out", str(tmp_path / "r.json")]) == 1
-        kept = (tmp_path / "t.jsonl").read_text()
-        answers += [(200, LOOK)] * 4
-        assert evaluation.main(flags) == 1  # without --out it does not go on from three
-    assert capsys.readouterr().err.count("status 401") == 2
-    assert not (tmp_path / "r.json").exists()
-    assert [json.loads(line)["turns"] for line in kept.splitlines()] == [2, 2, 2]
-    assert (tmp_path / "t.jsonl.1").read_text() == kept
-    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
-
-
-def test_an_evaluation_that_goes_on_knows_what_was_played_before(tmp_path, capsys):
-    """Its first request may be refused, and a second failure keeps all trajectories."""
-    answers = []
-    flags = ["--env", "textcraft", "--model", "openai:m", "--items", "9", "--horizon", "2",
-             "--slots", "1", "--out", str(tmp_path / "r.json"),
-             "--trajectories", str(tmp_path / "t.jsonl")]
-    with server(lambda *_: answers.pop(0) if answers else (401, {})) as url:
-        flags += ["--base_url", url]
-        answers += [(200, LOOK)] * 6
         assert evaluation.main(flags) == 1
+        assert len(file.read_text().splitlines()) == 3
         answers += [(400, {"error": "content management policy"})] + [(200, LOOK)] * 2
         assert evaluation.main(flags) == 1
     assert "status 401" in capsys.readouterr().err.splitlines()[-1]
-    kept = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert not (tmp_path / "r.json").exists()
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [t["status"] for t in kept] == ["horizon"] * 3 + ["env_error", "horizon"]
+    assert [t["group"] for t in kept] == [0, 1, 2, 3, 4]

@@ -17,6 +17,7 @@ LAYERS = [
     ["page.*"],
     ["ideas.*"],
     ["update"],
+    ["models.served"],
     ["rollout"],
     ["models.*"],
     ["engine"],

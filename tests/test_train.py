@@ -507,9 +507,9 @@ def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
         assert evaluation.main([
             "--env", "textcraft", "--model", str(folder), "--items", "20", "--horizon", "3",
             "--max_tokens", "8", "--dtype", "float32", "--max_length", "4096",
-            "--out", str(tmp_path / "r.json"), "--trajectories", str(tmp_path / "t.jsonl")]) == 0
+            "--out", str(tmp_path / "r.json"), "--trajectories", f"{folder}.jsonl"]) == 0
         result = json.loads((tmp_path / "r.json").read_text())
-        played = read_jsonl(tmp_path / "t.jsonl")
+        played = read_jsonl(folder.with_suffix(".jsonl"))
         assert len(played) == 20
         assert all(t["reward"] == t["score"] for t in played)  # neither shaping nor costs
         figures.append({k: v for k, v in result.items() if k != "config"})

@@ -101,9 +101,11 @@ def evaluate(world, run, model, samples, out):
     # A file for each evaluation: eval.py continues one that was interrupted.
     result = out.with_name(f"{out.name}.{world}_{Path(model).name}_{samples}.result")
     call("eval.py", "--env", world, "--model", model, "--samples", samples, "--horizon", horizon,
-         "--out", result, *(["--data", data] if data else []))
+         "--out", result, "--trajectories", result.with_suffix(".played"),
+         *(["--data", data] if data else []))
     found = json.loads(result.read_text())
     result.unlink()
+    result.with_suffix(".played").unlink(missing_ok=True)
     if found["env_error"] > MOST_FAILED:
         share = f"{found['env_error']:.0%}"
         raise RuntimeError(f"{share} of the episodes in {world} failed: run the study again")
