@@ -10,7 +10,6 @@ import queue
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import requests
-from conftest import ROOT
 
 import eval as evaluation
 from config import parse_config
@@ -28,6 +26,8 @@ from envs import EnvError, EnvPool, categories, items, make_env, split_item
 from rl import TINY_MODEL
 from rollout import rollout
 from websites import tasks
+from worlds import serve
+from worlds.play import play
 from worlds.webarena import browser as browsers
 from worlds.webarena import env as webarena
 from worlds.webarena import evaluators, tree
@@ -543,7 +543,7 @@ def test_a_browser_thread_that_was_given_up_ends_with_its_job(monkeypatch):
 @browser
 def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
     def play():
-        names = [f"webarena_{number}" for number in range(76_000, 76_060, 20)]
+        names = [f"webarena_{number}" for number in range(76_000, 76_040, 20)]
         with EnvPool(options={"webarena": {"height": 240}}) as pool:
             return rollout(*tiny, pool, names, 2, samples=2, max_tokens=32, seed=3)
 
@@ -573,30 +573,36 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
 
 
 @browser
-def test_a_person_is_told_where_the_sites_are():
-    command = [sys.executable, "envs.py", "play", "--env", "webarena", "--item", "0"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pattern = r"http://localhost:(\d+)/\?episode=\w+"
-    address = next(found for line in process.stdout if (found := re.search(pattern, line)))
-    home = requests.get(address[0].replace("localhost", "127.0.0.1"), timeout=10).text
-    shop = re.search(r'href="(http://shop.localhost:\d+/\?episode=\w+)"', home)[1]
-    # Names under localhost resolve in every browser, but not for every other program.
-    url = shop.replace("shop.localhost", "127.0.0.1")
-    page = requests.get(url, headers={"Host": f"shop.localhost:{address[1]}"}, timeout=10)
-    assert page.status_code == 200 and "Harbour Market" in page.text
-    replies = "```goto [http://shop.localhost/category/kitchen]```\n```stop```\n"
-    rest, _ = process.communicate(replies, timeout=60)
-    assert process.returncode == 0 and "You did it." in rest
+def test_a_person_is_told_where_the_sites_are(env, monkeypatch, capsys):
+    replies = ["```goto [http://shop.localhost/category/kitchen]```", "```stop```"]
+
+    def reply(prompt):
+        if len(replies) == 2:
+            address = re.search(r"http://localhost:(\d+)/\?episode=\w+", capsys.readouterr().out)
+            home = requests.get(address[0].replace("localhost", "127.0.0.1"), timeout=10).text
+            shop = re.search(r'href="(http://shop.localhost:\d+/\?episode=\w+)"', home)[1]
+            # Names under localhost resolve in every browser, but not for every other program.
+            url = shop.replace("shop.localhost", "127.0.0.1")
+            headers = {"Host": f"shop.localhost:{address[1]}"}
+            page = requests.get(url, headers=headers, timeout=10)
+            assert page.status_code == 200 and "Harbour Market" in page.text
+        return replies.pop(0)
+
+    monkeypatch.setattr("builtins.input", reply)
+    play("webarena", 0)
+    assert "You did it." in capsys.readouterr().out
 
 
 @browser
 def test_our_server_speaks_webarenas_bodies(env):
-    pytest.importorskip("fastapi")
-    command = [sys.executable, "envs.py", "serve", "--env", "webarena", "--port", "0"]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    uvicorn = pytest.importorskip("uvicorn")
+    store = serve.EpisodeStore("webarena")
+    server = uvicorn.Server(uvicorn.Config(serve.build_app(store), log_level="error"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
     try:
-        url = re.search("http://.*", server.stdout.readline())[0].strip()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
         def call(path, **body):
             return requests.post(f"{url}/{path}", json=body, timeout=60).json()
@@ -623,8 +629,10 @@ def test_our_server_speaks_webarenas_bodies(env):
             assert far.step(reply) == env.step(reply)
         far.close()
     finally:
-        server.terminate()
-        assert server.wait(10) == 0
+        server.should_exit = True
+        thread.join(20)
+        store.close_envs()
+    assert not thread.is_alive()
 
 
 # ---- other servers on this machine ----
@@ -649,7 +657,7 @@ class Pages(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(answer, **attributes):
+def serving(answer, **attributes):
     """A server on a free port of this machine -> the port. answer(request) -> (status, headers,
     text)."""
     handler = type("Handler", (Pages,), {"answer": staticmethod(answer), **attributes})
@@ -681,7 +689,7 @@ def bystander():
         seen.append("connection")
         BaseHTTPRequestHandler.handle(request)
 
-    with serve(answer, handle=handle) as port:
+    with serving(answer, handle=handle) as port:
         yield port, seen
 
 
@@ -823,7 +831,7 @@ def test_official_tasks_are_played_on_sites_of_the_users_own(tmp_path, monkeypat
               "httpOnly": False, "secure": False, "sameSite": "Lax"}
     state = {"cookies": [cookie], "origins": []}
     (tmp_path / "auth/shopping_state.json").write_text(json.dumps(state))
-    with serve(answer) as port:
+    with serving(answer) as port:
         url = f"http://127.0.0.1:{port}"
         monkeypatch.setenv("SHOPPING", url)
         env = make_env(
@@ -893,6 +901,7 @@ WAYS = {  # path -> a page that leads to another server at once, or when its but
     "c.createOffer().then(offer => c.setLocalDescription(offer))</script>",
     "/blank": "<script>window.open('/302')</script>",
     "/link": "<a href='/302'>Go</a>",
+    "/link_local": "<a href='/local'>Go</a>",
     "/direct": "<a href='OTHER/direct'>Go</a>",
     "/file": "<a href='file:///etc/passwd'>Go</a>",
     "/ping": "<a href='/refresh' ping='/307 OTHER/ping'>Go</a>",
@@ -906,72 +915,78 @@ WAYS = {  # path -> a page that leads to another server at once, or when its but
 }
 
 
-@contextmanager
-def leading_site(folder, other):
-    """An environment whose only site serves WAYS, redirects to `other` (host:port) and a worker."""
-    headers_of = {
-        "/chain": (302, {"Location": "/chain2"}),
-        "/chain2": (307, {"Location": "/308"}),
-        "/header": (200, {"Refresh": f"0; url=http://{other}/header"}),
-        "/worker.js": (200, {"Content-Type": "text/javascript"}),
-        **{f"/{code}": (code, {"Location": f"http://{other}/{code}"}) for code in CODES},
-    }
+@pytest.fixture(scope="module")
+def led_away(tmp_path_factory):
+    """-> (an environment whose only site serves WAYS, redirects to a bystander and a worker; the
+    bystander's port; what it was asked for)"""
+    tasks_file = tmp_path_factory.mktemp("led") / "tasks.json"
+    tasks_file.write_text(json.dumps([official("look around")]))
+    with bystander() as (port, seen):
+        other = f"127.0.0.1:{port}"
+        headers_of = {
+            "/chain": (302, {"Location": "/chain2"}),
+            "/chain2": (307, {"Location": "/308"}),
+            "/header": (200, {"Refresh": f"0; url=http://{other}/header"}),
+            "/worker.js": (200, {"Content-Type": "text/javascript"}),
+            "/local": (302, {"Location": f"http://localhost:{port}/302"}),
+            **{f"/{code}": (code, {"Location": f"http://{other}/{code}"}) for code in CODES},
+        }
 
-    def answer(request):
-        path = request.path.partition("?")[0]
-        status, headers = headers_of.get(path, (200, {}))
-        page = f"<title>{path}</title><p>here</p>{WAYS.get(path, '')}"
-        if path == "/worker.js":
-            page = WORKER
-        return status, headers, page.replace("OTHER", f"http://{other}").replace("HOST", other)
+        def answer(request):
+            path = request.path.partition("?")[0]
+            status, headers = headers_of.get(path, (200, {}))
+            page = f"<title>{path}</title><p>here</p>{WAYS.get(path, '')}"
+            if path == "/worker.js":
+                page = WORKER
+            return status, headers, page.replace("OTHER", f"http://{other}").replace("HOST", other)
 
-    (folder / "tasks.json").write_text(json.dumps([official("look around")]))
-    with serve(answer) as port:
-        url = f"http://127.0.0.1:{port}"
-        env = make_env("webarena", tasks=f"{folder}/tasks.json", shopping=url)
-        env.reset(0)
-        yield env
-        env.close()
-
-
-@browser
-def test_nothing_leads_from_a_site_to_another_server(tmp_path):
-    paths = [*(f"/{code}" for code in CODES), "/chain", "/header", *WAYS]
-    with bystander() as (port, seen), leading_site(tmp_path, f"127.0.0.1:{port}") as env:
-        for path in paths:
-            has_button = ">Go</" in WAYS.get(path, "")
-            for _ in range(10):
-                text = env.step(f"```goto [http://onestopmarket.com{path}]```").observation
-                number = tree.find(text, "link", "Go") or tree.find(text, "button", "Go")
-                if number is not None or not has_button:
-                    break  # else a window of the page before has opened just now, in front
-            assert (number is not None) == has_button, path
-            if has_button:
-                text += env.step(f"```click [{number}]```").observation
-            assert SECRET not in text and "root:" not in text, path
-            time.sleep(0.2)  # a request that was let through would arrive by now
-            assert seen == [], path
-        assert SECRET not in env._observe()
-
-
-@browser
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(tmp_path, host):
-    with bystander() as (port, seen), leading_site(tmp_path, f"{host}:{port}") as env:
-        step = env.step("```goto [http://onestopmarket.com/302]```")
-        assert not step.valid and "not part of these sites" in step.observation
-        step = env.step("```goto [http://onestopmarket.com/link]```")
-        assert step.valid
-        step = env.step(f"```click [{tree.find(step.observation, 'link', 'Go')}]```")
-        assert step.valid and SECRET not in step.observation
-        env.step("```go_back```")
-        deadline = time.monotonic() + 30  # a busy machine shows the page before it is loaded
-        while "here" not in env._observe():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-        # Where a task begins with such a redirect, the addresses are wrong, not the agent.
-        env.own_tasks[0]["start_url"] = "__SHOPPING__/302"
-        with pytest.raises(EnvError, match=f"leads to http://{host}:{port}/302"):
+        with serving(answer) as site:
+            env = make_env("webarena", tasks=str(tasks_file), shopping=f"http://127.0.0.1:{site}")
             env.reset(0)
-        assert seen == []
+            yield env, port, seen
+            env.close()
+
+
+@browser
+def test_nothing_leads_from_a_site_to_another_server(led_away):
+    env, _, seen = led_away
+    for path in (*(f"/{code}" for code in CODES), "/chain", "/header", *WAYS):
+        has_button = ">Go</" in WAYS.get(path, "")
+        for _ in range(10):
+            text = env.step(f"```goto [http://onestopmarket.com{path}]```").observation
+            number = tree.find(text, "link", "Go") or tree.find(text, "button", "Go")
+            if number is not None or not has_button:
+                break  # else a window of the page before has opened just now, in front
+        assert (number is not None) == has_button, path
+        if has_button:
+            text += env.step(f"```click [{number}]```").observation
+        assert SECRET not in text and "root:" not in text, path
+        time.sleep(0.2)  # a request that was let through would arrive by now
+        assert seen == [], path
+    assert SECRET not in env._observe()
+
+
+@browser
+@pytest.mark.parametrize("host, path, link", [("127.0.0.1", "/302", "/link"),
+                                              ("localhost", "/local", "/link_local")])
+def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(led_away, host, path, link):
+    env, port, seen = led_away
+    env.own_tasks[0]["start_url"] = "__SHOPPING__"
+    env.reset(0)
+    step = env.step(f"```goto [http://onestopmarket.com{path}]```")
+    assert not step.valid and "not part of these sites" in step.observation
+    step = env.step(f"```goto [http://onestopmarket.com{link}]```")
+    assert step.valid
+    step = env.step(f"```click [{tree.find(step.observation, 'link', 'Go')}]```")
+    assert step.valid and SECRET not in step.observation
+    env.step("```go_back```")
+    deadline = time.monotonic() + 30  # a busy machine shows the page before it is loaded
+    while "here" not in env._observe():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    # Where a task begins with such a redirect, the addresses are wrong, not the agent.
+    env.own_tasks[0]["start_url"] = f"__SHOPPING__{path}"
+    with pytest.raises(EnvError, match=f"leads to http://{host}:{port}/302"):
+        env.reset(0)
+    assert seen == []
