@@ -35,23 +35,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags; `measure` is the function of benches/ that the command names."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = CommandParser(description=__doc__, formatter_class=as_written)
-    commands = parser.add_subparsers(
-        dest="what", required=True, metavar=" | ".join(BENCHES)
-    )
+    commands = parser.add_subparsers(dest="what", required=True, metavar=" | ".join(BENCHES))
     for name in BENCHES:
         bench = importlib.import_module(f"benches.{name}")
-        command = commands.add_parser(
-            name, description=bench.__doc__, formatter_class=as_written
-        )
+        command = commands.add_parser(name, description=bench.__doc__, formatter_class=as_written)
         command.add_argument("--out", help="JSON file for the figures")
         command.add_argument(
             "--full",
             action="store_true",
             help="more: see above (rollout, update: medians of five, and a 3.7M model)",
         )
-        command.add_argument(
-            "--threads", type=int, default=1, help="of PyTorch, the same for all"
-        )
+        command.add_argument("--threads", type=int, default=1, help="of PyTorch, the same for all")
         command.set_defaults(measure=bench.measure)
         bench.add_flags(command)
     args = parser.parse_args(argv)

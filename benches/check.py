@@ -17,9 +17,7 @@ def add_flags(parser):
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu", help="of the run")
     parser.add_argument(
-        "--dtype",
-        default="bfloat16" if has_cuda else "float32",
-        choices=("float32", "bfloat16"),
+        "--dtype", default="bfloat16" if has_cuda else "float32", choices=("float32", "bfloat16"),
         help="of the run",
     )
 

@@ -180,8 +180,7 @@ def update_figures(model, trajectories, dtype, positions):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step():
-        update.optimizer_step(model, optimizer, batch, range(len(trajectories)), loss_of,
-                              positions)
+        update.optimizer_step(model, optimizer, batch, range(len(trajectories)), loss_of, positions)
 
     step()
     return compare(step, Recorder(model.parameters()))

@@ -18,12 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
+    AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
 )
 
 import rl
@@ -73,13 +68,8 @@ def put_peak(vocabulary, all_logits, answer):
     """
     torch.set_num_threads(1)
     config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=False,
     )
     model = Qwen2ForCausalLM(config)
     rl.set_compute_paths(model, rl.FASTEST)
@@ -142,14 +132,9 @@ def config_of(name):
         if config_class is Qwen3Config:
             more["head_dim"] = 128
         return config_class(
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            vocab_size=vocabulary,
-            tie_word_embeddings=tied,
-            **more,
+            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
+            tie_word_embeddings=tied, **more,
         )
     try:
         return AutoConfig.from_pretrained(**rl.location(rl.model_path(name)))
@@ -164,15 +149,8 @@ def count_parameters(parameters):
 
 
 def estimate(
-    config,
-    gpus,
-    slots=REAL["slots"],
-    length=REAL["max_length"],
-    positions=REAL["microbatch_tokens"],
-    kl=True,
-    lora=0,
-    offload=False,
-    ppo=False,
+    config, gpus, slots=REAL["slots"], length=REAL["max_length"],
+    positions=REAL["microbatch_tokens"], kl=True, lora=0, offload=False, ppo=False,
 ):
     """Bytes on each GPU, with bfloat16 arithmetic and gradient checkpointing.
 
@@ -256,17 +234,12 @@ def add_flags(parser):
         default=REAL["slots"],
         help="of train.py: trajectories at a time on each GPU",
     )
-    parser.add_argument(
-        "--max_length", type=int, default=REAL["max_length"], help="of train.py"
-    )
+    parser.add_argument("--max_length", type=int, default=REAL["max_length"], help="of train.py")
     parser.add_argument(
         "--microbatch_tokens", type=int, default=REAL["microbatch_tokens"], help="of train.py"
     )
     parser.add_argument(
-        "--kl_coef",
-        type=float,
-        default=REAL["kl_coef"],
-        help="of train.py; 0: no reference model",
+        "--kl_coef", type=float, default=REAL["kl_coef"], help="of train.py; 0: no reference model",
     )
     parser.add_argument("--lora_rank", type=int, default=0, help="of train.py")
     parser.add_argument("--offload", action="store_true", help="of train.py")
@@ -278,15 +251,8 @@ def measure(args):
     if not args.model:
         return measure_log_probs()
     parts = estimate(
-        config_of(args.model),
-        args.gpus,
-        args.slots,
-        args.max_length,
-        args.microbatch_tokens,
-        args.kl_coef > 0,
-        args.lora_rank,
-        args.offload,
-        args.ppo,
+        config_of(args.model), args.gpus, args.slots, args.max_length, args.microbatch_tokens,
+        args.kl_coef > 0, args.lora_rank, args.offload, args.ppo,
     )
     print(
         f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "

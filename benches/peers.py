@@ -296,20 +296,9 @@ def ratios(rows):
 
 
 PRINTED = (
-    "seconds_rollout",
-    "seconds_update",
-    "tokens_per_second",
-    "slowest",
-    "fastest",
-    "cpu_rollout",
-    "cpu_update",
-    "tokens_per_cpu_second",
-    "answered_share",
-    "positions_per_trained",
-    "memory_mb",
-    "gap_max",
-    "gap_mean",
-    "user_lines",
+    "seconds_rollout", "seconds_update", "tokens_per_second", "slowest", "fastest", "cpu_rollout",
+    "cpu_update", "tokens_per_cpu_second", "answered_share", "positions_per_trained", "memory_mb",
+    "gap_max", "gap_mean", "user_lines",
 )
 
 

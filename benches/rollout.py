@@ -32,11 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import (
-    ContinuousBatchingConfig,
-    DynamicCache,
-    GenerationConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+    ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config, Qwen2ForCausalLM,
     StoppingCriteriaList,
 )
 
@@ -49,17 +45,11 @@ from envs import Env, EnvPool, Step
 SLOTS, TRAJECTORIES, TURNS = 64, 192, 8
 TARGETS = {  # workload -> what must be reached, on the tiny model
     "short": {
-        "ratio_reprefill": 4,
-        "ratio_cached": 1.15,
-        "ratio_continuous": 1,
-        "limit_share": 0.85,
+        "ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, "limit_share": 0.85,
         "occupancy": 0.9,
     },
     "long": {
-        "ratio_reprefill": 10,
-        "ratio_cached": 5,
-        "ratio_continuous": 1,
-        "limit_share": 0.85,
+        "ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, "limit_share": 0.85,
         "occupancy": 0.9,
     },
     "slow": {"ratio_cached": 3, "ratio_continuous": 1},
@@ -121,14 +111,9 @@ def load_models():
     tiny, tokenizer = rl.load_policy("tiny")
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=tiny.config.vocab_size,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=768,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
+        vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
+        tie_word_embeddings=True, max_position_embeddings=8192,
     )
     models = {"tiny": tiny.eval(), "3.7M": Qwen2ForCausalLM(config).eval()}
     copies = {name + "'": copy.deepcopy(model) for name, model in models.items()}
@@ -139,13 +124,7 @@ def load_models():
 
 
 def play_ours(
-    model,
-    tokenizer,
-    workload,
-    trajectories=TRAJECTORIES,
-    slots=SLOTS,
-    turns=TURNS,
-    engine=None,
+    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS, engine=None,
 ):
     """-> (seconds, trajectories, stats)."""
 
@@ -170,17 +149,8 @@ def play_ours(
         with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
             start = time.perf_counter()
             played = ro.rollout(
-                model,
-                tokenizer,
-                pool,
-                items,
-                turns,
-                slots=slots,
-                max_length=10**6,
-                action_format="plain",
-                engine=engine,
-                arrival_order=workload == "slow",
-                stats=stats,
+                model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
+                action_format="plain", engine=engine, arrival_order=workload == "slow", stats=stats,
             )
             return time.perf_counter() - start, played, stats
     finally:
@@ -409,10 +379,7 @@ def compare(models, tokenizer, name, workload, full):
         )
         our_seconds.append(seconds)
         limit_seconds.append(replay_seconds(recorder))
-    row = {
-        "ours": statistics.median(our_seconds),
-        "limit": statistics.median(limit_seconds),
-    }
+    row = {"ours": statistics.median(our_seconds), "limit": statistics.median(limit_seconds)}
 
     def lockstep_seconds(cached):
         return play_lockstep(model, tokenizer, workload, cached, turns=turns)[0]
@@ -444,12 +411,7 @@ def compare(models, tokenizer, name, workload, full):
 
 
 PRINTED = (
-    "ours",
-    "ratio_reprefill",
-    "ratio_cached",
-    "ratio_continuous",
-    "limit_share",
-    "occupancy",
+    "ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share", "occupancy",
     "forwarded_per_kept",
 )
 
@@ -504,9 +466,7 @@ def add_flags(parser):
         help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns",
     )
     parser.add_argument(
-        "--workloads",
-        type=lambda text: text.split(","),
-        default=["short", "long", "slow"],
+        "--workloads", type=lambda text: text.split(","), default=["short", "long", "slow"],
     )
 
 

@@ -38,25 +38,17 @@ from worlds.textcraft import GOALS, goal_depth  # noqa: E402
 # Level -> (family, held-out items, share of the items that take the expert 4 to 10 turns; the
 # others take 1 to 3). The built-in model's random actions solve each of these levels now and then.
 ROOMS = {
-    "GoToRedBlueBall": ("go_to", 20, 0.0),
-    "GoToObjMazeS7": ("go_to", 30, 0.6),
-    "Open": ("open", 30, 0.6),
-    "PickupLoc": ("pick_up", 20, 0.0),
-    "Pickup": ("pick_up", 30, 0.6),
-    "UnblockPickup": ("pick_up", 30, 0.6),
-    "FindObjS7": ("pick_up", 30, 0.6),
-    "GoToSeqS5R2": ("sequence", 30, 0.6),
-    "SynthS5R2": ("sequence", 30, 0.6),
+    "GoToRedBlueBall": ("go_to", 20, 0.0), "GoToObjMazeS7": ("go_to", 30, 0.6),
+    "Open": ("open", 30, 0.6), "PickupLoc": ("pick_up", 20, 0.0), "Pickup": ("pick_up", 30, 0.6),
+    "UnblockPickup": ("pick_up", 30, 0.6), "FindObjS7": ("pick_up", 30, 0.6),
+    "GoToSeqS5R2": ("sequence", 30, 0.6), "SynthS5R2": ("sequence", 30, 0.6),
 }
 
 # Level -> (family, held-out items). Few of the red balls: there a policy that ignores the mission
 # does well.
 BABYAI = {
-    "GoToRedBallGrey": ("ball", 30),
-    "GoToRedBall": ("ball", 30),
-    "GoToRedBlueBall": ("ball", 40),
-    "GoToDoor": ("door", 80),
-    "GoToObjDoor": ("object", 70),
+    "GoToRedBallGrey": ("ball", 30), "GoToRedBall": ("ball", 30), "GoToRedBlueBall": ("ball", 40),
+    "GoToDoor": ("door", 80), "GoToObjDoor": ("object", 70),
 }
 
 # The 40 levels -> the kind of their missions.
@@ -318,12 +310,8 @@ def blind_baselines():
 
 def make_all():
     makers = {
-        "babyai": babyai,
-        "textcraft": textcraft,
-        "sciworld": sciworld,
-        "searchqa": searchqa,
-        "webarena": webarena,
-        "textworld": textworld,
+        "babyai": babyai, "textcraft": textcraft, "sciworld": sciworld, "searchqa": searchqa,
+        "webarena": webarena, "textworld": textworld,
     }
     for env, make in makers.items():
         write_set(".", env, *make())

@@ -36,14 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
+    AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers,
 )
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -151,10 +144,7 @@ REACT_THOUGHT = "Thought: {}\nAction: "
 
 # An action that is most likely refused, on a thing that may not be there.
 SLIPS = {
-    "babyai": "go to {} 1",
-    "textcraft": "get 1 {}",
-    "sciworld": "pick up {}",
-    "searchqa": " {}",
+    "babyai": "go to {} 1", "textcraft": "get 1 {}", "sciworld": "pick up {}", "searchqa": " {}",
     "webarena": "click {}",
 }
 
@@ -440,9 +430,7 @@ def on_page(page):
     total = sum(weights.values())
     policy = {name: ((1 - look) * weights[name] / total, actions[name]) for name in elements}
     policy["nothing"] = look, {
-        "```stop []```": 0.6,
-        "```scroll [down]```": 0.2,
-        "```go_back```": 0.1,
+        "```stop []```": 0.6, "```scroll [down]```": 0.2, "```go_back```": 0.1,
         "```stop [N/A]```": 0.1,
     }
     return policy
@@ -452,10 +440,8 @@ def on_page(page):
 
 # World -> (share of the conversations, numbers of turns to choose from).
 SHARES = {
-    "babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]),
-    "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]),
-    "sciworld": (0.06, [1, 2, 3, 4, 6]),
-    "searchqa": (0.25, [1, 1, 2, 2, 3, 4]),
+    "babyai": (0.45, [1, 1, 1, 2, 2, 3, 4, 5, 6]), "textcraft": (0.45, [1, 2, 3, 4, 6, 8, 12]),
+    "sciworld": (0.06, [1, 2, 3, 4, 6]), "searchqa": (0.25, [1, 1, 2, 2, 3, 4]),
     "webarena": (0.03, [1, 2, 3, 4, 6]),
 }
 # How often each conversation of a world is used, where not once. These two worlds take 30 to 100
@@ -602,11 +588,8 @@ def make_tokenizer(texts, vocab_size, added):
     tok.train_from_iterator(texts, trainer)
     tok.add_tokens([AddedToken(text, normalized=False) for text in added])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tok,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-        model_max_length=8192,
+        tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=TEMPLATE, model_max_length=8192,
     )
 
 
@@ -733,9 +716,7 @@ def make_model(tokenizer, args):
 
 
 @torch.no_grad()
-def wire(
-    model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, alike=4.0, free=0.5
-):
+def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, alike=4.0, free=0.5):
     """Start the attention heads near what copying needs. Training may change all of it.
 
     First layer, heads 0 and 1: they look at the token one and two back, by the biases of query and
@@ -806,10 +787,7 @@ def wire(
 
 # (steps, learning rate, {source: share}, weight of tokens that are not replies). The last phase
 # lasts until the time is over.
-PHASES = [
-    (200, 2e-3, {"copies": 1}, 0.01),
-    (10**9, 2e-3, {"copies": 1, "mixture": 8}, 0.1),
-]
+PHASES = [(200, 2e-3, {"copies": 1}, 0.01), (10**9, 2e-3, {"copies": 1, "mixture": 8}, 0.1)]
 
 
 def train(model, tokenizer, talks, args, rank, ranks):
@@ -884,10 +862,7 @@ def make_optimizer(model):
     """AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.05},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 

@@ -17,13 +17,9 @@ YEARS = (2024, 2025)
 
 def frame(request, title, body):
     menu = "".join([
-        link("/", "Dashboard"),
-        link("/orders", "Orders"),
-        link("/products", "Products"),
-        link("/customers", "Customers"),
-        link("/reviews", "Reviews"),
-        link("/reports/sales", "Sales report"),
-        link("/reports/bestsellers", "Bestsellers"),
+        link("/", "Dashboard"), link("/orders", "Orders"), link("/products", "Products"),
+        link("/customers", "Customers"), link("/reviews", "Reviews"),
+        link("/reports/sales", "Sales report"), link("/reports/bestsellers", "Bestsellers"),
     ])
     return (
         '<div class="shell"><aside><div class="brand">Harbour Admin</div>'
@@ -94,10 +90,7 @@ def dashboard(request):
     stats = [
         ("Sales", money(sales)),
         ("Orders", request.value("select count(*) from orders")),
-        (
-            "Pending orders",
-            request.value("select count(*) from orders where state='Pending'"),
-        ),
+        ("Pending orders", request.value("select count(*) from orders where state='Pending'")),
         ("Customers", request.value("select count(*) from customer")),
     ]
     cards = "".join(

@@ -6,15 +6,7 @@ Their order, and the order of the random draws, must not change.
 from websites.shop import MONTHS, STATES, TOTAL
 from websites.site import money
 from websites.templates import (
-    SiteTemplates,
-    at,
-    click,
-    exactly,
-    impossible,
-    pick,
-    says,
-    shows,
-    write,
+    SiteTemplates, at, click, exactly, impossible, pick, says, shows, write,
 )
 
 ADMIN = "__SHOPPING_ADMIN__"
@@ -63,11 +55,8 @@ def by_status(db, rng):
 @TASKS.add("navigate", "Open the page {page}.")
 def open_page(db, rng):
     name, path = rng.choice([
-        ("Orders", "orders"),
-        ("Products", "products"),
-        ("Customers", "customers"),
-        ("Reviews", "reviews"),
-        ("Sales report", "reports/sales"),
+        ("Orders", "orders"), ("Products", "products"), ("Customers", "customers"),
+        ("Reviews", "reviews"), ("Sales report", "reports/sales"),
         ("Bestsellers", "reports/bestsellers"),
     ])
     return {"page": name}, at(f"{ADMIN}/{path}"), [click("link", name)]
@@ -163,11 +152,7 @@ def set_price(db, rng):
     product_id, name, *_ = any_product(db)
     price = f"{rng.randint(5, 240)}.{rng.choice(['25', '50', '75'])}"
     check = shows((f"{ADMIN}/products/{product_id}", "#facts", [f"${price}"]))
-    plan = [
-        *find_product(name),
-        write("Price in dollars", price),
-        click("button", "Save product"),
-    ]
+    plan = [*find_product(name), write("Price in dollars", price), click("button", "Save product")]
     return {"product": name, "price": f"${price}"}, check, plan
 
 
@@ -176,11 +161,7 @@ def set_stock(db, rng):
     product_id, name, *_ = any_product(db)
     count = rng.choice(range(101, 400))
     check = shows((f"{ADMIN}/products/{product_id}", "#facts", [f"Stock {count}"]))
-    plan = [
-        *find_product(name),
-        write("Stock", str(count)),
-        click("button", "Save product"),
-    ]
+    plan = [*find_product(name), write("Stock", str(count)), click("button", "Save product")]
     return {"product": name, "count": count}, check, plan
 
 
@@ -204,11 +185,7 @@ def ship(db, rng):
     number, *_ = any_order(db, OPEN)
     tracking = f"TR{rng.randint(100000, 999999)}"
     check = shows((f"{ADMIN}/orders/{number}", "#facts", ["Complete", tracking]))
-    plan = [
-        *find_order(number),
-        write("Tracking number", tracking),
-        click("button", "Ship order"),
-    ]
+    plan = [*find_order(number), write("Tracking number", tracking), click("button", "Ship order")]
     return {"number": number, "tracking": tracking}, check, plan
 
 
@@ -216,17 +193,10 @@ def ship(db, rng):
 def note(db, rng):
     number, *_ = any_order(db)
     text = rng.choice([
-        "Call before delivery",
-        "Gift, no invoice",
-        "Leave with the neighbours",
-        "Fragile",
+        "Call before delivery", "Gift, no invoice", "Leave with the neighbours", "Fragile",
     ])
     check = shows((f"{ADMIN}/orders/{number}", "#note", [text]))
-    plan = [
-        *find_order(number),
-        write("Note to the order", text),
-        click("button", "Save note"),
-    ]
+    plan = [*find_order(number), write("Note to the order", text), click("button", "Save note")]
     return {"number": number, "note": text}, check, plan
 
 

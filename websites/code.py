@@ -21,26 +21,13 @@ PROJECTS = {  # name -> about
 }
 LABELS = "bug feature question documentation help-wanted".split()
 TITLES = [
-    "Crash when {} is empty",
-    "Support for {} in the settings",
-    "Document how {} works",
-    "{} is slow with large files",
-    "Wrong result for {} on Sundays",
-    "How do I turn off {}?",
-    "Make it possible to switch off {}",
-    "Tests for {} fail now and then",
+    "Crash when {} is empty", "Support for {} in the settings", "Document how {} works",
+    "{} is slow with large files", "Wrong result for {} on Sundays", "How do I turn off {}?",
+    "Make it possible to switch off {}", "Tests for {} fail now and then",
 ]
 PARTS = [
-    "the cache",
-    "the title bar",
-    "the import",
-    "the export",
-    "dark mode",
-    "the search index",
-    "the log file",
-    "the command line",
-    "the time zone",
-    "the preview",
+    "the cache", "the title bar", "the import", "the export", "dark mode", "the search index",
+    "the log file", "the command line", "the time zone", "the preview",
 ]
 NOTES = ["I see this, too.", "Any news?", "A test would help.", "Could not reproduce it."]
 PEOPLE = "aria.k ben.o cleo.w dmitri.s elif.t farah.n gus.p hana.m".split()

@@ -5,16 +5,7 @@ Their order, and the order of the random draws, must not change.
 
 from websites.code import LABELS, ME, PEOPLE, ROLES, STATES
 from websites.templates import (
-    SiteTemplates,
-    at,
-    click,
-    exactly,
-    impossible,
-    page_holds,
-    pick,
-    says,
-    shows,
-    write,
+    SiteTemplates, at, click, exactly, impossible, page_holds, pick, says, shows, write,
 )
 
 CODE = "__GITLAB__"
@@ -70,8 +61,7 @@ def own_lists(db, rng):
     reviews = f"/dashboard/merge_requests?reviewer={ME}"
     what, path, name = rng.choice([
         (
-            "the open issues that are assigned to me",
-            f"/dashboard/issues?assignee={ME}",
+            "the open issues that are assigned to me", f"/dashboard/issues?assignee={ME}",
             "My issues",
         ),
         ("my profile", f"/users/{ME}", "Profile"),
@@ -85,9 +75,7 @@ def own_lists(db, rng):
 def parts(db, rng):
     _, path = any_project(db)
     part, end = rng.choice([
-        ("Commits", "commits"),
-        ("Contributors", "graphs"),
-        ("Members", "members"),
+        ("Commits", "commits"), ("Contributors", "graphs"), ("Members", "members"),
         ("Merge requests", "merge_requests"),
     ])
     values = {"project": path, "part": part.lower()}
@@ -104,9 +92,7 @@ def open_issue(db, rng):
 # ---- find ----
 
 
-@TASKS.add(
-    "find", "How many open issues does the project {project} have? Answer with the number."
-)
+@TASKS.add("find", "How many open issues does the project {project} have? Answer with the number.")
 def open_count(db, rng):
     project, path = any_project(db)
     count = db.value("select count(*) from issue where project=? and state='open'", project)
@@ -163,18 +149,13 @@ def create_issue(db, rng):
     label = rng.choice(LABELS)
     verb = rng.choice(["Add", "Remove", "Rename"])
     thing = rng.choice([
-        "the splash screen",
-        "the legacy mode",
-        "the status line",
-        "the sample data",
+        "the splash screen", "the legacy mode", "the status line", "the sample data",
     ])
     title = f"{verb} {thing}"
     url = f"{CODE}/{path}/-/issues/{number}"
     check = shows((url, "main", [title]), (url, "#facts", [label, f"opened by {ME}"]))
     plan = [
-        *find_project(path, "Issues", "New issue"),
-        write("Title", title),
-        pick(label),
+        *find_project(path, "Issues", "New issue"), write("Title", title), pick(label),
         click("button", "Create issue"),
     ]
     return {"title": title, "label": label, "project": path}, check, plan
@@ -200,11 +181,7 @@ def assign(db, rng):
 @TASKS.add("change", "Comment \"{text}\" on the issue \"{title}\" of {project}.")
 def comment(db, rng):
     _, path, number, title, *_ = any_issue(db, OPEN)
-    text = rng.choice([
-        "I can take this on.",
-        "Please send a log.",
-        "Fixed on main, I think.",
-    ])
+    text = rng.choice(["I can take this on.", "Please send a log.", "Fixed on main, I think."])
     url = f"{CODE}/{path}/-/issues/{number}"
     check = shows((url, "#notes .note:last-child", [ME, text]))
     plan = [*find_issue(path, title), write("Comment", text), click("button", "Add comment")]
@@ -223,9 +200,7 @@ def finish(db, rng):
     ])
     check = shows((f"{CODE}/{path}/-/merge_requests/{number}", "#facts", [state]))
     plan = [
-        *find_project(path, "Merge requests"),
-        click("link", title),
-        click("button", button_name),
+        *find_project(path, "Merge requests"), click("link", title), click("button", button_name),
     ]
     return {"what": what, "title": title, "project": path}, check, plan
 
@@ -249,12 +224,7 @@ def invite(db, rng):
         f".find(t => t.includes('{name}'))"
     )
     check = page_holds((f"{CODE}/{path}/-/members", row_of_name, [name, role]))
-    plan = [
-        *find_project(path, "Members"),
-        pick(name),
-        pick(role),
-        click("button", "Invite"),
-    ]
+    plan = [*find_project(path, "Members"), pick(name), pick(role), click("button", "Invite")]
     return {"person": name, "role": role, "project": path}, check, plan
 
 

@@ -31,20 +31,13 @@ TOPICS = {  # forum -> (about, things that its posts are about)
         "From board to furniture",
         "dovetails chisels walnut workbenches glue planes finishes clamps",
     ),
-    "hiking": (
-        "On foot, outdoors",
-        "boots maps blisters huts rain-gear trail-food ridges tents",
-    ),
+    "hiking": ("On foot, outdoors", "boots maps blisters huts rain-gear trail-food ridges tents"),
 }
 TITLES = [
-    "A beginner's question about {}",
-    "What nobody tells you about {}",
-    "My experience with {} after a year",
-    "Is it worth spending more on {}?",
-    "Help: trouble with {}",
-    "The best advice on {} I ever got",
-    "Unpopular opinion: {} are overrated",
-    "A short guide to {}",
+    "A beginner's question about {}", "What nobody tells you about {}",
+    "My experience with {} after a year", "Is it worth spending more on {}?",
+    "Help: trouble with {}", "The best advice on {} I ever got",
+    "Unpopular opinion: {} are overrated", "A short guide to {}",
     "How do you keep {} in good shape?",
 ]
 TEXTS = [
@@ -55,13 +48,9 @@ TEXTS = [
     "Photos will follow as soon as the rain stops.",
 ]
 COMMENTS = [
-    "Start small and see what works.",
-    "I would not change a thing.",
-    "The cheap ones are fine for the first year.",
-    "Ask at the club, they know.",
-    "This helped me a lot, thank you.",
-    "I tried it twice and gave up.",
-    "Patience is most of it.",
+    "Start small and see what works.", "I would not change a thing.",
+    "The cheap ones are fine for the first year.", "Ask at the club, they know.",
+    "This helped me a lot, thank you.", "I tried it twice and gave up.", "Patience is most of it.",
     "Have you tried doing it the other way round?",
 ]
 BIOGRAPHIES = ["Here to learn.", "Mostly reading.", "Ask me anything.", "Weekends only."]
@@ -312,9 +301,7 @@ def vote(request, forum, number):
     post_id = request.value("select id from post where id=? and forum=?", int(number), forum)
     way = 1 if request.text("way") == "1" else -1
     # A second vote of the same kind takes the first one back.
-    removed = request.db.execute(
-        "delete from vote where post=? and way=?", (post_id, way)
-    ).rowcount
+    removed = request.db.execute("delete from vote where post=? and way=?", (post_id, way)).rowcount
     if not removed:
         request.db.execute("insert or replace into vote values(?,?)", (post_id, way))
     return f"/f/{forum}/{post_id}"

@@ -5,15 +5,7 @@ Their order, and the order of the random draws, must not change.
 
 from websites.forum import COUNT, ME
 from websites.templates import (
-    SiteTemplates,
-    at,
-    click,
-    exactly,
-    impossible,
-    pick,
-    says,
-    shows,
-    write,
+    SiteTemplates, at, click, exactly, impossible, pick, says, shows, write,
 )
 
 FORUM = "__REDDIT__"
@@ -22,9 +14,7 @@ TASKS = SiteTemplates("forum")
 
 def any_post(db, where="1"):
     """A random post -> (id, forum, title, author, votes, number of comments)."""
-    return db.any(
-        f"select id,forum,title,author,votes,{COUNT} from post where {where} order by id"
-    )
+    return db.any(f"select id,forum,title,author,votes,{COUNT} from post where {where} order by id")
 
 
 def any_forum(db):
@@ -139,18 +129,11 @@ def upvote(db, rng):
 def add_comment(db, rng):
     post_id, forum, title, *_ = any_post(db)
     text = rng.choice([
-        "Well said",
-        "I see it differently",
-        "Thanks for this",
-        "Could you say more",
+        "Well said", "I see it differently", "Thanks for this", "Could you say more",
     ])
     text += rng.choice([".", "!", " - really."])
     check = shows((f"{FORUM}/f/{forum}/{post_id}", ".comment:last-of-type", [ME, text]))
-    plan = [
-        *find_post(title),
-        write("Your comment", text),
-        click("button", "Post comment"),
-    ]
+    plan = [*find_post(title), write("Your comment", text), click("button", "Post comment")]
     return {"title": title, "text": text}, check, plan
 
 
@@ -159,18 +142,10 @@ def publish(db, rng):
     forum = any_forum(db)
     post_id = db.value("select max(id) from post") + 1
     title = rng.choice(["Looking for", "Wanted:", "Who has"])
-    title += rng.choice([
-        " a mentor",
-        " old magazines",
-        " company on Sundays",
-        " a second opinion",
-    ])
+    title += rng.choice([" a mentor", " old magazines", " company on Sundays", " a second opinion"])
     check = shows((f"{FORUM}/f/{forum}/{post_id}", "#post", [title, f"by {ME}"]))
     plan = [
-        click("link", "New post"),
-        pick(forum),
-        write("Title", title),
-        click("button", "Publish"),
+        click("link", "New post"), pick(forum), write("Title", title), click("button", "Publish"),
     ]
     return {"title": title, "forum": forum}, check, plan
 
@@ -182,9 +157,7 @@ def biography(db, rng):
     text = f"I like {one} and {other}"
     check = shows((f"{FORUM}/user/{ME}", ".bio", [text]))
     plan = [
-        click("link", ME),
-        click("link", "Edit profile"),
-        write("Biography", text),
+        click("link", ME), click("link", "Edit profile"), write("Biography", text),
         click("button", "Save profile"),
     ]
     return {"text": text}, check, plan
@@ -205,11 +178,8 @@ def create_forum(db, rng):
     about = rng.choice(["For beginners", "Everyone is welcome"])
     check = shows((f"{FORUM}/f/{name}", "#about", [name, about]))
     plan = [
-        click("link", "Forums"),
-        click("link", "Create a forum"),
-        write("Name", name),
-        write("Description", about),
-        click("button", "Create forum"),
+        click("link", "Forums"), click("link", "Create a forum"), write("Name", name),
+        write("Description", about), click("button", "Create forum"),
     ]
     return {"forum": name, "about": about}, check, plan
 

@@ -180,10 +180,8 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status, text, location="", cookie=""):
         data = text.encode("utf-8", "replace")
         headers = {
-            "Content-Type": "text/html; charset=utf-8",
-            "Content-Length": str(len(data)),
-            "Cache-Control": "no-store",
-            "Location": quote(location, safe="/?&=%#+"),
+            "Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(data)),
+            "Cache-Control": "no-store", "Location": quote(location, safe="/?&=%#+"),
             "Set-Cookie": cookie,
         }
         try:

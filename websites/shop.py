@@ -32,15 +32,11 @@ LAST_NAMES = (
 ).split()
 CITIES = "Aldmoor Brinmore Carrow Dunmere Eastham Foxley Glenrow Hawkmere".split()
 PRAISE = [
-    "works exactly as described",
-    "feels solid and looks great",
-    "is the best I have owned",
+    "works exactly as described", "feels solid and looks great", "is the best I have owned",
     "was worth every cent",
 ]
 BLAME = [
-    "broke after two weeks",
-    "is smaller than I expected",
-    "arrived with a scratch",
+    "broke after two weeks", "is smaller than I expected", "arrived with a scratch",
     "makes a strange noise",
 ]
 STATES = ["Pending", "Processing", "Complete", "Canceled"]
@@ -430,9 +426,7 @@ def cart_remove(request):
 def checkout(request):
     request.value("select 1 from cart")
     address = request.row("select name,street,city,postcode from customer where id=?", EMMA)
-    total = request.value(
-        "select sum(price*amount) from cart join product on product.id=product"
-    )
+    total = request.value("select sum(price*amount) from cart join product on product.id=product")
     return "Checkout", (
         f'<h1>Checkout</h1><div class="box"><h2>Delivery address</h2><p>{esc(", ".join(address))}'
         '</p></div><form method="post" action="/checkout">'
@@ -513,9 +507,7 @@ def cancel(request, number):
 
 @SITE.post(r"/orders/(\d{9})/again")
 def again(request, number):
-    order_id = request.value(
-        "select id from orders where number=? and customer=?", number, EMMA
-    )
+    order_id = request.value("select id from orders where number=? and customer=?", number, EMMA)
     for line in request.rows("select product,amount from line where orders=?", order_id):
         request.db.execute(ADD_TO_CART, line)
     return "/cart"

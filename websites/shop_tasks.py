@@ -6,15 +6,7 @@ Their order, and the order of the random draws, must not change.
 from websites.shop import CATEGORIES, EMMA, MONTHS, TOTAL
 from websites.site import money
 from websites.templates import (
-    SiteTemplates,
-    at,
-    click,
-    exactly,
-    impossible,
-    pick,
-    says,
-    shows,
-    write,
+    SiteTemplates, at, click, exactly, impossible, pick, says, shows, write,
 )
 
 SHOP = "__SHOPPING__"
@@ -56,8 +48,7 @@ def open_product(db, rng):
 @TASKS.add("navigate", "Open my {page}.")
 def open_own_page(db, rng):
     page, name, path = rng.choice([
-        ("list of orders", "My orders", "/orders"),
-        ("wish list", "Wish list", "/wishlist"),
+        ("list of orders", "My orders", "/orders"), ("wish list", "Wish list", "/wishlist"),
         ("account", "Account", "/account"),
     ])
     return {"page": page}, at(SHOP + path), [click("link", name)]
@@ -135,11 +126,7 @@ def to_cart(db, rng):
     _, name, cents = any_product(db, "stock>0")
     amount = rng.randint(2, 9)
     check = shows((f"{SHOP}/cart", "table.lines", [name, money(amount * cents)]))
-    plan = [
-        *find_product(name),
-        write("Quantity", str(amount)),
-        click("button", "Add to cart"),
-    ]
+    plan = [*find_product(name), write("Quantity", str(amount)), click("button", "Add to cart")]
     return {"product": name, "amount": amount}, check, plan
 
 
@@ -158,11 +145,8 @@ def buy(db, rng):
     facts = [name, f"Shipping: {shipping}", f"Total {money(cents)}"]
     check = shows((f"{SHOP}/orders/{number:09}", "main", facts))
     plan = [
-        *find_product(name),
-        click("button", "Add to cart"),
-        click("link", "Proceed to checkout"),
-        pick(shipping),
-        click("button", "Place order"),
+        *find_product(name), click("button", "Add to cart"), click("link", "Proceed to checkout"),
+        pick(shipping), click("button", "Place order"),
     ]
     return {"product": name, "shipping": shipping}, check, plan
 
@@ -175,11 +159,8 @@ def write_review(db, rng):
     facts = [title, "★" * stars + "☆", "by Emma Lopez"]
     check = shows((f"{SHOP}/product/{product_id}", "main .box", facts))
     plan = [
-        *find_product(name),
-        click("link", "Write a review"),
-        pick(f"{stars} stars"),
-        write("Title", title),
-        click("button", "Send review"),
+        *find_product(name), click("link", "Write a review"), pick(f"{stars} stars"),
+        write("Title", title), click("button", "Send review"),
     ]
     return {"product": name, "stars": stars, "title": title}, check, plan
 
@@ -191,12 +172,8 @@ def move(db, rng):
     postcode = rng.randint(10000, 99999)
     check = shows((f"{SHOP}/account", ".address", [street, city, str(postcode)]))
     plan = [
-        click("link", "Account"),
-        click("link", "Change address"),
-        write("Street", street),
-        write("City", city),
-        write("Postcode", str(postcode)),
-        click("button", "Save address"),
+        click("link", "Account"), click("link", "Change address"), write("Street", street),
+        write("City", city), write("Postcode", str(postcode)), click("button", "Save address"),
     ]
     return {"street": street, "city": city, "postcode": postcode}, check, plan
 

@@ -81,9 +81,7 @@ def table(heads, rows, kind=""):
     for row in rows:
         cells = "".join(f"<td>{cell}</td>" for cell in row)
         body += f"<tr>{cells}</tr>"
-    return (
-        f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    )
+    return (f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
 
 
 def money(cents):

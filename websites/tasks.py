@@ -14,9 +14,7 @@ from websites.templates import Db
 
 # WebArena's placeholders for the addresses of the sites.
 PLACE = {
-    "shop": "__SHOPPING__",
-    "forum": "__REDDIT__",
-    "code": "__GITLAB__",
+    "shop": "__SHOPPING__", "forum": "__REDDIT__", "code": "__GITLAB__",
     "admin": "__SHOPPING_ADMIN__",
 }
 HELD_OUT = 1000  # seeds from here on are for evaluation
@@ -24,9 +22,7 @@ HELD_OUT = 1000  # seeds from here on are for evaluation
 # The order and the length of this list number the items. A new template renumbers all of them:
 # the item sets must then be made anew.
 TEMPLATES = [
-    *shop_tasks.TASKS.templates,
-    *forum_tasks.TASKS.templates,
-    *code_tasks.TASKS.templates,
+    *shop_tasks.TASKS.templates, *forum_tasks.TASKS.templates, *code_tasks.TASKS.templates,
     *admin_tasks.TASKS.templates,
 ]
 

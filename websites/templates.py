@@ -61,9 +61,7 @@ class Db:
 
 def _string_match(answers):
     return {
-        "eval_types": ["string_match"],
-        "reference_answers": answers,
-        "reference_url": "",
+        "eval_types": ["string_match"], "reference_answers": answers, "reference_url": "",
         "program_html": [],
     }
 
@@ -86,11 +84,8 @@ def impossible(why):
 def at(url):
     """The agent must end on this address."""
     return {
-        "eval_types": ["url_match"],
-        "reference_answers": None,
-        "reference_url": url,
-        "program_html": [],
-        "url_note": "GOLD in PRED",
+        "eval_types": ["url_match"], "reference_answers": None, "reference_url": url,
+        "program_html": [], "url_note": "GOLD in PRED",
     }
 
 
@@ -101,11 +96,7 @@ def page_holds(*targets):
         "reference_answers": None,
         "reference_url": "",
         "program_html": [
-            {
-                "url": url,
-                "locator": locator,
-                "required_contents": {"must_include": list(texts)},
-            }
+            {"url": url, "locator": locator, "required_contents": {"must_include": list(texts)}}
             for url, locator, texts in targets
         ],
     }
@@ -114,10 +105,7 @@ def page_holds(*targets):
 def shows(*targets):
     """Parts of pages must hold texts; targets: (address, CSS selector of the part, texts)."""
     return page_holds(
-        *(
-            (url, f"document.querySelector('{css}').outerText", texts)
-            for url, css, texts in targets
-        )
+        *((url, f"document.querySelector('{css}').outerText", texts) for url, css, texts in targets)
     )
 
 

@@ -68,21 +68,11 @@ Laboratory Shipyard
 """.split()
 BOOKS = ["a novel", "a play", "an opera", "a poem", "a film"]
 JOBS = [
-    "a painter",
-    "a chemist",
-    "an architect",
-    "a composer",
-    "a botanist",
-    "an engineer",
-    "a historian",
-    "an astronomer",
-    "a sculptor",
-    "a surgeon",
+    "a painter", "a chemist", "an architect", "a composer", "a botanist", "an engineer",
+    "a historian", "an astronomer", "a sculptor", "a surgeon",
 ]
 # Every word of which names are made.
-WORDS = sorted(
-    {*FIRST, *LAST, *STEMS, *BEFORE, *REGIONS, *RIVERS, *ADJECTIVES, *THINGS, *KINDS}
-)
+WORDS = sorted({*FIRST, *LAST, *STEMS, *BEFORE, *REGIONS, *RIVERS, *ADJECTIVES, *THINGS, *KINDS})
 
 # ---- wording ----
 
@@ -162,10 +152,7 @@ PHRASES = {
         ["the founder of {x}", "the person who founded {x}"],
         ["the person who set up {x}"],
     ),
-    "seat": (
-        ["the town where {x} is based", "the seat of {x}"],
-        ["the town that is home to {x}"],
-    ),
+    "seat": (["the town where {x} is based", "the seat of {x}"], ["the town that is home to {x}"]),
 }
 # The comparison questions: (in training worlds, in held-out worlds).
 COMPARE = (
@@ -175,40 +162,21 @@ COMPARE = (
 # Number of hops -> (kind of the first subject, the facts to follow from it, in order).
 CHAINS = {
     1: [
-        ("work", "author"),
-        ("work", "published"),
-        ("person", "birthplace"),
-        ("person", "born"),
-        ("person", "employer"),
-        ("org", "founder"),
-        ("org", "founded"),
-        ("org", "seat"),
-        ("town", "region"),
-        ("town", "river"),
+        ("work", "author"), ("work", "published"), ("person", "birthplace"), ("person", "born"),
+        ("person", "employer"), ("org", "founder"), ("org", "founded"), ("org", "seat"),
+        ("town", "region"), ("town", "river"),
     ],
     2: [
-        ("work", "author birthplace"),
-        ("work", "author born"),
-        ("work", "author employer"),
-        ("org", "founder birthplace"),
-        ("org", "founder born"),
-        ("person", "birthplace region"),
-        ("person", "birthplace river"),
-        ("person", "employer founder"),
-        ("person", "employer seat"),
-        ("person", "employer founded"),
-        ("org", "seat region"),
-        ("org", "seat river"),
+        ("work", "author birthplace"), ("work", "author born"), ("work", "author employer"),
+        ("org", "founder birthplace"), ("org", "founder born"), ("person", "birthplace region"),
+        ("person", "birthplace river"), ("person", "employer founder"), ("person", "employer seat"),
+        ("person", "employer founded"), ("org", "seat region"), ("org", "seat river"),
     ],
     3: [
-        ("work", "author birthplace region"),
-        ("work", "author birthplace river"),
-        ("work", "author employer seat"),
-        ("work", "author employer founder"),
-        ("work", "author employer founded"),
-        ("org", "founder birthplace region"),
-        ("org", "founder birthplace river"),
-        ("person", "employer seat region"),
+        ("work", "author birthplace region"), ("work", "author birthplace river"),
+        ("work", "author employer seat"), ("work", "author employer founder"),
+        ("work", "author employer founded"), ("org", "founder birthplace region"),
+        ("org", "founder birthplace river"), ("person", "employer seat region"),
         ("person", "employer founder birthplace"),
     ],
 }
@@ -280,38 +248,27 @@ def _facts(rng, people, pen_names, works, orgs, towns):
     facts = {}
     for town in towns:
         facts[town] = {
-            "is": "town",
-            "region": rng.choice(REGIONS),
-            "river": rng.choice(RIVERS),
+            "is": "town", "region": rng.choice(REGIONS), "river": rng.choice(RIVERS),
             "other": rng.choice(towns),
         }
     for region in REGIONS:
         facts[region] = {"is": "region", "capital": rng.choice(towns)}
     for org in orgs:
         facts[org] = {
-            "is": "org",
-            "founder": rng.choice(people),
-            "founded": str(rng.randint(1750, 1999)),
-            "seat": rng.choice(towns),
-            "other": rng.choice(orgs),
+            "is": "org", "founder": rng.choice(people), "founded": str(rng.randint(1750, 1999)),
+            "seat": rng.choice(towns), "other": rng.choice(orgs),
         }
     for person in people:
         facts[person] = {
-            "is": "person",
-            "job": rng.choice(JOBS),
-            "birthplace": rng.choice(towns),
-            "born": str(rng.randint(1750, 1979)),
-            "employer": rng.choice(orgs),
+            "is": "person", "job": rng.choice(JOBS), "birthplace": rng.choice(towns),
+            "born": str(rng.randint(1750, 1979)), "employer": rng.choice(orgs),
         }
     for person, alias in zip(rng.sample(people, len(pen_names)), pen_names):
         facts[person]["alias"] = alias
     for work in works:
         facts[work] = {
-            "is": "work",
-            "kind": rng.choice(BOOKS),
-            "author": rng.choice(people),
-            "published": str(rng.randint(1800, 1999)),
-            "other": rng.choice(works),
+            "is": "work", "kind": rng.choice(BOOKS), "author": rng.choice(people),
+            "published": str(rng.randint(1800, 1999)), "other": rng.choice(works),
         }
     return facts
 

@@ -19,13 +19,7 @@ from typing import NamedTuple
 from minigrid.core.actions import Actions
 from minigrid.core.constants import DIR_TO_VEC
 from minigrid.envs.babyai.core.verifier import (
-    ActionInstr,
-    AndInstr,
-    BeforeInstr,
-    GoToInstr,
-    Instr,
-    OpenInstr,
-    PickupInstr,
+    ActionInstr, AndInstr, BeforeInstr, GoToInstr, Instr, OpenInstr, PickupInstr,
 )
 from minigrid.minigrid_env import MiniGridEnv
 
@@ -319,9 +313,7 @@ def first_action(
             new_first = first or name
             if reached:
                 stays = goal.through and primitives[-1] != Actions.forward
-                heapq.heappush(
-                    queue, (turns + 1 + stays, *new_cost, next(number), None, new_first)
-                )
+                heapq.heappush(queue, (turns + 1 + stays, *new_cost, next(number), None, new_first))
             elif new_state and new_cost < best.get(new_state, (float("inf"),)):
                 best[new_state] = new_cost
                 left = max(1, steps.get(new_state[0], float("inf")) / CELLS_A_TURN)

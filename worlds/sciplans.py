@@ -13,16 +13,9 @@ from itertools import groupby
 
 # The doors of the house, which is the same in every item.
 DOORS = [
-    ("kitchen", "bathroom"),
-    ("kitchen", "hallway"),
-    ("kitchen", "outside"),
-    ("foundry", "outside"),
-    ("greenhouse", "outside"),
-    ("greenhouse", "hallway"),
-    ("art studio", "hallway"),
-    ("bedroom", "hallway"),
-    ("living room", "hallway"),
-    ("workshop", "hallway"),
+    ("kitchen", "bathroom"), ("kitchen", "hallway"), ("kitchen", "outside"), ("foundry", "outside"),
+    ("greenhouse", "outside"), ("greenhouse", "hallway"), ("art studio", "hallway"),
+    ("bedroom", "hallway"), ("living room", "hallway"), ("workshop", "hallway"),
 ]
 MOMENTS = {"wait": 11, "wait1": 2}  # how long an action lasts, if not one moment
 ROOMS = sorted({room for door in DOORS for room in door})

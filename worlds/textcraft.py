@@ -409,12 +409,7 @@ class TextCraft(Env):
         self.reached |= self.subgoals & self.inventory.keys()
         progress = len(self.reached) / len(self.subgoals)
         self.last = Step(
-            observation,
-            reward,
-            score=reward,
-            done=won,
-            success=won,
-            valid=valid,
+            observation, reward, score=reward, done=won, success=won, valid=valid,
             progress=progress,
         )
         return self.last

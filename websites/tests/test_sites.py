@@ -73,8 +73,7 @@ def test_episodes_have_states_of_their_own(server):
     product, name = database(0).execute(query).fetchone()
     order = {"product": product, "amount": "2"}
     with (
-        episode(server) as (_, ask_one),
-        episode(server) as (_, ask_other),
+        episode(server) as (_, ask_one), episode(server) as (_, ask_other),
         episode(server, seed=5) as (_, ask_third),
     ):
         assert ask_one("shop", "/cart/add", order).headers["Location"] == "/cart"

@@ -49,13 +49,7 @@ FLAGS = [
 ]
 # Parts of Chromium's error names (net::ERR_...) that mean that a site does not answer.
 UNANSWERED = (
-    "CONNECTION",
-    "NAME_NOT",
-    "EMPTY_RESPONSE",
-    "TIMED_OUT",
-    "ADDRESS",
-    "NETWORK",
-    "INTERNET",
+    "CONNECTION", "NAME_NOT", "EMPTY_RESPONSE", "TIMED_OUT", "ADDRESS", "NETWORK", "INTERNET",
     "SSL",
 )
 KEYS = {  # what an agent may write -> playwright's name; other names are passed on as they are
@@ -294,13 +288,8 @@ class Window:
     """
 
     def __init__(
-        self,
-        browser: Browser,
-        allowed: str,
-        width: int = 1280,
-        height: int = 720,
-        append: bool = False,
-        grace: float = GRACE,
+        self, browser: Browser, allowed: str, width: int = 1280, height: int = 720,
+        append: bool = False, grace: float = GRACE,
     ) -> None:
         """allowed: a regular expression of the addresses that may be requested.
 
@@ -563,8 +552,7 @@ class Window:
         if element.role == "option":
             resolved = self._cdp("DOM.resolveNode", backendNodeId=element.node)
             self._cdp(
-                "Runtime.callFunctionOn",
-                objectId=resolved["object"]["objectId"],
+                "Runtime.callFunctionOn", objectId=resolved["object"]["objectId"],
                 functionDeclaration=CHOOSE_OPTION,
             )
         elif element.role == "combobox":

@@ -148,9 +148,7 @@ def read_tasks(path: str) -> list:
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"webarena: {path} holds no tasks in WebArena's form: {reason}"
-        ) from error
+        raise ValueError(f"webarena: {path} holds no tasks in WebArena's form: {reason}") from error
 
 
 def _check_browser_arguments(chromium, storage, width, height):
@@ -191,20 +189,9 @@ class WebArena(Env):
     )
 
     def __init__(
-        self,
-        tasks: str = "",
-        shopping: str = "",
-        shopping_admin: str = "",
-        reddit: str = "",
-        gitlab: str = "",
-        map: str = "",
-        wikipedia: str = "",
-        homepage: str = "",
-        storage: str = "",
-        chromium: str = "/usr/bin/chromium",
-        width: int = 1280,
-        height: int = 720,
-        append: int = 0,
+        self, tasks: str = "", shopping: str = "", shopping_admin: str = "", reddit: str = "",
+        gitlab: str = "", map: str = "", wikipedia: str = "", homepage: str = "", storage: str = "",
+        chromium: str = "/usr/bin/chromium", width: int = 1280, height: int = 720, append: int = 0,
     ) -> None:
         """tasks: a task file, or "official"; without it the embedded sites are used.
 
@@ -224,13 +211,8 @@ class WebArena(Env):
 
         # Which tasks, and on which sites?
         given = {
-            "SHOPPING": shopping,
-            "SHOPPING_ADMIN": shopping_admin,
-            "REDDIT": reddit,
-            "GITLAB": gitlab,
-            "MAP": map,
-            "WIKIPEDIA": wikipedia,
-            "HOMEPAGE": homepage,
+            "SHOPPING": shopping, "SHOPPING_ADMIN": shopping_admin, "REDDIT": reddit,
+            "GITLAB": gitlab, "MAP": map, "WIKIPEDIA": wikipedia, "HOMEPAGE": homepage,
         }
         self.own_tasks = None  # None: the embedded sites are used
         self.places = {}  # name of a place -> address
@@ -238,9 +220,7 @@ class WebArena(Env):
             self.own_tasks = read_tasks(tasks)
             self.places = self._own_places(given)
         elif storage or any(given.values()):
-            raise ValueError(
-                "webarena: sites of your own need tasks=FILE.json, or tasks=official"
-            )
+            raise ValueError("webarena: sites of your own need tasks=FILE.json, or tasks=official")
 
         self.browser = None
         self.window = None

@@ -14,40 +14,14 @@ from typing import NamedTuple
 
 # Properties that are not shown.
 IGNORED_PROPERTIES = {
-    "focusable",
-    "editable",
-    "readonly",
-    "level",
-    "settable",
-    "multiline",
-    "invalid",
-    "url",
-    "labelledby",
-    "describedby",
-    "details",
+    "focusable", "editable", "readonly", "level", "settable", "multiline", "invalid", "url",
+    "labelledby", "describedby", "details",
 }
 # Roles that are shown only with a name.
 NAMED_ROLES = {
-    "generic",
-    "img",
-    "image",
-    "list",
-    "strong",
-    "emphasis",
-    "paragraph",
-    "banner",
-    "navigation",
-    "Section",
-    "LabelText",
-    "Legend",
-    "listitem",
-    "none",
-    "MenuListPopup",
-    "main",
-    "form",
-    "rowgroup",
-    "SvgRoot",
-    "LayoutTableRow",
+    "generic", "img", "image", "list", "strong", "emphasis", "paragraph", "banner", "navigation",
+    "Section", "LabelText", "Legend", "listitem", "none", "MenuListPopup", "main", "form",
+    "rowgroup", "SvgRoot", "LayoutTableRow",
 }
 # Roles that are never shown.
 DROPPED_ROLES = {"InlineTextBox", "ListMarker", "LineBreak"}
