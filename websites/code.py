@@ -3,38 +3,12 @@
 The user is devon, signed in.
 """
 
-from websites.site import Site, button, choose, esc, field, link, pager, table
+from websites.site import Site, button, choose, esc, field, link, pager, table, words
 
 ME = "devon"
-OTHER_OWNERS = "acorn-labs bluefin harbor-tools".split()
-PROJECTS = {  # name -> about
-    "parser": "Reads configuration files of many kinds",
-    "scheduler": "Runs jobs at the right time",
-    "gallery": "A photo gallery for small sites",
-    "weather-cli": "The forecast in a terminal",
-    "budget": "Keeps track of household money",
-    "notes-sync": "Notes on all devices",
-    "pixel-font": "Fonts for small screens",
-    "router": "Routes requests to handlers",
-    "chess-clock": "A clock for two players",
-    "tide-tables": "When the sea comes in",
-}
-LABELS = "bug feature question documentation help-wanted".split()
-TITLES = [
-    "Crash when {} is empty", "Support for {} in the settings", "Document how {} works",
-    "{} is slow with large files", "Wrong result for {} on Sundays", "How do I turn off {}?",
-    "Make it possible to switch off {}", "Tests for {} fail now and then",
-]
-PARTS = [
-    "the cache", "the title bar", "the import", "the export", "dark mode", "the search index",
-    "the log file", "the command line", "the time zone", "the preview",
-]
-NOTES = ["I see this, too.", "Any news?", "A test would help.", "Could not reproduce it."]
-PEOPLE = "aria.k ben.o cleo.w dmitri.s elif.t farah.n gus.p hana.m".split()
-BRANCHES = (
-    "fix/encoding feature/themes fix/timeouts feature/export docs/install refactor/core fix/typos "
-    "feature/filters"
-).split()
+WORDS = words("code")
+LABELS = WORDS.labels
+PEOPLE = WORDS.people
 ROLES = ["Guest", "Reporter", "Developer", "Maintainer"]
 STATES = ["Busy", "On holiday", "In a meeting", "Out sick"]  # of a person
 MERGE_STATES = ["open", "merged", "closed"]  # of a merge request
@@ -63,15 +37,16 @@ FIRST_MERGE_REQUEST = 201
 def fill(db, rng):
     for name in (ME, *PEOPLE):
         db.execute("insert into person(name) values(?)", (name,))
-    names = rng.sample(list(PROJECTS), NUM_PROJECTS)
+    names = rng.sample(list(WORDS.projects), NUM_PROJECTS)
     stars = rng.sample(range(4, 700), NUM_PROJECTS)  # all different: sorting has one result
     for project, (name, count) in enumerate(zip(names, stars), 1):
-        owner = ME if project < 4 else rng.choice(OTHER_OWNERS)
+        owner = ME if project < 4 else rng.choice(WORDS.other_owners)
         db.execute(
             "insert into project(id,path,about,stars) values(?,?,?,?)",
-            (project, f"{owner}/{name}", PROJECTS[name], count),
+            (project, f"{owner}/{name}", WORDS.projects[name], count),
         )
-        titles = rng.sample([title.format(part) for title in TITLES for part in PARTS], 22)
+        all_titles = [title.format(part) for title in WORDS.titles for part in WORDS.parts]
+        titles = rng.sample(all_titles, 22)
         _fill_issues(db, rng, project, titles[:14])
         _fill_merge_requests(db, rng, project, titles[14:20])
         _fill_commits(db, rng, project)
@@ -97,12 +72,12 @@ def _fill_issues(db, rng, project, titles):
         for writer in rng.sample(PEOPLE, rng.choice([0, 0, 1, 2])):
             db.execute(
                 "insert into note values(?,'issues',?,?,?)",
-                (project, number, writer, rng.choice(NOTES)),
+                (project, number, writer, rng.choice(WORDS.notes)),
             )
 
 
 def _fill_merge_requests(db, rng, project, titles):
-    branches = rng.sample(BRANCHES, len(titles))
+    branches = rng.sample(WORDS.branches, len(titles))
     for number, (title, branch) in enumerate(zip(titles, branches), FIRST_MERGE_REQUEST):
         state = rng.choice(["open", "open", "merged", "closed"])
         author = rng.choice(PEOPLE)
@@ -121,7 +96,7 @@ def _fill_commits(db, rng, project):
     days = sorted((_random_date(rng) for _ in authors), reverse=True)
     for author, date in zip(authors, days):
         commit_hash = f"{rng.getrandbits(32):08x}"
-        title = f"{rng.choice(['Fix', 'Improve', 'Rework', 'Test'])} {rng.choice(PARTS)}"
+        title = f"{rng.choice(['Fix', 'Improve', 'Rework', 'Test'])} {rng.choice(WORDS.parts)}"
         db.execute(
             "insert into commits values(?,?,?,?,?)", (project, commit_hash, title, author, date)
         )

@@ -3,57 +3,10 @@
 The reader is marlow_q, signed in.
 """
 
-from websites.site import Site, button, choose, esc, field, link, pager
+from websites.site import Site, button, choose, esc, field, link, pager, words
 
 ME = "marlow_q"
-TOPICS = {  # forum -> (about, things that its posts are about)
-    "gardening": (
-        "Growing things, indoors and out",
-        "tomatoes roses compost seedlings ferns slugs raised-beds herbs",
-    ),
-    "cycling": (
-        "Bicycles and the roads they like",
-        "brakes gravel-tyres commuting helmets chains night-lights panniers hills",
-    ),
-    "cooking": (
-        "Recipes, tools and kitchen trouble",
-        "sourdough dumplings cast-iron stock chillies knives pickles lentils",
-    ),
-    "astronomy": (
-        "The sky and how to look at it",
-        "eclipses binoculars star-parties Saturn light-pollution meteors filters nebulae",
-    ),
-    "books": (
-        "What we read and why",
-        "mysteries translations libraries memoirs poetry audiobooks classics short-stories",
-    ),
-    "woodworking": (
-        "From board to furniture",
-        "dovetails chisels walnut workbenches glue planes finishes clamps",
-    ),
-    "hiking": ("On foot, outdoors", "boots maps blisters huts rain-gear trail-food ridges tents"),
-}
-TITLES = [
-    "A beginner's question about {}", "What nobody tells you about {}",
-    "My experience with {} after a year", "Is it worth spending more on {}?",
-    "Help: trouble with {}", "The best advice on {} I ever got",
-    "Unpopular opinion: {} are overrated", "A short guide to {}",
-    "How do you keep {} in good shape?",
-]
-TEXTS = [
-    "I have read a lot and still cannot decide. What would you do in my place?",
-    "Here is what I learned, in case it helps somebody.",
-    "Three of my friends say three different things. Who is right?",
-    "It took me a whole winter, but it was worth it.",
-    "Photos will follow as soon as the rain stops.",
-]
-COMMENTS = [
-    "Start small and see what works.", "I would not change a thing.",
-    "The cheap ones are fine for the first year.", "Ask at the club, they know.",
-    "This helped me a lot, thank you.", "I tried it twice and gave up.", "Patience is most of it.",
-    "Have you tried doing it the other way round?",
-]
-BIOGRAPHIES = ["Here to learn.", "Mostly reading.", "Ask me anything.", "Weekends only."]
+WORDS = words("forum")
 NAMES = [
     first + second
     for first in "quiet amber north copper little stone paper river".split()
@@ -71,7 +24,7 @@ create table follows(forum text primary key)
 PAGE_SIZE = 10  # posts on a page
 FIRST_ID = 101  # ids of three digits: no address of a post is the beginning of another's
 POSTS_PER_FORUM = 12
-NUM_POSTS = POSTS_PER_FORUM * len(TOPICS)
+NUM_POSTS = POSTS_PER_FORUM * len(WORDS.topics)
 
 
 # ---- the content of the tables; the order of the random draws must not change ----
@@ -80,7 +33,7 @@ NUM_POSTS = POSTS_PER_FORUM * len(TOPICS)
 def fill(db, rng):
     people = rng.sample(NAMES, 24)
     for name in (ME, *people):
-        biography = rng.choice(BIOGRAPHIES)
+        biography = rng.choice(WORDS.biographies)
         joined = f"{rng.randint(2015, 2023)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
         db.execute("insert into member values(?,?,?)", (name, biography, joined))
 
@@ -88,10 +41,10 @@ def fill(db, rng):
     days = sorted(rng.sample(all_days, NUM_POSTS))
     votes = rng.sample(range(3, 900), NUM_POSTS)  # all different: sorting has one result
     posts = []  # (forum, title)
-    for forum in rng.sample(list(TOPICS), len(TOPICS)):
-        about, things = TOPICS[forum]
+    for forum in rng.sample(list(WORDS.topics), len(WORDS.topics)):
+        about, things = WORDS.topics[forum]
         db.execute("insert into forum values(?,?)", (forum, about))
-        pairs = [(title, thing) for title in TITLES for thing in things.split()]
+        pairs = [(title, thing) for title in WORDS.titles for thing in things.split()]
         for title, thing in rng.sample(pairs, POSTS_PER_FORUM):
             posts.append((forum, title.format(thing.replace("-", " "))))
     rng.shuffle(posts)
@@ -99,7 +52,7 @@ def fill(db, rng):
     for index, (forum, title) in enumerate(posts):
         post_id = FIRST_ID + index
         author = rng.choice(people)
-        text = rng.choice(TEXTS)
+        text = rng.choice(WORDS.texts)
         db.execute(
             "insert into post values(?,?,?,?,?,?,?)",
             (post_id, forum, title, author, text, days[index], votes[index]),
@@ -109,7 +62,7 @@ def fill(db, rng):
         for writer, count in zip(writers, comment_votes):
             db.execute(
                 "insert into comment(post,author,body,votes) values(?,?,?,?)",
-                (post_id, writer, rng.choice(COMMENTS), count),
+                (post_id, writer, rng.choice(WORDS.comments), count),
             )
 
 

@@ -18,8 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from websites import admin, code, forum, shop
-from websites.site import Redirect, Request, esc
-from websites.style import STYLE
+from websites.site import STYLE, Redirect, Request, esc
 
 SITES = {site.name: site for site in (shop.SITE, forum.SITE, code.SITE, admin.SITE)}
 LARGEST_FORM = 1 << 16  # bytes

@@ -6,39 +6,10 @@ customers and orders.
 
 import random
 
-from websites.site import Site, button, choose, esc, field, link, money, pager, table
+from websites.site import Site, button, choose, esc, field, link, money, pager, table, words
 
-CATEGORIES = {
-    "Kitchen": "Kettle Teapot Toaster Skillet Grinder Colander".split(),
-    "Garden": "Trowel Planter Sprinkler Rake Lantern Birdhouse".split(),
-    "Office": "Notebook Stapler Lamp Organizer Chair Whiteboard".split(),
-    "Outdoor": "Tent Backpack Hammock Thermos Compass Cooler".split(),
-    "Audio": "Headphones Speaker Turntable Microphone Radio Soundbar".split(),
-}
-BRANDS = (
-    "Alder Brightwater Cinder Dovetail Everly Foxglove Granite Harborline Ironwood Juniper Kestrel "
-    "Larkspur"
-).split()
-STYLES = "Compact Classic Folding Deluxe Mini Sturdy Slim Portable".split()
-COLORS = "black white blue green red copper".split()
-MATERIALS = "steel bamboo ceramic aluminium walnut canvas".split()
-FIRST_NAMES = (
-    "Ada Bruno Clara Dario Elena Felix Greta Hugo Ines Jonas Kira Liam Mona Nils Olga Pablo Rosa "
-    "Simon Tara Viktor"
-).split()
-LAST_NAMES = (
-    "Ahlberg Brandt Castro Dubois Eriksen Ferrari Gomez Hansen Ivanov Jensen Kowalski Larsen "
-    "Moretti Novak Okafor Petrov"
-).split()
-CITIES = "Aldmoor Brinmore Carrow Dunmere Eastham Foxley Glenrow Hawkmere".split()
-PRAISE = [
-    "works exactly as described", "feels solid and looks great", "is the best I have owned",
-    "was worth every cent",
-]
-BLAME = [
-    "broke after two weeks", "is smaller than I expected", "arrived with a scratch",
-    "makes a strange noise",
-]
+WORDS = words("shop")
+CATEGORIES = WORDS.categories
 STATES = ["Pending", "Processing", "Complete", "Canceled"]
 STATE_COLORS = {"Pending": "warn", "Processing": "", "Complete": "good", "Canceled": "bad"}
 MONTHS = (
@@ -69,7 +40,8 @@ create table wish(product int primary key)
 
 def fill(db, rng):
     products = _fill_products(db, rng)
-    people = rng.sample([f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES], 60)
+    all_names = [f"{first} {last}" for first in WORDS.first_names for last in WORDS.last_names]
+    people = rng.sample(all_names, 60)
     customers, reviewers = people[:23], people[23:]
     _fill_customers(db, rng, ["Emma Lopez", *customers])
     _fill_reviews(db, rng, products, reviewers)
@@ -82,8 +54,8 @@ def _fill_products(db, rng):
         (brand, style, category, thing)
         for category, things in CATEGORIES.items()
         for thing in things
-        for brand in BRANDS
-        for style in STYLES
+        for brand in WORDS.brands
+        for style in WORDS.styles
     ]
     chosen = []
     count = dict.fromkeys(CATEGORIES, 0)
@@ -95,8 +67,8 @@ def _fill_products(db, rng):
     prices = rng.sample(range(799, 24999, 100), len(chosen))
     for product, ((name, category), price) in enumerate(zip(chosen, prices), FIRST_ID):
         stock = rng.choice([0, 3, 8, 15, 40, 75])
-        color = rng.choice(COLORS)
-        material = rng.choice(MATERIALS)
+        color = rng.choice(WORDS.colors)
+        material = rng.choice(WORDS.materials)
         weight = rng.randrange(100, 6000, 50)
         warranty = rng.choice([1, 2, 3, 5])
         db.execute(
@@ -110,8 +82,8 @@ def _fill_products(db, rng):
 def _fill_customers(db, rng, names):
     for customer, name in enumerate(names, EMMA):
         email = f"{name.lower().replace(' ', '.')}@example.com"
-        city = rng.choice(CITIES)
-        street = f"{rng.randint(1, 99)} {rng.choice(LAST_NAMES)} Street"
+        city = rng.choice(WORDS.cities)
+        street = f"{rng.randint(1, 99)} {rng.choice(WORDS.last_names)} Street"
         postcode = str(rng.randint(10000, 99999))
         phone = f"555-{rng.randint(1000, 9999)}"
         db.execute(
@@ -125,7 +97,7 @@ def _fill_reviews(db, rng, products, reviewers):
         for author in rng.sample(reviewers, rng.randint(0, 4)):
             stars = rng.choice([1, 2, 3, 4, 4, 5, 5])
             good = stars > 3
-            text = rng.choice(PRAISE if good else BLAME)
+            text = rng.choice(WORDS.praise if good else WORDS.blame)
             title = "Very happy" if good else "Disappointed"
             body = f"The {name.split()[-1].lower()} {text}."
             state = "Pending" if rng.random() < 0.07 else "Approved"

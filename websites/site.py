@@ -5,11 +5,21 @@ fills them from a random generator, a frame (header and navigation) around every
 that are registered with `Site.get` and `Site.post`. Pages are plain HTML without scripts.
 """
 
+import json
 import re
 from html import escape
+from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
-from websites.style import STYLE
+FOLDER = Path(__file__).parent
+STYLE = (FOLDER / "style.css").read_text(encoding="utf-8")  # of all pages
+
+
+def words(site) -> SimpleNamespace:
+    """The names and texts that fill a site's tables."""
+    lists = json.loads((FOLDER / "words.json").read_text(encoding="utf-8"))[site]
+    return SimpleNamespace(**lists)
 
 
 # ---- pieces of HTML ----
