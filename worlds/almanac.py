@@ -5,9 +5,9 @@ them invented. The seed determines its facts, articles and questions.
 
 Names are combined from the word lists in almanac.json, so that many names share a word ("Tavi
 Morwen" and "Tavi Oslind", "The Silver Harbour" and "The Silver Orchard"). One person in ten has a
-pen name, and a question may use the pen name. Some articles mention another subject of the same kind, as a
-distraction. A question either follows one to three facts ("hops"), or names two works and asks for
-the year of the earlier or the later one.
+pen name, and a question may use the pen name. Some articles mention another subject of the same
+kind, as a distraction. A question either follows one to three facts ("hops"), or names two works
+and asks for the year of the earlier or the later one.
 Worlds from number `HELD_OUT` on word their questions in ways that no other world uses.
 """
 
