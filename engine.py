@@ -12,28 +12,25 @@ So do prefilling slots where flash attention runs; elsewhere each takes a call o
 slot can be given to another trajectory at any step.
 
 `Ragged` is this engine, for all models whose layers keep nothing but keys and values and whose
-attention can be any function. `Padded` uses the model's own attention and cache, with padded rows
-that advance together. It is the reference, and it plays all other models.
+attention can be any function. `models/lockstep.py` is the reference, and it plays all other models.
 """
 
-import functools
-import math
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from models.packed import common_prefix_length, fits_flash_attention, flash_attention
 from models.packed import masked_attention, seen_keys, spans_of, use_attention
 from parallel import device_of
+
+# What `_record_step` uses is a prototype.
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
 
 # ---- sampling ----
 
@@ -140,24 +137,17 @@ class PrefillChunk(NamedTuple):
     masks: dict[int | None, Tensor]  # window -> mask [H / H_kv * new ids, length], made when needed
 
 
-class Variant(NamedTuple):
-    """What a layer of some families adds to its attention: see `rl.masked_attention`."""
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [H]
-
-
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
            attention_mask: Tensor | None, scaling: float | None = None,
            ragged: "Ragged | None" = None, sliding_window: int | None = None,
            softcap: float | None = None, s_aux: Tensor | None = None,
            **_: object) -> tuple[Tensor, None]:
-    """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]."""
+    """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
+    sliding_window, softcap, s_aux (sinks): see `models.packed.masked_attention`."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # float32 under autocast
-    variant = Variant(scaling, sliding_window, softcap, s_aux)
-    return ragged.attend(module.layer_idx, query[0], key[0], value[0], variant)[None], None
+    out = ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window,
+                        softcap, s_aux)
+    return out[None], None
 
 
 AttentionInterface.register("ragged", attend)
@@ -236,10 +226,11 @@ class Ragged:
         all_decode = all(len(new_ids) == 1 for new_ids in feed.values())
         # A graph computes all slots. It pays off if at least half of them are fed.
         if self.use_graphs and all_decode and 2 * len(feed) >= self.slots:
-            return self._decode_with_graph(feed)
-        return self._forward_eagerly(feed)
-
-    def _forward_eagerly(self, feed):
+            if step := self._graph_step(feed):
+                for slot, new_ids in feed.items():
+                    self.ids[slot] += new_ids
+                self.forwarded += self.slots
+                return step()[list(feed)]
         ids, logit_places = self._lay_out(feed)
         return self._logits(ids, logits_to_keep=torch.tensor(logit_places, device=self.device))
 
@@ -287,15 +278,13 @@ class Ragged:
         groups = []  # (slots, length of the longest, sum of lengths)
         for slot in decoding:
             length = len(self.ids[slot])
-            if groups:
-                slots, longest, total = groups[-1]
-                longest = max(longest, length)
-                total += length
-                masked_keys = (slot + 1 - slots[0]) * longest - total
-                if masked_keys <= self.attention_call_cost:
-                    groups[-1] = ([*slots, slot], longest, total)
-                    continue
-            groups.append(([slot], length, length))
+            slots, longest, total = groups[-1] if groups else ([slot], 0, 0)
+            longest, total = max(longest, length), total + length
+            masked_keys = (slot + 1 - slots[0]) * longest - total
+            if groups and masked_keys <= self.attention_call_cost:
+                groups[-1] = ([*slots, slot], longest, total)
+            else:
+                groups.append(([slot], length, length))
 
         views = []
         start = 0
@@ -314,53 +303,43 @@ class Ragged:
             views.append(DecodeView(row, region, places, last_keys, masks))
         return views
 
-    def _decode_with_graph(self, feed):
-        """A step in which all slots of `feed` decode, as one CUDA graph -> logits [len(feed), V].
+    def _graph_step(self, feed):
+        """Prepare a step in which all slots of `feed` decode, as one CUDA graph -> a function that
+        runs it and returns logits [slots, V]; None if the step cannot be recorded.
 
         The shapes of a graph are fixed, so all slots take part. A slot that is not fed writes a key
         and a value at its next position, where its next id overwrites them before they are read.
-        If the step cannot be recorded, this step and all later ones run eagerly.
+        If a step cannot be recorded, it and all later ones run eagerly, which rewrites what the
+        attempt has written.
         """
         new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
         inputs = torch.tensor([new_ids, [len(ids) for ids in self.ids]])  # ids and positions
-        self.needed_capacity = 1 + max(len(ids) + (slot in feed)
-                                       for slot, ids in enumerate(self.ids))
+        needed = 1 + max(len(ids) + (slot in feed) for slot, ids in enumerate(self.ids))
 
         # The number of keys that are read is a power of two, for few graphs, but no larger than a
         # trajectory can become.
-        width = 1 << max(8, (self.needed_capacity - 1).bit_length())
-        width = min(width, max(self.needed_capacity, self.max_length + 1))
-        if not self.kv_cache or any(keys.shape[2] < width for keys, _ in self.kv_cache.values()):
-            self.needed_capacity = width
-            # Grow every layer's cache now: a recorded graph must not change its address.
-            for layer, (keys, values) in self.kv_cache.items():
-                self._layer_cache(layer, keys[0], values[0])
+        width = 1 << max(8, (needed - 1).bit_length())
+        width = self.needed_capacity = min(width, max(needed, self.max_length + 1))
+        # Grow every layer's cache now: a recorded graph must not change its address.
+        for layer, (keys, values) in self.kv_cache.items():
+            self._layer_cache(layer, keys[0], values[0])
 
-        # Building a graph runs the step, which writes keys and values: set the inputs first.
+        # Recording runs the step, which writes keys and values: set the inputs first.
         self.graph_inputs.copy_(inputs, non_blocking=True)
         if width not in self.graph_steps:
-            self._add_graph_step(width)
-        if not self.use_graphs:  # the graph failed; the eager step rewrites what its warm-up wrote
-            return self._forward_eagerly(feed)
-        for slot, ids in feed.items():
-            self.ids[slot] += ids
-        self.forwarded += self.slots
-        return self.graph_steps[width]()[list(feed)]
+            try:
+                self.graph_steps[width] = self._record_step(width)
+            except RuntimeError as e:  # CUDA's errors are RuntimeErrors, out of memory among them
+                self.use_graphs = False
+                self.graph_steps = {}
+                # Leaving a failed recording raises a second error. Its context is the cause.
+                cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
+                warnings.warn("a decode step cannot be recorded as a CUDA graph, so all run "
+                              f"eagerly, which is slower: {cause}", stacklevel=2)
+                return None
+        return self.graph_steps[width]
 
-    def _add_graph_step(self, width):
-        """Make the graph step of this width, or turn graphs off if that fails."""
-        try:
-            self.graph_steps[width] = self._make_graph_step(width)
-        except RuntimeError as e:  # CUDA's errors are RuntimeErrors, out of memory among them
-            self.use_graphs = False
-            self.graph_steps = {}
-            # Leaving a failed recording raises a second error. Its context is the cause.
-            cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
-            reason = str(cause).strip().partition("\n")[0]
-            print_once("rollout: a decode step cannot be recorded as a CUDA graph, so all run "
-                       f"eagerly, as with --graphs false: {reason}")
-
-    def _make_graph_step(self, width: int) -> Callable[[], Tensor]:
+    def _record_step(self, width: int) -> Callable[[], Tensor]:
         """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V], and
         reads `width` keys in each slot. On a GPU it replays a graph."""
         def decode():
@@ -376,16 +355,19 @@ class Ragged:
         if self.device.type != "cuda":
             decode()  # a warm-up, as on a GPU, so that tests on a CPU cover its side effects
             return decode
-        # Warm up outside the recording: the first calls allocate and initialize.
+        # Warm up outside the recording: the first calls allocate and initialize. In the second one
+        # code that waits for the GPU raises an error. A graph cannot record such code, and the
+        # attempt would leave CUDA's random generator in a state in which it cannot be used.
         stream = torch.cuda.current_stream()
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(stream)
         try:
             with torch.cuda.stream(side_stream):
                 decode()
-                with synchronizing_refused():
-                    decode()
+                torch.cuda.set_sync_debug_mode("error")
+                decode()
         finally:
+            torch.cuda.set_sync_debug_mode("default")
             stream.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         # After an error torch.cuda.graph does not restore the current stream; the outer context
@@ -398,13 +380,12 @@ class Ragged:
             return logits
         return replay
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
-               variant: Variant) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None,
+               window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """Attention of one layer over the flat row: store the new keys and values, then read.
-        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v] -> [N, H, D_v]."""
+        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v], sinks [H] -> [N, H, D_v]."""
         H, N, D = query.shape
         H_kv, D_v = len(key), value.shape[-1]
-        scale, window, softcap, sinks = variant
         keys, values = self._layer_cache(layer, key, value)  # each [slots, H_kv, capacity, D]
         keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
         values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
@@ -419,14 +400,18 @@ class Ragged:
             q, k, v = queries[view.row], keys[view.region], values[view.region]
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            o = masked_attention(q, k, v, decode_mask(view, window, v), scale, softcap, sinks)
+            width = k.shape[2]
+            shown = None if window is None or window >= width else window
+            if shown not in view.masks:
+                view.masks[shown] = seen_keys(view.last_keys, width, shown, v)[:, None, None]
+            o = masked_attention(q, k, v, view.masks[shown], scale, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
 
         # A prefilling slot has several queries.
-        is_plain = softcap is None and sinks is None and D == D_v
-        if self.prefill_chunks and is_plain and fits_flash_attention(value):
+        is_plain = softcap is None and sinks is None
+        if self.prefill_chunks and is_plain and D == D_v and fits_flash_attention(value):
             (slots, positions), spans = self._prefill_layout()
             k, v = (held[slots, :, positions] for held in (keys, values))
             out[self.decode_count :] = flash_attention(query[:, self.decode_count :], k, v, spans,
@@ -436,15 +421,17 @@ class Ragged:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
             sees_all = window is None or window >= chunk.length
-            if not chunk.past and sees_all and softcap is None and sinks is None:
+            if not chunk.past and sees_all and is_plain:
                 o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scale,
                                                  enable_gqa=H != H_kv)
             else:
-                mask = prefill_mask(chunk, window, H // H_kv, v)
-                q = q.reshape(1, H_kv, -1, D)
-                num_new = chunk.length - chunk.past
-                sink = None if sinks is None else sinks.repeat_interleave(num_new, 2)
-                o = masked_attention(q, k, v, mask, scale, softcap, sink)
+                if window not in chunk.masks:
+                    last_keys = torch.arange(chunk.past, chunk.length, device=self.device)
+                    seen = seen_keys(last_keys, chunk.length, window, v)
+                    chunk.masks[window] = seen.repeat(H // H_kv, 1)
+                sink = None if sinks is None else sinks.repeat_interleave(q.shape[1], 2)
+                o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[window], scale,
+                                     softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out
 
@@ -469,7 +456,8 @@ class Ragged:
         if old is not None and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
         capacity = max(needed, min(2 * needed, self.max_length))
-        new = tuple(self._zeros((self.slots, len(like), capacity, like.shape[-1]), like)
+        # Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN.
+        new = tuple(like.new_zeros(self.slots, len(like), capacity, like.shape[-1])
                     for like in (key, value))
         if old is not None:
             for larger, smaller in zip(new, old):
@@ -477,117 +465,3 @@ class Ragged:
         self.kv_cache[layer] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
-
-    @staticmethod
-    def _zeros(shape, like):
-        """Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN."""
-        if like.device.type != "cpu":
-            return like.new_zeros(shape)
-        # numpy's zeros take memory only where they are written; torch's are all written at once. As
-        # bytes, because numpy has no bfloat16.
-        num_bytes = math.prod(shape) * like.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)
-
-
-@contextmanager
-def synchronizing_refused() -> Iterator[None]:
-    """Inside, code that waits for the GPU raises RuntimeError. A graph cannot record such code, and
-    an attempt to would leave CUDA's random generator in a state in which it cannot be used."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@functools.cache
-def print_once(line: str) -> None:
-    """Print a line on stderr, unless this process has printed it before."""
-    print(line, file=sys.stderr)
-
-
-def decode_mask(view: DecodeView, window: int | None, like: Tensor) -> Tensor | None:
-    """The mask [slots, 1, 1, keys] of a group of decoding slots, 0 where a key is seen and -inf
-    elsewhere, with the dtype of `like`; None if every key is seen."""
-    width = view.region[2].stop
-    if window is not None and window >= width:
-        window = None
-    if window not in view.masks:
-        last = view.last_keys[:, None]
-        positions = torch.arange(width, device=last.device)
-        seen = positions <= last
-        if window is not None:
-            seen &= positions > last - window
-        mask = like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
-        view.masks[window] = mask[:, None, None]
-    return view.masks[window]
-
-
-def prefill_mask(chunk: PrefillChunk, window: int | None, repeats: int,
-                 like: Tensor) -> Tensor:
-    """The mask [repeats * new ids, length] of a prefilling slot, with the dtype of `like`. repeats:
-    the number of query heads that share a KV head."""
-    if window not in chunk.masks:
-        seen = seen_keys(chunk.past, chunk.length - chunk.past, window, like)
-        chunk.masks[window] = seen.repeat(repeats, 1)
-    return chunk.masks[window]
-
-
-# ---- the reference ----
-
-
-class Padded:
-    """The KV cache of rows that advance together, on the model's own attention.
-
-    The new ids of a step are padded on the left to one width. The attention mask hides the
-    padding, and positions count real tokens only.
-    """
-
-    def __init__(self, policy: PreTrainedModel):
-        self.policy = policy
-        self.device = device_of(policy)
-        self.kv_cache = DynamicCache(config=policy.config.get_text_config())
-        self.attention_mask = None  # [B, columns] bool, True: a real token
-        self.lengths = None  # [B] long, real tokens of each row
-        self.forwarded = 0  # token positions computed, padding included
-
-    def start(self, chunks: list[list[int]]) -> Tensor:
-        """`forward` at the start, when equal rows (the samples of an item) are computed once."""
-        place = {}  # chunk -> its row among the distinct ones
-        for chunk in chunks:
-            place.setdefault(tuple(chunk), len(place))
-        logits = self.forward([list(chunk) for chunk in place])
-        rows = [place[tuple(chunk)] for chunk in chunks]
-        self.keep(rows)
-        return logits[rows]
-
-    @torch.no_grad()
-    def forward(self, chunks: list[list[int]]) -> Tensor:
-        """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
-        [B, V] after the last column; those of a row that waits mean nothing."""
-        rows = [torch.tensor(chunk, dtype=torch.long) for chunk in chunks]
-        real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-        ids = pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
-        is_real = pad_sequence(real, batch_first=True, padding_side="left").to(self.device)
-        if self.attention_mask is None:
-            self.attention_mask = is_real[:, :0]
-            self.lengths = torch.zeros(len(rows), dtype=torch.long, device=self.device)
-        self.attention_mask = torch.cat([self.attention_mask, is_real], dim=1)
-        positions = (self.lengths[:, None] + is_real.cumsum(1) - 1).clamp(min=0)  # [B, new]
-        self.lengths = self.lengths + is_real.sum(1)
-        self.forwarded += ids.numel()
-        return self.policy(input_ids=ids, attention_mask=self.attention_mask.long(),
-                           position_ids=positions, past_key_values=self.kv_cache,
-                           use_cache=True, logits_to_keep=1).logits[:, -1]
-
-    def keep(self, rows: list[int]) -> None:
-        """Replace the rows by these of them: a row may be left out, or repeated."""
-        if rows == list(range(len(self.lengths))):
-            return  # not every cache can select rows
-        rows = torch.tensor(rows, device=self.device)
-        self.kv_cache.batch_select_indices(rows)
-        self.attention_mask = self.attention_mask[rows]
-        self.lengths = self.lengths[rows]

@@ -1,17 +1,9 @@
-"""The policy as a module to train: loading, LoRA, the critic, token log-probs, checkpoints.
+"""The policy as a module to train: loading, LoRA, the critic, token log-probs.
 
 Log-probs are computed on packed rows where the model allows it: trajectories stand one after the
-other in one row, without padding, and each attends to itself alone. A checkpoint is complete or
-absent, holds safetensors only, and can be read by any number of processes:
-
-    checkpoints/step_000050/   the policy as a plain Hugging Face folder
-        training/              the optimizers' moments, the critic, LoRA's adapters, in pieces as
-                               the ranks hold them (torch.distributed.checkpoint)
-        state.json             the step, and the sha256 of every file; without this file the
-                               checkpoint is not complete
+other in one row, without padding, and each attends to itself alone.
 """
 
-import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -20,13 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -36,10 +26,6 @@ from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
-# Pre-tokenizers (`tokenizer.ggml.pre` in the file) that are supported. For a name that transformers
-# does not know it would silently use GPT-2's.
-GGUF_SPLITS = ("gpt-2", "qwen2", "smollm")
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # at a time: in float32 64 MB and half a gigabyte
 LORA_SCALE = 2.0  # alpha / rank
 
@@ -55,119 +41,97 @@ Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 def model_path(name: str) -> str:
     """"tiny" and "smollm2" -> their folders; a folder, a GGUF file or a hub id stays as it is.
-    Raises ValueError if there is no such folder or file, or if the package that reads it is
-    missing."""
-    if name == "tiny":
-        return str(TINY_MODEL)
-    if name == "smollm2":
-        if not (SMOLLM2_MODEL / "config.json").exists():
-            raise ValueError("the model 'smollm2' is not here yet: run python data/get_smollm2.py")
-        return str(SMOLLM2_MODEL)
-    if name.endswith(".gguf"):
-        if not Path(name).is_file():
-            raise ValueError(f"no model file '{name}'")
-        for package in ("gguf", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f'{package} is missing: pip install -e ".[gguf]"')
-        return name
-    if Path(name).is_dir():
-        if (Path(name) / "metrics.jsonl").exists():
-            raise ValueError(f"'{name}' is the folder of a run; its model is {name}/final, "
-                             "or a folder in checkpoints/")
-        if not (Path(name) / "config.json").exists():
-            raise ValueError(f"the model folder '{name}' has no config.json")
-        return name
-    starts_like_a_path = name[:1] in (".", "/", "~") or Path(name).parent.is_dir()
-    if name.count("/") != 1 or starts_like_a_path:
-        raise ValueError(f"no model folder '{name}'; give 'tiny', 'smollm2', a folder, "
-                         "a GGUF file, or a hub id such as Qwen/Qwen2.5-3B-Instruct")
-    return name
+    Raises ValueError if there is no such folder or file."""
+    path = {"tiny": TINY_MODEL, "smollm2": SMOLLM2_MODEL}.get(name, Path(name))
+    is_hub_id = name.count("/") == 1 and not path.parent.is_dir()
+    if not path.exists() and not is_hub_id:
+        raise ValueError(f"no model '{name}': give 'tiny', 'smollm2' (run python "
+                         "data/get_smollm2.py first), a folder, a GGUF file, or a hub id such as "
+                         "Qwen/Qwen2.5-3B-Instruct")
+    return str(path)
+
+
+def location(path: str | Path) -> dict[str, str | bool]:
+    """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
+    model folder is never run."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
 
 
 def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
                 dtype: str | torch.dtype = torch.float32,
                 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """-> (causal LM, tokenizer). Weights are read from safetensors or GGUF only. Raises ValueError
-    if that fails."""
+    """-> (causal LM, tokenizer). Weights are read from safetensors or GGUF only."""
     tokenizer = load_tokenizer(name)
     return load_model(name, device, dtype), tokenizer
-
-
-def load_model(name: str, device: str | torch.device = "cpu",
-               dtype: str | torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal LM of `load_policy`. `load_tokenizer` has checked a GGUF file."""
-    path = model_path(name)
-    with one_line_error(f"cannot load the model '{name}'"):
-        model = load_causal_lm(path, dtype)
-    return model.to(device)
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of `load_policy`. A GGUF file is checked first. chat_template: a file with a
     template that takes the place of the model's own."""
-    path = model_path(name)
-    split = check_gguf(path) if path.endswith(".gguf") else ""
-    with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
-        tokenizer = AutoTokenizer.from_pretrained(**location(path))
-        tokenizer.generation_eos_ids = generation_eos_ids(path)
+    source = location(model_path(name))
+    split = gguf_split(model_path(name)) if "gguf_file" in source else ""
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if chat_template:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text()
-        except (OSError, ValueError) as e:
-            raise ValueError(f"cannot read --chat_template {chat_template}") from e
+        tokenizer.chat_template = Path(chat_template).read_text()
+    # Further tokens that end a reply.
+    folder = source["pretrained_model_name_or_path"]
+    try:
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        if Path(folder, "generation_config.json").exists():  # it cannot be read
+            raise
+        ids = None
+    tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
     return tokenizer
 
 
-@contextmanager
-def one_line_error(what: str) -> Iterator[None]:
-    """Re-raise an exception in the block as a ValueError whose message is one line, `what` first:
-    transformers raises exceptions of many kinds for a broken file. Those for a lack of memory or
-    threads are re-raised unchanged."""
-    try:
-        yield
-    except Exception as e:
-        if is_lack_of_resources(e):
-            raise
-        reason = next(iter(str(e).splitlines()), "")
-        if not isinstance(e, (OSError, ValueError, RuntimeError, SafetensorError)):
-            reason = f"{type(e).__name__}: {reason}"  # such as KeyError: 'model'
-        raise ValueError(f"{what}: {reason}") from e
+def gguf_split(path: str) -> str:
+    """Read the name of a GGUF file's pre-tokenizer, "" for SentencePiece. Raises ValueError for a
+    file that transformers would read wrongly without an error: it ignores scaled rotary embeddings,
+    and takes GPT-2's pre-tokenizer for one that it does not know."""
+    from gguf import GGUFReader
+    reader = GGUFReader(path)
+
+    def value(key):
+        return reader.fields[key].contents() if key in reader.fields else ""
+
+    family = value("general.architecture")
+    split = value("tokenizer.ggml.pre") if value("tokenizer.ggml.model") == "gpt2" else ""
+    is_scaled = (value(f"{family}.rope.scaling.type") not in ("", "none")
+                 or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors))
+    if (family not in ("llama", "qwen2", "qwen3")
+            or split not in ("", "gpt-2", "qwen2", "smollm") or is_scaled):
+        raise ValueError(f"{path} is not supported: architecture {family}, pre-tokenizer {split}, "
+                         f"{'scaled' if is_scaled else 'plain'} rotary embeddings")
+    return split
 
 
-def generation_eos_ids(path: str) -> list[int]:
-    """The end-of-sequence tokens in the generation_config.json of a path from `model_path`; [] if
-    there is none."""
-    if path.endswith(".gguf"):  # transformers would ask the hub for a repository of this name
-        return []
-    try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        if (Path(path) / "generation_config.json").exists():  # it cannot be read
-            raise
-        return []
-    return [found] if isinstance(found, int) else found or []
-
-
-def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
-    """The model at a path from `model_path`. A GGUF file's weights are de-quantised. dtype "auto":
-    the one of the weights in the files, float32 for a GGUF file. Raises ValueError if the files
-    lack a weight: transformers would fill it with random numbers."""
-    options = {"dtype": dtype}
-    is_gguf = path.endswith(".gguf")
-    if dtype == "auto" and is_gguf:
-        options["dtype"] = torch.float32
-    elif dtype == "auto":
+def load_model(name: str, device: str | torch.device = "cpu",
+               dtype: str | torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal LM of `load_policy`; `load_tokenizer` has checked a GGUF file, whose weights are
+    de-quantised. dtype "auto": the one of the weights in the files, float32 for a GGUF file. Raises
+    ValueError if the files lack a weight: transformers would fill it with random numbers."""
+    path = model_path(name)
+    source = location(path)
+    is_gguf = "gguf_file" in source
+    if is_gguf and dtype == "auto":
+        dtype = torch.float32
+    if dtype == "auto":
         # transformers would prefer the dtype in config.json, and cast the weights to it.
-        options["config"] = AutoConfig.from_pretrained(**location(path))
-        options["config"].dtype = None
+        source["config"] = AutoConfig.from_pretrained(**source)
+        source["config"].dtype = None
     model, found = AutoModelForCausalLM.from_pretrained(
-        **location(path), **options, use_safetensors=True, output_loading_info=True)
+        **source, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"its files lack {len(missing)} of the model's weights: {missing[0]} ...")
+        raise ValueError(f"the files of {path} lack {len(missing)} of the model's weights: "
+                         f"{missing[0]} ...")
     if unused := sorted(found["unexpected_keys"]):
         print(f"warning: {path}: {len(unused)} weights in its files are not part of the model that "
               f"its config.json describes, and are left out: {unused[0]} ...", file=sys.stderr)
@@ -178,47 +142,7 @@ def load_causal_lm(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
         model.config.get_text_config().tie_word_embeddings = False
     if is_gguf:  # a model that is marked as quantised can be neither cast nor saved
         model.hf_quantizer.remove_quantization_config(model)
-    return model
-
-
-def location(path: str | Path) -> dict[str, str | bool]:
-    """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
-    model folder is never run."""
-    path = str(path)
-    found = {"pretrained_model_name_or_path": path, "trust_remote_code": False}
-    if path.endswith(".gguf"):
-        found |= {"pretrained_model_name_or_path": str(Path(path).parent),
-                  "gguf_file": Path(path).name}
-    return found
-
-
-def check_gguf(path: str) -> str:
-    """Read a GGUF file's header -> the name of its pre-tokenizer, "" for SentencePiece.
-    Raises ValueError for a file that cannot be read, or that transformers would read wrongly."""
-    from gguf import GGUFReader
-    try:
-        reader = GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items()
-                  if len(field.data) == 1}
-        family = fields["general.architecture"]
-    except (ValueError, IndexError, KeyError, OverflowError) as e:
-        raise ValueError(f"{path} is broken, or not a GGUF file ({e})") from e
-    if family not in GGUF_FAMILIES:
-        raise ValueError(f"{path}: the architecture '{family}' is not supported; "
-                         f"supported: {', '.join(GGUF_FAMILIES)}")
-    if fields.get(f"{family}.expert_count", 0):
-        raise ValueError(f"{path} holds a mixture of experts, which is not read from GGUF files")
-    # transformers ignores both ways of writing scaled rotary embeddings into the file.
-    scaled = fields.get(f"{family}.rope.scaling.type", "none") != "none"
-    if scaled or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        raise ValueError(f"{path} has scaled rotary embeddings, which are not read from GGUF files")
-    if fields.get("tokenizer.ggml.model") != "gpt2":
-        return ""
-    split = fields.get("tokenizer.ggml.pre", "")
-    if split not in GGUF_SPLITS:
-        raise ValueError(f"{path}: the pre-tokenizer '{split}' is not supported; "
-                         f"supported: {', '.join(GGUF_SPLITS)}")
-    return split
+    return model.to(device)
 
 
 # Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.
@@ -296,7 +220,7 @@ class Critic(nn.Module):
     def __init__(self, name: str, device: str | torch.device = "cpu",
                  dtype: str | torch.dtype = torch.float32):
         super().__init__()
-        self.body = load_causal_lm(model_path(name), dtype).base_model
+        self.body = load_model(name, dtype=dtype).base_model
         self.config = self.body.config
         self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -403,50 +327,32 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 # ---- lengths, and the ways in which a model is computed ----
 
 
-def length_dependence(config: PreTrainedConfig) -> str:
-    """What in this model depends on the number of columns of a batch, so that padding would change
-    its result; "" if nothing does."""
-    config = config.get_text_config()
-    all_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if not all_full or window:
-        return "sliding windows"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    if kinds & {"dynamic", "longrope"}:
-        return "rotary embeddings that change with the length"
-    return ""
+def changing_rotary_embeddings(config: PreTrainedConfig) -> list[dict]:
+    """The parameters of a model's rotary embeddings that change with the length."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    return [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
 
 
-def largest_length(config: PreTrainedConfig) -> tuple[float, str]:
-    """The largest number of tokens at which the model can be played and trained, and the reason;
-    infinity and "" where there is no such limit."""
-    changes = length_dependence(config).startswith("rotary")
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    if changes:
-        # In longer sequences cached keys, and with them the log-probs of earlier tokens, differ
-        # from those of a fresh forward pass.
-        name = "original_max_position_embeddings"
-        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-        known = [part[name] for part in parts if name in part]
-        return (min(known, default=config.max_position_embeddings),
-                "its rotary embeddings change with greater lengths")
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and not rope:
-        return positions, "it has no position embeddings for more tokens"
-    return math.inf, ""
+def depends_on_length(config: PreTrainedConfig) -> bool:
+    """Whether the number of columns of a batch changes the model's result, as padding would."""
+    text = config.get_text_config()
+    windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return bool(windows or kinds - {"full_attention"} or changing_rotary_embeddings(config))
 
 
 def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
-    """Raise ValueError if the model `name` cannot be played and trained on `max_length` tokens;
-    warn of more tokens than it was trained for."""
-    largest, reason = largest_length(config)
+    """Raise ValueError if the rotary embeddings of the model `name` change within `max_length`
+    tokens: the cached keys, and with them the log-probs of earlier tokens, would differ from those
+    of a fresh forward pass. Warn of more tokens than it was trained for."""
+    trained_length = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    largest = min((kind.get("original_max_position_embeddings", trained_length)
+                   for kind in changing_rotary_embeddings(config)), default=math.inf)
     if max_length > largest:
-        raise ValueError(f"--max_length {max_length} is too long for {name}: {reason}; give "
-                         f"--max_length {largest} or less")
-    trained_length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if ranks()[0] == 0 and trained_length and max_length > trained_length:
+        raise ValueError(f"--max_length {max_length} is too long for {name}: its rotary embeddings "
+                         f"change beyond {largest} tokens")
+    if ranks()[0] == 0 and max_length > trained_length:
         print(f"warning: --max_length {max_length} is beyond the {trained_length} tokens that "
               f"{name} was trained for (max_position_embeddings in its config.json)",
               file=sys.stderr)

@@ -34,12 +34,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent import FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
 from agent import settings_of, user
-from engine import Padded, Ragged, sample
+from engine import Ragged, sample
 from envs import Env, EnvError, EnvPool, Step, Worker, split_item
-from models.check import find_paths
+from models.check import find_paths, plays_alone
+from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
-from rl import compute_paths_of, length_dependence
+from rl import compute_paths_of
 from trajectory import Status, Trajectory
 
 # ---- settings ----
@@ -562,7 +563,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     try:
         with unsharded(policy):
             if engine == "hf":
-                forwarded = decode_in_lockstep(policy, queue)
+                forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
                 lengths = config.max_length
                 engine.clear(max(lengths.values()) if isinstance(lengths, dict) else lengths)
@@ -723,59 +724,3 @@ class Decoder:
         for slot, episode, draw in zip(feed, episodes, sampled):
             if episode.add_token(*draw):
                 self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
-
-
-def decode_in_lockstep(policy: PreTrainedModel, queue: TrajectoryQueue) -> int:
-    """The reference: as many trajectories as there are slots take their turns together, on the
-    model's own attention, and wait for the slowest. -> number of token positions computed."""
-    # Padding would change the results of some models. They play one trajectory at a time.
-    paths = compute_paths_of(policy) or find_paths(policy)
-    slots = 1 if paths.rollout == "alone" or length_dependence(policy.config) else queue.slots
-    forwarded = 0
-    while True:
-        queue.deal(max(0, slots - len(queue.todo)))
-        if not queue.todo and queue.is_dealt():
-            return forwarded
-        cache = Padded(policy)
-        rows = []  # the episodes, one in each row of the cache
-        for episode in [queue.begin() for _ in range(min(slots, len(queue.todo)))]:
-            if episode.take_answer():
-                rows.append(episode)
-            else:
-                queue.end(episode)
-        while rows:
-            write_replies(cache, rows, queue)
-            rows = collect_answers(cache, rows, queue)
-            if any(e.begins for e in rows):  # compute all rows anew
-                forwarded += cache.forwarded
-                cache = Padded(policy)
-                for episode in rows:
-                    episode.pending = episode.trajectory.segment()
-        forwarded += cache.forwarded
-
-
-def write_replies(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> None:
-    """Decode until the reply in every row is complete."""
-    forward = cache.forward if cache.forwarded else cache.start
-    logits = forward([e.pending for e in rows])
-    writing = list(rows)
-    while True:
-        logits = logits[[place for place, e in enumerate(rows) if e in writing]]
-        sampled = queue.draw_tokens(logits, writing)
-        writing = [e for e, draw in zip(writing, sampled) if not e.add_token(*draw)]
-        if not writing:
-            return
-        logits = cache.forward([e.pending if e in writing else [] for e in rows])
-
-
-def collect_answers(cache: Padded, rows: list[Episode], queue: TrajectoryQueue) -> list[Episode]:
-    """Take the answer for every row, and keep the cache's rows of the episodes that go on."""
-    kept = []
-    for place, episode in enumerate(rows):
-        if episode.take_answer():
-            kept.append(place)
-        else:
-            queue.end(episode)
-    if kept and len(kept) < len(rows):
-        cache.keep(kept)
-    return [rows[place] for place in kept]

@@ -2,8 +2,8 @@
 
 A rollout and an update each have a fast way and slower ones. Each is tried on a copy of the model's
 first layers until one has the log-probs of the model's plain forward pass; the gap is the largest
-difference, for a bfloat16 run also the mean one. train.py and eval.py make the same check and keep
-its result. Exit status 2 if the model cannot be used.
+difference, for a bfloat16 run also the mean one. train.py and eval.py make the same check.
+Exit status 2 if the model cannot be used.
 """
 
 import torch

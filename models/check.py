@@ -16,27 +16,20 @@ exact way is used. A model without an exact way is refused.
 """
 
 import copy
-import hashlib
 import itertools
-import json
 import math
-import os
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import engine
 import rl
+from models.lockstep import Padded
 from parallel import device_of
-from trajectory import write_atomically
 
 LARGEST_GAP = 1e-4  # of a log-prob, in float32
 LARGEST_GAP_RECURRENT = 5e-4
@@ -45,21 +38,11 @@ SMALL_WINDOW = 16  # the copy's sliding windows and chunks, so that a short sequ
 # Words in the names of model types and layer types.
 RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "lstm", "falcon_h1")
 
-
-class Play(NamedTuple):
-    """The turns of one trajectory, as a rollout feeds them: first the prompt, then each token of a
-    reply by itself, the last one together with the observation that follows."""
-
-    feeds: list[list[int]]
-
-    @property
-    def ids(self) -> list[int]:
-        return [token for feed in self.feeds for token in feed]
-
-    @property
-    def ends(self) -> list[int]:
-        """The number of ids up to the end of each feed: the place of the token sampled there."""
-        return [sum(map(len, self.feeds[: k + 1])) for k in range(len(self.feeds))]
+# The turns of one trajectory, as a rollout feeds them: first the prompt, then each token of a reply
+# by itself, the last one together with the observation that follows.
+Play = list[list[int]]
+LogProbs = dict[tuple[int, int], float]  # (play, feed) -> of the token that follows the feed
+Way = Callable[[PreTrainedModel, list[Play]], LogProbs]
 
 
 def make_plays(vocab_size: int) -> list[Play]:
@@ -74,113 +57,106 @@ def make_plays(vocab_size: int) -> list[Play]:
     #                  prompt, reply, observation, reply, ...
     for lengths in ((9, 4, 7, 3, 12, 5), (3, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
                     (17, 2, 5, 6), (2, 3, 30, 5, 3, 3)):
-        feeds = [(beginning if len(plays) < 2 else []) + draw(lengths[0])]
+        play = [(beginning if len(plays) < 2 else []) + draw(lengths[0])]
         for reply, observation in zip(lengths[1::2], [*lengths[2::2], 0]):
-            feeds += [draw(1) for _ in range(reply)]
-            feeds[-1] += draw(observation)
-        plays.append(Play(feeds))
+            play += [draw(1) for _ in range(reply)]
+            play[-1] += draw(observation)
+        plays.append(play)
     return plays
 
 
-def read(logits: Tensor, plays: list[Play], turns: list[tuple[int, int]],
-         found: list[list[float]]) -> None:
-    """Add the log-prob of the token that follows feed k of play p to found[p], for each (p, k) of
-    `turns`. logits [len(turns), V]."""
+def ends_of(play: Play) -> list[int]:
+    """The number of ids up to the end of each feed but the last: the place of the token that is
+    sampled there."""
+    return list(itertools.accumulate(map(len, play[:-1])))
+
+
+def next_logprobs(logits: Tensor, plays: list[Play], feeds: list[tuple[int, int]]) -> LogProbs:
+    """The log-probs of the tokens that follow feed k of play p, for each (p, k) of `feeds`.
+    logits [len(feeds), V]."""
     logprobs = torch.log_softmax(logits.float(), -1)
-    for row, (number, k) in zip(logprobs, turns):
-        play = plays[number]
-        found[number].append(float(row[play.ids[play.ends[k]]]))
+    return {(p, k): float(row[plays[p][k + 1][0]]) for row, (p, k) in zip(logprobs, feeds)}
 
 
 # ---- the ways ----
 
-# Each gives, for each play, the log-probs of the tokens that follow its feeds but the last.
-Way = Callable[[PreTrainedModel, list[Play]], list[list[float]]]
-
 
 @torch.no_grad()
-def plain(model: PreTrainedModel, plays: list[Play]) -> list[list[float]]:
+def plain(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     """The oracle: the model's plain forward pass over each whole sequence."""
-    found = [[] for _ in plays]
-    for number, play in enumerate(plays):
-        ids = torch.tensor([play.ids], device=device_of(model))
+    found = {}
+    for p, play in enumerate(plays):
+        ids = torch.tensor([sum(play, [])], device=device_of(model))
         logits = model(input_ids=ids, use_cache=False).logits[0]
-        for k, end in enumerate(play.ends[:-1]):
-            read(logits[end - 1 : end], plays, [(number, k)], found)
+        last = torch.tensor(ends_of(play), device=ids.device) - 1
+        found |= next_logprobs(logits[last], plays, [(p, k) for k in range(len(play) - 1)])
     return found
 
 
-def ragged(model: PreTrainedModel, plays: list[Play]) -> list[list[float]]:
+def ragged(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     """The engine, with fewer slots than plays. A slot begins a step after the one before it, so
     that some slots decode while others prefill, and a common beginning is copied."""
     decoder = engine.Ragged(model, 4)
-
-    def turns_of(slot):
-        for number in range(slot, len(plays), decoder.slots):
-            for k in range(len(plays[number].feeds) - 1):
-                yield number, k
-
-    found = [[] for _ in plays]
-    running = {slot: turns_of(slot) for slot in range(decoder.slots)}
+    running = {slot: iter([(p, k) for p in range(slot, len(plays), decoder.slots)
+                           for k in range(len(plays[p]) - 1)]) for slot in range(decoder.slots)}
+    found = {}
     with decoder.attention():
         for step in itertools.count():
-            turns = {slot: next(turns, None) for slot, turns in running.items() if slot <= step}
-            turns = {slot: turn for slot, turn in turns.items() if turn is not None}
-            if not turns:
+            feeds = {slot: next(left, None) for slot, left in running.items() if slot <= step}
+            feeds = {slot: feed for slot, feed in feeds.items() if feed is not None}
+            if not feeds:
                 return found
-            feed = {}
-            for slot, (number, k) in turns.items():
-                feed[slot] = plays[number].feeds[k]
-                if not k:
-                    source, length = decoder.best_prefix(feed[slot])
-                    feed[slot] = decoder.begin(slot, feed[slot], source, length)
-            read(decoder.forward(feed), plays, list(turns.values()), found)
+            new_ids = {slot: plays[p][k] for slot, (p, k) in feeds.items()}
+            for slot, (_, k) in feeds.items():
+                if k == 0:
+                    prefix = decoder.best_prefix(new_ids[slot])
+                    new_ids[slot] = decoder.begin(slot, new_ids[slot], *prefix)
+            found |= next_logprobs(decoder.forward(new_ids), plays, list(feeds.values()))
 
 
-def padded(model: PreTrainedModel, plays: list[Play]) -> list[list[float]]:
+def padded(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     """The model's own attention and cache, all plays in lockstep."""
-    cache = engine.Padded(model)
-    found = [[] for _ in plays]
+    cache = Padded(model)
+    found = {}
     rows = list(range(len(plays)))  # the plays in the cache
-    for k in range(max(len(play.feeds) for play in plays) - 1):
-        alive = [number for number in rows if k < len(plays[number].feeds) - 1]
+    for k in range(max(map(len, plays)) - 1):
+        alive = [p for p in rows if k < len(plays[p]) - 1]
         if len(alive) < len(rows) - 1:  # let one wait, and drop two
-            cache.keep([rows.index(number) for number in alive])
+            cache.keep([rows.index(p) for p in alive])
             rows = alive
         forward = cache.forward if k else cache.start
-        logits = forward([plays[number].feeds[k] if number in alive else [] for number in rows])
-        places = [rows.index(number) for number in alive]
-        read(logits[places], plays, [(number, k) for number in alive], found)
+        logits = forward([plays[p][k] if p in alive else [] for p in rows])
+        places = [rows.index(p) for p in alive]
+        found |= next_logprobs(logits[places], plays, [(p, k) for p in alive])
     return found
 
 
-def alone(model: PreTrainedModel, plays: list[Play]) -> list[list[float]]:
+def alone(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     """The same with one play at a time."""
-    return [found for play in plays for found in padded(model, [play])]
+    return {(p, k): logprob for p, play in enumerate(plays)
+            for (_, k), logprob in padded(model, [play]).items()}
 
 
 @torch.no_grad()
-def updated(model: PreTrainedModel, plays: list[Play], packed: bool) -> list[list[float]]:
+def updated(model: PreTrainedModel, plays: list[Play], way: str) -> LogProbs:
     """The log-probs that the update computes."""
-    width = max(len(play.ids) for play in plays)
-    ids = torch.zeros(len(plays), width, dtype=torch.long)
-    mask = torch.zeros(len(plays), width, dtype=torch.bool)
-    for row, play in enumerate(plays):
-        ids[row, : len(play.ids)] = torch.tensor(play.ids)
-        mask[row, play.ends[:-1]] = True
-    rl.set_compute_paths(model, rl.ComputePaths("padded", "packed" if packed else "padded", {}))
-    device = device_of(model)
-    logprobs, _ = rl.token_logprobs(model, ids.to(device), mask.to(device))
-    return [row[own].tolist() for row, own in zip(logprobs.cpu(), mask)]
+    rows = [torch.tensor(sum(play, [])) for play in plays]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device_of(model))
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for p, play in enumerate(plays):
+        mask[p, ends_of(play)] = True
+    rl.set_compute_paths(model, rl.ComputePaths("padded", way, {}))
+    logprobs, _ = rl.token_logprobs(model, ids, mask)
+    return {(p, k): logprobs[p, end].item() for p, play in enumerate(plays)
+            for k, end in enumerate(ends_of(play))}
 
 
 ROLLOUT: dict[str, Way] = {"ragged": ragged, "padded": padded, "alone": alone}
-UPDATE: dict[str, Way] = {"packed": partial(updated, packed=True),
-                          "padded": partial(updated, packed=False)}
+UPDATE: dict[str, Way] = {way: partial(updated, way=way) for way in ("packed", "padded")}
 
 
 def differences(way: Way, model: PreTrainedModel, plays: list[Play],
-                oracle: list[list[float]]) -> list[float]:
+                oracle: LogProbs) -> list[float]:
     """The differences of a way's log-probs from the oracle's; [inf] if the way fails."""
     try:
         found = way(model, plays)
@@ -188,12 +164,13 @@ def differences(way: Way, model: PreTrainedModel, plays: list[Play],
         if rl.is_lack_of_resources(e):  # which says nothing about the way
             raise
         return [math.inf]
-    both = zip(itertools.chain(*found), itertools.chain(*oracle), strict=True)
-    gaps = [abs(a - b) for a, b in both]
+    gaps = [abs(found[feed] - oracle[feed]) for feed in oracle]
     return gaps if math.isfinite(sum(gaps)) else [math.inf]
 
 
 # ---- the check ----
+
+known: dict[tuple[str, str, str], rl.ComputePaths] = {}  # (configuration, dtype, device) -> paths
 
 
 def find_paths(model: PreTrainedModel, dtype: str = "float32",
@@ -203,27 +180,24 @@ def find_paths(model: PreTrainedModel, dtype: str = "float32",
     dtype, device: the run's; None is the model's device. The largest difference allowed is
     LARGEST_GAP in float32, LARGEST_GAP_RECURRENT where layers are recurrent; in another `dtype` the
     mean one is also limited (see `try_ways`). Raises ValueError if no way is exact, or if the
-    model's log-probs are not finite. The ways are kept for models of the same configuration in
-    ~/.cache/multiturn_rl.
+    model's log-probs are not finite. This process tries each configuration once.
     """
     device = device or device_of(model)
-    kept = cache_file(model, dtype, device)
-    try:
-        paths = rl.ComputePaths(**json.loads(kept.read_text()))
-    except (OSError, ValueError, TypeError):
-        paths = try_ways(first_layers(model, device), dtype)
-        if paths.rollout and paths.update:  # a refusal may be due to these weights alone
-            with suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(kept, json.dumps(paths._asdict()))
+    key = (model.config.to_json_string(), dtype, device.type)
+    paths = known.get(key) or try_ways(first_layers(model, device), dtype)
     rl.set_compute_paths(model, paths)
     if not paths.rollout or not paths.update:
-        what = "rollout" if not paths.rollout else "update"
-        gaps = ", ".join(f"{name.removeprefix(what).strip()} {gap:.2g}"
-                         for name, gap in paths.gaps.items() if name.startswith(what))
-        raise ValueError(f"models of the type {model.config.model_type} cannot be used: no {what} "
-                         f"has the log-probs of the model's own forward pass (gaps: {gaps})")
+        raise ValueError(f"models of the type {model.config.model_type} cannot be used: no way has "
+                         f"the log-probs of the model's own forward pass: {paths}")
+    known[key] = paths  # not a refusal, which may be due to these weights alone
     return paths
+
+
+def plays_alone(model: PreTrainedModel) -> bool:
+    """Whether padding would change the model's results, so that on its own attention it plays one
+    trajectory at a time."""
+    paths = rl.compute_paths_of(model) or find_paths(model)
+    return paths.rollout == "alone" or rl.depends_on_length(model.config)
 
 
 def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
@@ -239,24 +213,23 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     plays = make_plays(model.config.get_text_config().vocab_size)
     model.eval()
     oracle = plain(model, plays)
-    if not math.isfinite(sum(map(sum, oracle))):
+    if not math.isfinite(sum(oracle.values())):
         raise ValueError("the model's log-probs are not finite: its weights are damaged")
     if dtype != "float32":
         with rl.compute_in(dtype, device_of(model)):
             oracle_of_dtype = plain(model, plays)
-            rounding = statistics.mean(differences(plain, model, plays, oracle))
+        rounding = statistics.mean(abs(oracle_of_dtype[feed] - oracle[feed]) for feed in oracle)
     found = {"rollout": "", "update": ""}
     gaps = {}
     for what, ways in (("rollout", ROLLOUT), ("update", UPDATE)):
         for name, way in ways.items():
-            gap = max(differences(way, model, plays, oracle))
-            gaps[f"{what} {name}"] = gap
+            gap = gaps[f"{what} {name}"] = max(differences(way, model, plays, oracle))
             is_exact = gap <= limit
             if is_exact and dtype != "float32":
                 with rl.compute_in(dtype, device_of(model)):
-                    of_dtype = differences(way, model, plays, oracle_of_dtype)
-                gaps[f"{what} {name} {dtype}"] = statistics.mean(of_dtype)
-                is_exact = statistics.mean(of_dtype) <= max(LARGEST_MEAN_GAP, rounding)
+                    mean = statistics.mean(differences(way, model, plays, oracle_of_dtype))
+                gaps[f"{what} {name} {dtype}"] = mean
+                is_exact = mean <= max(LARGEST_MEAN_GAP, rounding)
             if is_exact:
                 found[what] = name
                 break
@@ -293,15 +266,3 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     small.load_state_dict({name: weights[name] for name, own in small.state_dict().items()
                            if name in weights and weights[name].shape == own.shape}, strict=False)
     return small.eval()
-
-
-def cache_file(model: PreTrainedModel, dtype: str, device: torch.device) -> Path:
-    """Where the result for such a model is kept: a name for its configuration, dtype and device,
-    and for the code that computes it."""
-    parts = [model.config.to_json_string(), dtype, device.type, torch.__version__,
-             transformers.__version__]
-    parts += [Path(module.__file__).read_text() for module in (rl, engine)]
-    parts.append(Path(__file__).read_text())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "multiturn_rl" / f"{key}.json"

@@ -106,13 +106,16 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return weights.to(value.dtype) @ value
 
 
-def seen_keys(first: int, count: int, window: int | None, like: Tensor) -> Tensor:
-    """The mask [count, first + count] of queries at the positions first, first + 1 ...: 0 for keys
-    at the same or an earlier position, with a sliding window for the last `window` of them, and
-    -inf for all others. Its dtype and device are those of `like`."""
-    hidden = like.new_full((count, first + count), -math.inf)
-    later = hidden.triu(first + 1)
-    return later if window is None else later + hidden.tril(first - window)
+def seen_keys(last_keys: Tensor, width: int, window: int | None, like: Tensor) -> Tensor:
+    """The mask [N, width] of queries whose last seen keys are at the positions last_keys [N]: 0 for
+    keys up to there, with a sliding window for the last `window` of them, and -inf for all others.
+    Its dtype is that of `like`."""
+    positions = torch.arange(width, device=last_keys.device)
+    last_keys = last_keys[:, None]
+    seen = positions <= last_keys
+    if window is not None:
+        seen &= positions > last_keys - window
+    return like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
 
 
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -148,7 +151,8 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
             o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
                                              enable_gqa=grouped)
         else:  # it shares a beginning with the sequence before, or the model's attention is special
-            mask = seen_keys(length - count, count, sliding_window, value)
+            last_keys = torch.arange(length - count, length, device=value.device)
+            mask = seen_keys(last_keys, length, sliding_window, value)
             o = masked_attention(q, k, v, mask, scaling, softcap, sinks)
         out.append(o)
     return torch.cat(out, 2).transpose(1, 2), None

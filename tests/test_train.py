@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_model, run_script
+from conftest import ROOT, run_script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -417,20 +417,6 @@ def test_two_processes_give_the_first_step_of_one(reference, tmp_path):
         assert abs(one[0][key] - two[0][key]) < 1e-5, key
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_more_tokens_than_a_model_has_positions_for_are_refused(tiny, tmp_path, script):
-    random_model("gpt2", n_positions=1024).save_pretrained(tmp_path / "gpt2")
-    tiny[1].save_pretrained(tmp_path / "gpt2")
-    out = ["--out", str(tmp_path / "r")]
-    done = run_script(script, "--env", "babyai", "--model", str(tmp_path / "gpt2"), *out,
-                      "--max_length", "1025")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"{script}: --max_length 1025 is too long for {tmp_path}/gpt2: it has no position "
-        "embeddings for more tokens; give --max_length 1024 or less\n")
-    assert not (tmp_path / "r").exists()
-
-
 # ---- algorithms, worlds and settings ----
 
 
@@ -795,7 +781,7 @@ def test_a_model_without_a_chat_template_needs_the_file_of_one(tmp_path):
     done = run(*flags)
     assert done.returncode == 2 and "no chat template: take its Instruct version" in done.stderr
     done = run(*flags, "--chat_template", str(tmp_path / "nowhere"))
-    assert done.returncode == 2 and "cannot read --chat_template" in done.stderr
+    assert done.returncode == 2 and str(tmp_path / "nowhere") in done.stderr
     done = run(*flags, "--chat_template", "data/tiny/chat_template.jinja")
     assert done.returncode == 0, done.stderr
     assert rl.load_tokenizer(str(tmp_path / "r/final")).chat_template

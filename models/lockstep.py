@@ -1,0 +1,107 @@
+"""Decoding on the model's own attention and cache, with padded rows that advance together.
+
+It is the reference for the engine, and it plays the models whose attention cannot be replaced.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from parallel import device_of
+
+
+class Padded:
+    """The KV cache of rows that advance together.
+
+    The new ids of a step are padded on the left to one width. The attention mask hides the
+    padding, and positions count real tokens only.
+    """
+
+    def __init__(self, policy: PreTrainedModel):
+        self.policy = policy
+        self.device = device_of(policy)
+        self.kv_cache = DynamicCache(config=policy.config.get_text_config())
+        self.attention_mask = None  # [B, columns] bool, True: a real token
+        self.forwarded = 0  # token positions computed, padding included
+
+    def start(self, chunks: list[list[int]]) -> Tensor:
+        """`forward` at the start, when equal rows (the samples of an item) are computed once."""
+        distinct = list(dict.fromkeys(map(tuple, chunks)))
+        logits = self.forward(distinct)
+        rows = [distinct.index(tuple(chunk)) for chunk in chunks]
+        self.keep(rows)
+        return logits[rows]
+
+    @torch.no_grad()
+    def forward(self, chunks: list[list[int]]) -> Tensor:
+        """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
+        [B, V] after the last column; those of a row that waits mean nothing."""
+        rows = [torch.tensor(chunk, dtype=torch.long) for chunk in chunks]
+        real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+        ids, is_real = (pad_sequence(columns, batch_first=True, padding_side="left").to(self.device)
+                        for columns in (rows, real))
+        before = is_real[:, :0] if self.attention_mask is None else self.attention_mask
+        self.attention_mask = torch.cat([before, is_real], dim=1)
+        positions = (self.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        self.forwarded += ids.numel()
+        return self.policy(input_ids=ids, attention_mask=self.attention_mask.long(),
+                           position_ids=positions, past_key_values=self.kv_cache,
+                           use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def keep(self, rows: list[int]) -> None:
+        """Replace the rows by these of them: a row may be left out, or repeated."""
+        if rows == list(range(len(self.attention_mask))):
+            return  # not every cache can select rows
+        rows = torch.tensor(rows, device=self.device)
+        self.kv_cache.batch_select_indices(rows)
+        self.attention_mask = self.attention_mask[rows]
+
+
+def decode_in_lockstep(policy: PreTrainedModel, queue: object, slots: int) -> int:
+    """Play the episodes of a `rollout.TrajectoryQueue`: `slots` trajectories take their turns
+    together, and wait for the slowest. -> number of token positions computed."""
+    forwarded = 0
+    while True:
+        queue.deal(max(0, slots - len(queue.todo)))
+        if not queue.todo and queue.is_dealt():
+            return forwarded
+        cache = Padded(policy)
+        rows = [queue.begin() for _ in range(min(slots, len(queue.todo)))]  # of the cache
+        rows = [rows[place] for place in take_answers(rows, queue)]
+        while rows:
+            write_replies(cache, rows, queue)
+            if kept := take_answers(rows, queue):
+                cache.keep(kept)
+            rows = [rows[place] for place in kept]
+            if any(episode.begins for episode in rows):  # compute all rows anew
+                forwarded += cache.forwarded
+                cache = Padded(policy)
+                for episode in rows:
+                    episode.pending = episode.trajectory.segment()
+        forwarded += cache.forwarded
+
+
+def write_replies(cache: Padded, rows: list, queue: object) -> None:
+    """Decode until the reply of the episode in every row is complete."""
+    forward = cache.forward if cache.forwarded else cache.start
+    logits = forward([e.pending for e in rows])
+    writing = list(rows)
+    while True:
+        logits = logits[[place for place, e in enumerate(rows) if e in writing]]
+        sampled = queue.draw_tokens(logits, writing)
+        writing = [e for e, draw in zip(writing, sampled) if not e.add_token(*draw)]
+        if not writing:
+            return
+        logits = cache.forward([e.pending if e in writing else [] for e in rows])
+
+
+def take_answers(episodes: list, queue: object) -> list[int]:
+    """Take the answers of the episodes' environments -> the places of those that go on."""
+    places = []
+    for place, episode in enumerate(episodes):
+        if episode.take_answer():
+            places.append(place)
+        else:
+            queue.end(episode)
+    return places
