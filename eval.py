@@ -514,6 +514,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
 
 
 def sha256(text: str) -> str:
+    """The sha256 of a text, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
