@@ -25,7 +25,7 @@ TESTS = {  # the files of tests/ that may notice a fault of the file
     "algos.py": ["algos", "update"],
     "update.py": ["update", "shaping"],
     "rollout.py": ["rollout", "segments"],
-    "trajectory.py": ["rollout", "segments", "view"],
+    "trajectory.py": ["rollout", "segments"],
     "schedule.py": ["schedule"],
     "checkpoint.py": ["checkpoint"],
 }
