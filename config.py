@@ -61,36 +61,46 @@ LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 class Setup(Rollouts):
     """what is played, and by which model"""
 
-    env: str = flag("babyai", f"world: {', '.join(envs.WORLDS)}, or with --env_url one of a server "
-                              "(docs/worlds.md); several with weights: babyai:2,textcraft:1")
-    model: str = flag("tiny", "'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), a "
-                              "folder, a GGUF file, or a hub id")
-    horizon: str = flag("6,13,20", "largest number of turns, by stage: 6,13,20, or per world: "
-                                   "'babyai=6,13,20 textcraft=10,20,30'; eval.py plays each")
-    chat_template: str = flag("", "file with a chat template (Jinja), for a model that has none")
-    data: str = flag("", "folder in the layout of AgentGym-RL-Data-ID; default: data/")
-    env_args: str = flag("", "keyword arguments of worlds in this process: 'searchqa.topk=5 "
-                             "searchqa.corpus=wiki.jsonl'")
-    env_url: str = flag("", "AgentGym's or OpenEnv's servers http://host:port[,...] to play on; of "
-                            "several worlds: 'babyai=http://host:port textcraft=http://host:port'")
-    prompts: str = flag("", "JSON file with other instructions: {WORLD: {'prompt': the whole first "
-                            "message, 'reply': the fixed reply to it}, ...}; 'none': the world's "
-                            "own; default: those of the run which wrote --model")
+    # or with --env_url a world of a server (docs/worlds.md); several with weights:
+    # babyai:2,textcraft:1
+    env: str = flag("babyai", envs.WORLDS)
+    # 'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), a folder, a GGUF file, or a hub id
+    model: str = flag("tiny")
+    # largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30';
+    # eval.py plays each
+    horizon: str = flag("6,13,20")
+    # file with a chat template (Jinja), for a model that has none
+    chat_template: str = flag("")
+    # folder in the layout of AgentGym-RL-Data-ID; default: data/
+    data: str = flag("")
+    # keyword arguments of worlds in this process: 'searchqa.topk=5 searchqa.corpus=wiki.jsonl'
+    env_args: str = flag("")
+    # AgentGym's or OpenEnv's servers http://host:port[,...] to play on; of several worlds:
+    # 'babyai=http://host:port textcraft=http://host:port'
+    env_url: str = flag("")
+    # JSON file with other instructions: {WORLD: {'prompt': the whole first message, 'reply': the
+    # fixed reply to it}, ...}; 'none': the world's own; default: those of the run which wrote
+    # --model
+    prompts: str = flag("")
 
 
 @dataclass
 class RunConfig(Setup, Optim):
     """the run"""
 
-    out: str = flag("", "run folder; default runs/ENV_ALGO_sSEED, with a model other than tiny "
-                        "runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)")
-    resume: bool = flag(False, "continue the run in --out from its newest checkpoint")
-    eval_every: int = flag(0, f"steps between evaluations on {EVAL_ITEMS} held-out items of each "
-                              "world, always the same; 0: none", NOT_NEGATIVE)
-    save_every: int = flag(50, "steps between checkpoints", ABOVE_0)
-    keep: int = flag(2, "checkpoints kept", ABOVE_0, study=True)
-    report_to: str = flag("none", "metrics go there, too (extras of these names)",
-                          ("none", "tensorboard", "wandb"))
+    # run folder; default runs/ENV_ALGO_sSEED, with a model other than tiny
+    # runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)
+    out: str = flag("")
+    # continue the run in --out from its newest checkpoint
+    resume: bool = flag(False)
+    # steps between evaluations on 64 held-out items of each world, always the same; 0: none
+    eval_every: int = flag(0, NOT_NEGATIVE)
+    # steps between checkpoints
+    save_every: int = flag(50, ABOVE_0)
+    # checkpoints kept
+    keep: int = flag(2, ABOVE_0, study=True)
+    # metrics go there, too (extras of these names)
+    report_to: str = flag("none", ("none", "tensorboard", "wandb"))
     worlds: dict[str, WorldSettings] = field(default_factory=dict)
     first_model: str = ""  # what --model was made of, over any number of runs
     agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
@@ -100,18 +110,20 @@ class RunConfig(Setup, Optim):
 class Config(RunConfig, Horizon, Loss):
     """how much is played and trained"""
 
-    steps: int = flag(300, "training steps", ABOVE_0)
-    turns: int = flag(0, "end before --steps when less than half of the last step's environment "
-                         "turns are left of this many; 0: no limit", NOT_NEGATIVE,
-                      study=True)
-    items_per_step: int = flag(32, "distinct items per step; default for several worlds: that of "
-                                   "the first world, times their number", ABOVE_0)
-    rollouts_per_item: int = flag(4, "trajectories of each item: the group of GRPO and RLOO",
-                                  ABOVE_0)
-    min_entropy: float = flag(1e-4, "stop when the policy's entropy, nats a token, falls below "
-                                    "this", study=True)
-    max_kl: float = flag(10.0, "stop when `kl` or `kl_behaviour`, nats a token, rises above this",
-                         study=True)
+    # training steps
+    steps: int = flag(300, ABOVE_0)
+    # end before --steps when less than half of the last step's environment turns are left of this
+    # many; 0: no limit
+    turns: int = flag(0, NOT_NEGATIVE, study=True)
+    # distinct items per step; default for several worlds: that of the first world, times their
+    # number
+    items_per_step: int = flag(32, ABOVE_0)
+    # trajectories of each item: the group of GRPO and RLOO
+    rollouts_per_item: int = flag(4, ABOVE_0)
+    # stop when the policy's entropy, nats a token, falls below this
+    min_entropy: float = flag(1e-4, study=True)
+    # stop when `kl` or `kl_behaviour`, nats a token, rises above this
+    max_kl: float = flag(10.0, study=True)
 
 
 # What may differ between a run and its continuation by --resume.
@@ -211,9 +223,12 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
     owner_of = {name: owner for owner in classes[::-1] for name in vars(owner)["__annotations__"]}
     hints = get_type_hints(config_class)
     for f in fields(config_class):
-        if "help" not in f.metadata:
+        if not f.metadata:
             continue
-        is_study, choices = f.metadata.get("study"), f.metadata.get("choices")
+        is_study, choices = f.metadata.get("study"), f.metadata["choices"]
+        text = comments_of(owner_of[f.name])[f.name]
+        if isinstance(choices, dict):
+            text, choices = f"{' | '.join(choices)}, {text}", None
         kind = (get_args(hints[f.name]) or [hints[f.name]])[0]  # of "int | None": int
         shown = "|".join(choices) if isinstance(choices, tuple) else SHOWN[kind]
         default = "" if f.default in (None, False, "") else f" (default: {f.default})"
@@ -221,7 +236,7 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
         groups["study" if is_study else owner_of[f.name]].add_argument(
             f"--set {f.name}" if is_study else f"--{f.name}", dest=f.name, metavar=shown,
             type=string_to_bool if kind is bool else kind, choices=choices,
-            help=f.metadata["help"] + default, **switch)
+            help=text.replace("%", "%%") + default, **switch)
 
     words = []
     is_set = False  # after --set: each FIELD=VALUE becomes "--set FIELD", VALUE
@@ -238,6 +253,18 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python {program} --help lists all")
     return {name: value for name, value in vars(found).items() if value is not None}
+
+
+def comments_of(owner: type) -> dict[str, str]:
+    """Name of a field -> the comment above it."""
+    found, comment = {}, []
+    for line in map(str.strip, inspect.getsource(owner).splitlines()):
+        if line.startswith("#"):
+            comment.append(line.strip("# "))
+        else:
+            found[line.partition(":")[0]] = " ".join(comment)
+            comment = []
+    return found
 
 
 SHOWN = {int: "N", float: "X", bool: "true|false", str: "TEXT"}  # type -> a flag's value in --help

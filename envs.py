@@ -256,10 +256,11 @@ class Numbers:
 ABOVE_0, NOT_NEGATIVE = Numbers(0, itself=False), Numbers(0, itself=True)
 
 
-def flag(default: Any, help: str, choices: Container | None = None, study: bool = False) -> Any:
-    """A field of a dataclass of settings that is a flag of a command, with its line of --help. A
-    field without it is no flag. study: it is set by --set FIELD=VALUE."""
-    return field(default=default, metadata={"help": help, "choices": choices, "study": study})
+def flag(default: Any, choices: Container | None = None, study: bool = False) -> Any:
+    """A field of a dataclass of settings that is a flag of a command. The comment above it is its
+    line of --help. A field without it is no flag. choices: a table names the usual values and
+    allows others. study: the field is set by --set FIELD=VALUE."""
+    return field(default=default, metadata={"choices": choices, "study": study})
 
 
 def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:

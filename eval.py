@@ -48,18 +48,24 @@ from trajectory import Status, Trajectory, read_objects, read_trajectories, writ
 class EvalConfig(Setup):
     """the evaluation"""
 
-    samples: int = flag(1, "trajectories of each item: the k of avg@k and pass@k", ABOVE_0)
-    split: str = flag("test", "test (held out) | train")
-    items: int | None = flag(None, "number of items, drawn from the split by --seed; default: all",
-                             ABOVE_0)
-    base_url: str = flag("", "for --model openai:NAME: an OpenAI-compatible server, "
-                             "http://host:port/v1; a key is taken from OPENAI_API_KEY")
-    top_p: float = flag(1.0, "nucleus sampling", ABOVE_0)
-    top_k: int = flag(0, "sample from the k likeliest tokens; 0: off", NOT_NEGATIVE)
-    out: str = flag("", "JSON file for the result")
-    trajectories: str = flag("", "JSON-lines file for the trajectories; in a sweep .hHORIZON is "
-                                 "put into its name. An evaluation that was stopped goes on from "
-                                 "it, by the same command")
+    # trajectories of each item: the k of avg@k and pass@k
+    samples: int = flag(1, ABOVE_0)
+    # test (held out) | train
+    split: str = flag("test")
+    # number of items, drawn from the split by --seed; default: all
+    items: int | None = flag(None, ABOVE_0)
+    # for --model openai:NAME: an OpenAI-compatible server, http://host:port/v1; a key is taken from
+    # OPENAI_API_KEY
+    base_url: str = flag("")
+    # nucleus sampling
+    top_p: float = flag(1.0, ABOVE_0)
+    # sample from the k likeliest tokens; 0: off
+    top_k: int = flag(0, NOT_NEGATIVE)
+    # JSON file for the result
+    out: str = flag("")
+    # JSON-lines file for the trajectories; in a sweep .hHORIZON is put into its name. An evaluation
+    # that was stopped goes on from it, by the same command
+    trajectories: str = flag("")
 
 
 # Settings whose default is the run's; those of `OF_WORLD` only in a world that it was trained on.

@@ -180,11 +180,12 @@ def load_model(name: str, device: str | torch.device = "cpu",
 class Sampling:
     """how tokens are drawn: the rollout and the update must agree on it"""
 
-    seed: int = flag(0, "every random number follows from it", NOT_NEGATIVE)
-    temperature: float = flag(1.0, "sampling temperature; 0 (in evaluation): the likeliest token",
-                              NOT_NEGATIVE)
-    dtype: str = flag("float32", "arithmetic of the forward passes; trained weights are float32",
-                      ("float32", "bfloat16"))
+    # every random number follows from it
+    seed: int = flag(0, NOT_NEGATIVE)
+    # sampling temperature; 0 (in evaluation): the likeliest token
+    temperature: float = flag(1.0, NOT_NEGATIVE)
+    # arithmetic of the forward passes; trained weights are float32
+    dtype: str = flag("float32", ("float32", "bfloat16"))
 
 
 # Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.

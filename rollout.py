@@ -52,31 +52,42 @@ from worlds.agentgym import LENIENT
 class Rollouts(Sampling):
     """how trajectories are played"""
 
-    action_format: str = flag("react", "how a reply holds its action", tuple(FORMATS))
-    parse: str = flag("lenient", "strict: one action, exactly as --action_format has it | lenient: "
-                                 "as AgentGym's client of the world reads it", PARSES)
-    agent: str | Callable = flag("react", f"{' | '.join(AGENTS)}, or your own: FILE.py:NAME, "
-                                          "module:NAME (docs/agents.md)")
-    agent_args: str = flag("", "settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true")
-    history: str = flag("", "append: earlier replies stay in the prompt as sampled | template: as "
-                            "the chat template writes them, in a new segment where it rewrites "
-                            "them; default: template if it drops thoughts",
-                        ("append", "template"))
-    system: str = flag("", "a system message; default: that of the run which wrote --model")
-    chat_args: str = flag("", "switches of the chat template: enable_thinking=false, or a JSON "
-                              "object; default: those of the run which wrote --model")
-    max_tokens: int = flag(512, "largest reply, tokens", ABOVE_0)
-    max_length: int = flag(10240, "largest segment, tokens", ABOVE_0)
-    invalid_penalty: float = flag(0.0, "taken off the reward of an invalid action", NOT_NEGATIVE)
-    slots: int = flag(32, "trajectories that each process plays at the same time", ABOVE_0)
-    deadline: float = flag(60.0, "seconds an environment has to answer", ABOVE_0)
-    create_deadline: float = flag(300.0, "seconds to create an environment", ABOVE_0, study=True)
-    engine: str = flag("ragged", "hf: the model's own attention, in lockstep (slow; the reference)",
-                       ("ragged", "hf"), study=True)
-    graphs: bool = flag(True, "on a GPU, record decode steps as CUDA graphs", study=True)
-    arrival_order: bool | None = flag(
-        None, "take environments' answers as they come: faster, and not repeatable bit for bit; "
-              "default: with --env_url", study=True)
+    # how a reply holds its action
+    action_format: str = flag("react", tuple(FORMATS))
+    # strict: one action, exactly as --action_format has it | lenient: as AgentGym's client of the
+    # world reads it
+    parse: str = flag("lenient", PARSES)
+    # or your own: FILE.py:NAME, module:NAME (docs/agents.md)
+    agent: str | Callable = flag("react", AGENTS)
+    # settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true
+    agent_args: str = flag("")
+    # append: earlier replies stay in the prompt as sampled | template: as the chat template writes
+    # them, in a new segment where it rewrites them; default: template if it drops thoughts
+    history: str = flag("", ("append", "template"))
+    # a system message; default: that of the run which wrote --model
+    system: str = flag("")
+    # switches of the chat template: enable_thinking=false, or a JSON object; default: those of the
+    # run which wrote --model
+    chat_args: str = flag("")
+    # largest reply, tokens
+    max_tokens: int = flag(512, ABOVE_0)
+    # largest segment, tokens
+    max_length: int = flag(10240, ABOVE_0)
+    # taken off the reward of an invalid action
+    invalid_penalty: float = flag(0.0, NOT_NEGATIVE)
+    # trajectories that each process plays at the same time
+    slots: int = flag(32, ABOVE_0)
+    # seconds an environment has to answer
+    deadline: float = flag(60.0, ABOVE_0)
+    # seconds to create an environment
+    create_deadline: float = flag(300.0, ABOVE_0, study=True)
+    # hf: the model's own attention, in lockstep (slow; the reference)
+    engine: str = flag("ragged", ("ragged", "hf"), study=True)
+    # on a GPU, record decode steps as CUDA graphs
+    graphs: bool = flag(True, study=True)
+    # take environments' answers as they come: faster, and not repeatable bit for bit; default: with
+    # --env_url
+    arrival_order: bool | None = flag(None, study=True)
     top_p: float = 1.0  # nucleus sampling, in evaluation
     top_k: int = 0  # sample from the k likeliest tokens, in evaluation; 0: off
     samples: int = 1  # trajectories of each item

@@ -25,12 +25,11 @@ MIN_CUT = 0.05  # adaptive: a longer horizon helps only if it cuts more trajecto
 class Horizon:
     """the horizon"""
 
-    horizon_schedule: str = field(default="scaling_inter", metadata={
-        "help": "fixed: one horizon throughout | adaptive: a stage ends when success levels off",
-        "choices": ("scaling_inter", "fixed", "adaptive")})
-    horizon_steps: int = field(default=100, metadata={
-        "help": "training steps of a stage; adaptive: success is averaged over windows of half as "
-                "many steps"})
+    # fixed: one horizon throughout | adaptive: a stage ends when success levels off
+    horizon_schedule: str = field(
+        default="scaling_inter", metadata={"choices": ("scaling_inter", "fixed", "adaptive")})
+    # training steps of a stage; adaptive: success is averaged over windows of half as many steps
+    horizon_steps: int = field(default=100, metadata={"choices": None})
 
 
 def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,

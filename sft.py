@@ -44,20 +44,25 @@ from update import Batch, collate, map_rows, optimizer_step
 class SFTConfig(RunConfig):
     """what is learnt"""
 
-    demos: int = flag(0, "successful trajectories that the worlds' experts play on training items; "
-                         "several worlds share them by their weights", NOT_NEGATIVE)
-    noise: float = flag(0.1, "share of turns in which a random action is taken instead of the "
-                             "expert's, a valid or (in TextCraft) a refused one: it is not learnt, "
-                             "the recovery from it is", NOT_NEGATIVE)
-    trajectories: str = flag("", "learn from this file, too: JSON lines of train.py, eval.py or "
-                                 "sft.py, or AgentGym's AgentTraj-L (JSON)")
-    min_reward: float | None = flag(None, "leave out trajectories of --trajectories with a smaller "
-                                          "reward")
-    epochs: int = flag(2, "passes over the trajectories", ABOVE_0)
-    batch: int = flag(8, "trajectories of an optimizer step", ABOVE_0)
-    lr: float = flag(2e-4, "AdamW's learning rate", ABOVE_0)
-    lr_schedule: str = flag("cosine", "after the warm-up; cosine: to a tenth, over all steps",
-                            ("constant", "cosine"))
+    # successful trajectories that the worlds' experts play on training items; several worlds share
+    # them by their weights
+    demos: int = flag(0, NOT_NEGATIVE)
+    # share of turns in which a random action is taken instead of the expert's, a valid or (in
+    # TextCraft) a refused one: it is not learnt, the recovery from it is
+    noise: float = flag(0.1, NOT_NEGATIVE)
+    # learn from this file, too: JSON lines of train.py, eval.py or sft.py, or AgentGym's
+    # AgentTraj-L (JSON)
+    trajectories: str = flag("")
+    # leave out trajectories of --trajectories with a smaller reward
+    min_reward: float | None = flag(None)
+    # passes over the trajectories
+    epochs: int = flag(2, ABOVE_0)
+    # trajectories of an optimizer step
+    batch: int = flag(8, ABOVE_0)
+    # AdamW's learning rate
+    lr: float = flag(2e-4, ABOVE_0)
+    # after the warm-up; cosine: to a tenth, over all steps
+    lr_schedule: str = flag("cosine", ("constant", "cosine"))
     algo: str = "sft"  # what config.json says
 
 

@@ -44,54 +44,63 @@ MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
 class Optim(Sampling):
     """optimization, memory and precision"""
 
-    lr: float = flag(1e-6, "AdamW's learning rate", ABOVE_0)
-    lr_schedule: str = flag("constant", "after the warm-up; cosine: to a tenth, over all steps",
-                            ("constant", "cosine"), study=True)
-    warmup_steps: int = flag(10, "steps over which the learning rates rise to their values (Adam's "
-                                 "first steps are mostly noise)", NOT_NEGATIVE, study=True)
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", ABOVE_0,
-                                study=True)
-    microbatch_tokens: int = flag(16384, "largest number of tokens in one forward and backward "
-                                         "pass", ABOVE_0)
-    gradient_checkpointing: bool = flag(True, "compute blocks again in the backward pass: a third "
-                                              "slower, far less memory")
-    lora_rank: int = flag(0, "0: train all weights; else LoRA adapters of this rank (needs the "
-                             "extra lora), merged into the weights in final/", NOT_NEGATIVE)
-    shard: bool | None = flag(None, "FSDP2: shard weights, gradients and optimizer states over the "
-                                    "ranks; default: on GPUs, without --lora_rank")
-    offload: bool = flag(False, "with --shard: keep the shards in CPU memory and update them "
-                                "there", study=True)
+    # AdamW's learning rate
+    lr: float = flag(1e-6, ABOVE_0)
+    # after the warm-up; cosine: to a tenth, over all steps
+    lr_schedule: str = flag("constant", ("constant", "cosine"), study=True)
+    # steps over which the learning rates rise to their values (Adam's first steps are mostly noise)
+    warmup_steps: int = flag(10, NOT_NEGATIVE, study=True)
+    # gradients are clipped to this norm
+    max_grad_norm: float = flag(1.0, ABOVE_0, study=True)
+    # largest number of tokens in one forward and backward pass
+    microbatch_tokens: int = flag(16384, ABOVE_0)
+    # compute blocks again in the backward pass: a third slower, far less memory
+    gradient_checkpointing: bool = flag(True)
+    # 0: train all weights; else LoRA adapters of this rank (needs the extra lora), merged into the
+    # weights in final/
+    lora_rank: int = flag(0, NOT_NEGATIVE)
+    # FSDP2: shard weights, gradients and optimizer states over the ranks; default: on GPUs, without
+    # --lora_rank
+    shard: bool | None = flag(None)
+    # with --shard: keep the shards in CPU memory and update them there
+    offload: bool = flag(False, study=True)
 
 
 @dataclass
 class Loss(Optim):
     """rewards, advantages and loss"""
 
-    algo: str = flag("grpo", f"{' | '.join(algos.ALGOS)}, or the name of a file in ideas/, "
-                             "FILE.py:NAME, module:NAME")
-    algo_args: str = flag("", "settings of the algorithm, NAME=VALUE: gamma=0.99 lam=0.95")
-    loss: str = flag("ppo", f"{' | '.join(algos.LOSSES)}, or the name of a file in ideas/, "
-                            "FILE.py:NAME, module:NAME")
-    loss_args: str = flag("", "settings of the loss, NAME=VALUE: clip_low=0.2 clip_high=0.28")
-    shaping: str = flag("none", "potential: reward progress, and subtract the sum of these rewards "
-                                "at the end | progress: reward progress (textcraft, sciworld, "
-                                "textworld)", ("none", "potential", "progress"))
-    turn_cost: float = flag(0.0, "subtracted from each turn's reward", NOT_NEGATIVE,
-                            study=True)
-    kl_coef: float = flag(0.001, "weight of the KL to the starting model; 0: no reference model "
-                                 "at all", NOT_NEGATIVE)
-    kl_in: str = flag("loss", "add the KL to the loss, or subtract it from the rewards",
-                      ("loss", "reward"))
-    kl_type: str = flag("k3", "KL estimator (see algos.kl); k1 only with --kl_in reward",
-                        ("k1", "abs", "k2", "k3"), study=True)
-    entropy_coef: float = flag(0.0, "weight of an entropy bonus", NOT_NEGATIVE)
-    aggregation: str = flag("token", "mean of the loss over tokens, or over trajectories' means",
-                            ("token", "sequence"), study=True)
-    minibatches: int = flag(4, "optimizer steps an epoch", ABOVE_0)
-    epochs: int = flag(1, "passes over a step's trajectories", ABOVE_0, study=True)
-    critic_lr: float = flag(1e-5, "AdamW's learning rate for PPO's critic", ABOVE_0)
-    value_clip: float = flag(0.5, "clip range of the critic's values around those before the "
-                                  "update (ppo)", ABOVE_0, study=True)
+    # or the name of a file in ideas/, FILE.py:NAME, module:NAME
+    algo: str = flag("grpo", algos.ALGOS)
+    # settings of the algorithm, NAME=VALUE: gamma=0.99 lam=0.95
+    algo_args: str = flag("")
+    # or the name of a file in ideas/, FILE.py:NAME, module:NAME
+    loss: str = flag("ppo", algos.LOSSES)
+    # settings of the loss, NAME=VALUE: clip_low=0.2 clip_high=0.28
+    loss_args: str = flag("")
+    # potential: reward progress, and subtract the sum of these rewards at the end | progress:
+    # reward progress (textcraft, sciworld, textworld)
+    shaping: str = flag("none", ("none", "potential", "progress"))
+    # subtracted from each turn's reward
+    turn_cost: float = flag(0.0, NOT_NEGATIVE, study=True)
+    # weight of the KL to the starting model; 0: no reference model at all
+    kl_coef: float = flag(0.001, NOT_NEGATIVE)
+    # add the KL to the loss, or subtract it from the rewards
+    kl_in: str = flag("loss", ("loss", "reward"))
+    # KL estimator (see algos.kl); k1 only with --kl_in reward
+    kl_type: str = flag("k3", ("k1", "abs", "k2", "k3"), study=True)
+    # weight of an entropy bonus
+    entropy_coef: float = flag(0.0, NOT_NEGATIVE)
+    # mean of the loss over tokens, or over trajectories' means
+    aggregation: str = flag("token", ("token", "sequence"), study=True)
+    # optimizer steps an epoch
+    minibatches: int = flag(4, ABOVE_0)
+    # passes over a step's trajectories
+    epochs: int = flag(1, ABOVE_0, study=True)
+    # AdamW's learning rate for PPO's critic
+    critic_lr: float = flag(1e-5, ABOVE_0)
+    # clip range of the critic's values around those before the update (ppo)
+    value_clip: float = flag(0.5, ABOVE_0, study=True)
 
     @property
     def advantage(self) -> Callable[..., Any]:

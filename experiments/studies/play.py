@@ -98,7 +98,7 @@ def flags_of(config_class, settings, left_out=()):
         value = settings.get(field.name)
         is_given = value is not None and not (value == "" and field.metadata.get("choices"))
         is_default = len({own.get(field.name) for own in worlds}) > 1
-        if "help" not in field.metadata or field.name in left_out or not is_given or is_default:
+        if not field.metadata or field.name in left_out or not is_given or is_default:
             continue
         is_study = field.metadata.get("study")
         words += ["--set", f"{field.name}={value}"] if is_study else [f"--{field.name}", str(value)]
