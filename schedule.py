@@ -37,13 +37,11 @@ def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,
     """The horizon at `step`, counted from 0: rounds[0] for `every` steps, then rounds[1] ..., and
     the last round from then on. Raises ValueError for rounds or steps below 1, for rounds that
     fall, and for a kind "fixed" with several rounds."""
-    if not rounds or min(rounds) < 1 or every < 1:
-        raise ValueError(f"a horizon and the steps that it lasts are at least 1, not {rounds}, "
-                         f"{every}")
-    if list(rounds) != sorted(rounds):
-        raise ValueError(f"the horizon must not fall from one stage to the next: {rounds}")
+    if not rounds or min([*rounds, every]) < 1 or list(rounds) != sorted(rounds):
+        raise ValueError("the horizon, and the steps that a stage of it lasts, are at least 1, and "
+                         f"it never falls, not {rounds}, {every}")
     if kind == "fixed" and len(rounds) > 1:
-        raise ValueError(f"a fixed horizon is one number, not {len(rounds)} of them: {rounds}")
+        raise ValueError(f"a fixed horizon is one number, not {rounds}")
     return rounds[min(step // every, len(rounds) - 1)]
 
 
