@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from parallel import of_rank_0, ranks
+from parallel import gather, of_rank_0, ranks
 from rl import Trained, full_state_dict
 
 # These modules warn that torch.distributed is not initialized. A single process does without it.
@@ -77,7 +77,8 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
             dcp.save(tensors, storage_writer=writer)
         except CheckpointException as e:
             raise next(iter(e.failures.values()))[0] from e  # the error of one of the ranks
-        if not (partial / "config.json").exists():  # rank 0 has written it
+        # Rank 0 has written config.json, and renames the folder after all ranks have looked.
+        if not all(gather([(partial / "config.json").exists()])):
             raise OSError(f"{partial} must be on a file system that all machines share")
 
     def publish():

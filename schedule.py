@@ -123,13 +123,10 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     >>> parse_rounds("babyai=6,13,20 textcraft=10,20,30", "textcraft")
     (10, 20, 30)
     """
-    lists = {}
-    for part in text.split() if "=" in text else [f"{world}={text.strip()}"]:
-        match = re.fullmatch(r"(\w+)=([1-9][0-9]*(?:,[1-9][0-9]*)*)", part)
-        if not match or match[1] in lists:
-            raise ValueError(f"cannot read the horizon '{text}'; write 6,13,20 or "
-                             "babyai=6,13,20 textcraft=10,20,30, each world once")
-        lists[match[1]] = tuple(map(int, match[2].split(",")))
-    if world not in lists:
-        raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
-    return lists[world]
+    parts = text.split() if "=" in text else [f"{world}={text.strip()}"]
+    matches = [re.fullmatch(r"(\w+)=([1-9][0-9]*(?:,[1-9][0-9]*)*)", part) for part in parts]
+    rounds = {match[1]: match[2] for match in matches if match}
+    if len(rounds) < len(parts) or world not in rounds:
+        raise ValueError(f"cannot read the horizon '{text}' of {world}; write 6,13,20 or "
+                         "babyai=6,13,20 textcraft=10,20,30, each world once")
+    return tuple(map(int, rounds[world].split(",")))
