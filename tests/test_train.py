@@ -96,6 +96,116 @@ def copy(folder, to, *without):
 
 def assert_same(out, reference):
     """The run gave the metrics, weights and last trajectories of another."""
+    assert metrics(out) == metrics(reference)
+    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
+        assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert not list(out.glob("**/*.partial"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of a small run that was not interrupted."""
+    out = tmp_path_factory.mktemp("runs") / "a"
+    completed("--out", out, "--save_every", "1", *SMALL)
+    return out
+
+
+# ---- what a run writes ----
+
+
+def test_a_run_leaves_everything_it_promises(reference):
+    rows = read_jsonl(reference / "metrics.jsonl")
+    assert [(r["step"], r["horizon"], r["trajectories"]) for r in rows] == [
+        (0, 2, 16), (1, 2, 16), (2, 3, 16)]
+    columns = """env loss success score turns reward entropy grad_norm valid_actions env_error
+        truncated zero_gradient_groups forwarded_per_kept"""
+    for row in rows:
+        assert set(columns.split()) <= set(row)
+        assert row["logprob_gap"] < 1e-4 and row["padding"] == 0
+        assert row["kl_behaviour"] == row["kl"] >= 0
+        assert 0 < row["occupancy"] <= 1 and row["memory_gb"] > 0.1
+        assert min(row[name] for name in TIMES) > 0
+    assert (reference / "curves.png").stat().st_size > 10_000
+    assert json.loads((reference / "config.json").read_text())["horizon"] == "2,3"
+
+    trajectories = read_jsonl(reference / "trajectories/step_000001.jsonl")
+    fields = """item env step group status reward score success turns messages tokens mask starts
+        logprobs rewards advantage"""
+    assert len(trajectories) == 16 and set(fields.split()) <= set(trajectories[0])
+    assert len(list((reference / "checkpoints").iterdir())) == 2  # the default of `keep`
+    AutoModelForCausalLM.from_pretrained(reference / "final")
+
+
+def test_a_copy_of_final_keeps_the_settings_of_its_run(reference, tmp_path):
+    """Otherwise a model made of the built-in one would get the learning rate of a large model."""
+    elsewhere = copy(reference / "final", tmp_path / "elsewhere")
+    flags = ["--env", "searchqa", "--out", str(tmp_path / "next"), "--model"]
+    there, here = (parse_config([*flags, str(model)]) for model in (reference / "final", elsewhere))
+    here.model = there.model
+    assert here == there and here.first_model == "tiny"
+
+
+def test_a_run_says_how_success_on_held_out_items_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("config.EVAL_ITEMS", 16)
+    flags = ["--out", tmp_path / "r", "--eval_every", "3", *SMALL]
+    printed = completed(*flags)
+    assert f"--model {tmp_path}/r/final" in printed
+    before, after = printed.splitlines()[-1].split(",")
+    assert f"{metrics(tmp_path / 'r')[0]['eval/success']:.3f}" in before
+    # What is said last is what an evaluation of final/ with the same items gives.
+    completed(*flags, "--resume", "--steps", "4")
+    assert f"{metrics(tmp_path / 'r')[3]['eval/success']:.3f}" in after
+
+
+def test_metrics_go_to_tensorboard_too(tmp_path, monkeypatch):
+    """As if the process had been killed after its last step, that step is repeated, in a process
+    whose end must write the last row."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+    writers = []
+    monkeypatch.setattr(SummaryWriter, "_get_file_writer", lambda self, get=(
+        SummaryWriter._get_file_writer): writers.append(self) or get(self))
+    flags = ["--out", str(tmp_path / "r"), "--report_to", "tensorboard", "--save_every", "1",
+             *SMALL]
+    completed(*flags)
+    writers[0].close()
+    shutil.rmtree(tmp_path / "r/final")
+    shutil.rmtree(tmp_path / "r/checkpoints/step_000003")
+    done = run(*flags, "--resume", launcher=(sys.executable, "train.py"))
+    assert done.returncode == 0, done.stderr
+    board = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    board.Reload()
+    rewards = [row["reward"] for row in metrics(tmp_path / "r")]
+    assert len(rewards) == 3
+    assert [event.value for event in board.Scalars("reward")] == pytest.approx(rewards)
+
+
+def test_help_lists_flags_fields_of_studies_and_presets():
+    printed = completed("--help")
+    for text in ("--horizon_schedule scaling_inter|fixed|adaptive", "--set value_clip", "6,13,20",
+                 "'horizon': '3,5,8', 'horizon_steps': 25", "--shard"):
+        assert text in printed, text
+
+
+# ---- repeated and resumed ----
+
+
+def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(reference, tmp_path):
+    out = tmp_path / "b"
+    args = ["--out", str(out), "--save_every", "1", *SMALL]
+    child = begin(*args[2:], out=out, until="checkpoints/step_000001/state.json")
+    child.kill()
+    child.wait()
+    assert not (out / "final").exists()
+    left = {out / f"trajectories/{name}": b"{}" for name in ("step_000009.jsonl", "mine.jsonl")}
+    for path, text in left.items():
+        path.write_bytes(text)
+
+    before = contents(out)
+    assert "--resume" in refused(*args)
+    assert contents(out) == before
+    completed(*args, "--resume")
     assert_same(out, reference)
     # Trajectories of later steps go, the user's own files stay.
     assert [path.name for path in left if path.exists()] == ["mine.jsonl"]
