@@ -385,7 +385,7 @@ def test_a_huge_observation_ends_its_own_trajectory_alone(tiny):
 
         def step(self, action):
             # Other words than the tokenizer's own make it slow.
-            return Step("qxz vj " * 3_000_000 if self.is_huge else "Go on.")
+            return Step("qxz vj " * 300_000 if self.is_huge else "Go on.")
 
     pool = EnvPool(make=lambda name: Huge())
     played = rollout(*tiny, pool, [f"huge_{i}" for i in range(8)], 2, max_tokens=2,
