@@ -16,14 +16,14 @@ the previous one. Where the agent shows the model something else (a window, a su
 segment begins with the whole new prompt. A token is sampled, and trained on, in one segment only.
 """
 
-import concurrent.futures
 import itertools
 import math
 import sys
 import time
 import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,11 +32,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import AGENTS, FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
-from agent import user
+from agent import AGENTS, FORMATS, PARSES, Chat, Messages, Play, assistant, load_agent, user
 from engine import Ragged, sample
-from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag
-from envs import split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
@@ -101,16 +99,13 @@ class Rollouts(Sampling):
         """A setting's value in `world`: its own if it has one."""
         return getattr(self.worlds.get(world, self), name)
 
-    def load_agent(self) -> Callable[[Play], Agent]:
-        """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
-        return load_agent(self.agent, self.agent_args)
-
     def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
-        """An episode of `item`, "babyai_17", as its agent sees it."""
+        """An episode of `item`, "babyai_17", as its agent sees it. Raises UserError for an agent
+        that cannot be loaded."""
         world, _ = split_item(item)
         choose = LENIENT.get(world) if self.parse == "lenient" else None
-        return Play(env, item, horizon, self.load_agent(), self.action_format, choose,
-                    self.prompt_texts.get(world, {}), step, self.deadline)
+        return Play(env, item, horizon, load_agent(self.agent, self.agent_args), self.action_format,
+                    choose, self.prompt_texts.get(world, {}), step, self.deadline)
 
 
 # ---- one trajectory while it is played ----
@@ -162,8 +157,7 @@ class Conversation:
             except EnvError:
                 raise
             except Exception as e:  # whatever the template's program raises
-                wrong = f"cannot render the messages: {type(e).__name__}: {e}"
-                prompt = self.play.throw(ValueError(wrong))
+                prompt = self.play.throw(ValueError(f"cannot render the messages: {e!r}"))
         self.new_messages = self._new_in(prompt, reply)
         self.state = self._state_of(env) if prompt and self.config.record_states else None
         self.prompt, self.tools = prompt, self.play.tools
@@ -171,18 +165,18 @@ class Conversation:
     def _render(self, prompt: Messages, reply: str | None,
                 closed: bool) -> tuple[list[int], bool]:
         """-> the ids that lead to the next reply, and whether they begin a new segment."""
-        if self.chat.history == "append" and reply is not None:
-            shown = [*self.prompt, assistant(reply)]
-            new = prompt[len(shown):]
-            in_turns = all(message["role"] == ("user", "assistant")[place % 2]
-                           for place, message in enumerate(new))
-            extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
-            if extends and in_turns:
-                return self.chat.turns(new, closed), False
+        shown = [*self.prompt, assistant(reply)]
+        new = prompt[len(shown):]
+        turns = zip(new, itertools.cycle(["user", "assistant"]))
+        extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
+        if (self.chat.history == "append" and extends
+                and all(message["role"] == role for message, role in turns)):
+            return self.chat.turns(new, closed), False
         ids = self.chat.prompt(prompt, self.play.tools, self.sampled)
-        held = self.trajectory.segment() if reply is not None else []
-        begins = not held or ids[: len(held)] != held
-        return ids if begins else ids[len(held):], begins
+        held = [] if reply is None else self.trajectory.segment()
+        if held and ids[: len(held)] == held:
+            return ids[len(held):], False
+        return ids, True
 
     def _new_in(self, prompt: Messages | None, reply: str | None) -> Messages:
         """The messages of a prompt that the model sees for the first time: those after its reply
@@ -198,8 +192,7 @@ class Conversation:
         """The state in which the next reply is written. What is asked for is part of it: a plan and
         the action that follows are written in different states."""
         if type(env).state is Env.state:
-            raise UserError(f"{self.trajectory.env}{' on a server' * env.remote} does not tell its "
-                            "states (Env.state), which --algo needs")
+            raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")
         state = env.state()
         return f"{self.play.kind}: {state}" if state is not None and self.play.kind else state
 
@@ -231,7 +224,7 @@ class Conversation:
         """Record how the trajectory has ended -> False."""
         t = self.trajectory
         t.status, t.error = status, error
-        if t.rewards:
+        if t.rewards:  # it was not played as text
             # An exactly rounded sum: equal rewards must compare equal, in whichever turns they
             # came.
             t.reward = math.fsum(t.rewards)
@@ -252,35 +245,26 @@ class Episode(Conversation):
     """A trajectory while the policy plays it: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet; the whole of a new segment, if `begins`.
-    `future`: the environment's answer; it must come within `seconds_left()`. occurrence: 0 for the
-    item's first entry in the step's list, 1 for its second. The constructor starts the reset in the
-    environment's thread.
+    `future`: done when the environment has answered. numbers: the trajectory's random numbers. The
+    constructor starts the reset in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
-                 chat: Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
+                 chat: Chat, pool: EnvPool, on_cpu: bool, numbers: np.random.Generator):
         super().__init__(trajectory, horizon, config, chat)
         self.pool = pool
         self.on_cpu = on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
-        # The key of its random numbers: no rank, slot or batch. The samples of an item that is
-        # named again are further samples of it.
-        sample = occurrence * config.samples + trajectory.sample
-        item_key = zlib.crc32(trajectory.item.encode())
-        self.numbers = np.random.default_rng([config.seed, trajectory.step, item_key, sample])
+        self.numbers = numbers
         self.pending: list[int] = []
         self.reply_start = 0  # where in the trajectory's tokens the reply begins
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
 
-    def seconds_left(self) -> float:
-        """How long the environment may still take for its answer."""
-        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
-        return limit - time.monotonic()
-
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        return self.future.done() or self.seconds_left() <= 0
+        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
+        return self.future.done() or time.monotonic() >= limit
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never is: the
@@ -362,9 +346,9 @@ class TrajectoryQueue:
 
     def deal(self, room: int) -> None:
         """Get more trajectories from the dealer, together with all other ranks. room: how many this
-        rank can take."""
+        rank can take, if it is positive."""
         if not self.is_dealt():
-            self.todo += [self.trajectories[number] for number in self.dealer.deal(room)]
+            self.todo += [self.trajectories[i] for i in self.dealer.deal(max(0, room))]
 
     def begin(self) -> Episode:
         """Start the next trajectory: its environment is being reset from now on."""
@@ -457,17 +441,23 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     agent, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or Rollouts(), **changes)
-    config.load_agent()  # before threads do: it may not exist
-    horizons = horizon if isinstance(horizon, dict) else defaultdict(lambda: horizon)
+    load_agent(config.agent, config.agent_args)  # once, before threads do
     chat = Chat(tokenizer, config.history)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
     trajectories = [Trajectory(item, split_item(item)[0], step, group, k)
                     for group, item in enumerate(items) for k in range(config.samples)]
 
+    horizons = horizon if isinstance(horizon, dict) else {t.env: horizon for t in trajectories}
+    if min(horizons.values()) < 1:
+        raise ValueError("a horizon is at least 1")
+
     def make_episode(t: Trajectory) -> Episode:
-        occurrence = items[: t.group].count(t.item)
-        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, occurrence)
+        # The key of its random numbers: no rank, slot, batch or thread. The samples of an item that
+        # is named again are further samples of it.
+        sample = items[: t.group].count(t.item) * config.samples + t.sample
+        numbers = np.random.default_rng([config.seed, step, zlib.crc32(t.item.encode()), sample])
+        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers)
 
     if engine is None:
         engine = make_engine(policy, min(config.slots, len(trajectories)), config)
@@ -479,7 +469,8 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
                 engine.clear(max(config.of_world("max_length", t.env) for t in trajectories))
-                forwarded = Decoder(engine, queue, envs.on_servers).run()
+                with engine.attention():
+                    forwarded = decode(engine, queue, envs.on_servers)
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
@@ -502,130 +493,88 @@ DEAL_EVERY = 8
 MIN_PREFIX_GAIN = 16
 
 
-class Decoder:
-    """Continuous decoding on the `Ragged` engine: every decode step feeds each slot what is new
-    there.
+def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
+    """Play all trajectories on the `Ragged` engine: every decode step feeds each slot what is new
+    there. -> number of token positions computed.
 
-    playing: slot -> its episode. waiting: slot -> the decode step at which its environment's answer
-    is collected. starting: episodes that get the next free slots; their environments are being
-    reset.
+    An environment's answer is taken at a fixed decode step (instant worlds on a CPU: the next one;
+    others: the one after), waiting if necessary, so that the batches never depend on timing. With
+    `arrival_order` it is taken as soon as it is there. on_servers: environments are on servers.
     """
+    arrival_order = queue.config.arrival_order
+    # Resets take time, so up to 8 more than there are free slots may be under way. A server may
+    # allow only as many episodes as there are slots, so with `arrival_order` no reset runs ahead on
+    # a server. Without it resets run ahead there, too, because the batches must not depend on where
+    # a world runs.
+    resets_ahead = 0 if on_servers and arrival_order else min(8, engine.slots // 4)
+    starting: list[Episode] = []  # they get the next free slots; their environments are being reset
+    free = list(range(engine.slots))
+    playing: dict[int, Episode] = {}  # slot -> its episode
+    waiting: dict[int, int] = {}  # slot -> the decode step at which its environment's answer is due
 
-    def __init__(self, engine: Ragged, queue: TrajectoryQueue, on_servers: bool):
-        self.engine = engine
-        self.queue = queue
-        self.arrival_order = queue.config.arrival_order
-        # Resets take time, so up to 8 more than there are free slots may be under way. A server may
-        # allow only as many episodes as there are slots, so with `arrival_order` no reset runs
-        # ahead on a server. Without it resets run ahead there, too, because the batches must not
-        # depend on where a world runs.
-        no_spare_episodes = on_servers and self.arrival_order
-        self.resets_ahead = 0 if no_spare_episodes else min(8, engine.slots // 4)
-        self.free = list(range(engine.slots))
-        self.starting: list[Episode] = []
-        self.playing: dict[int, Episode] = {}
-        self.waiting: dict[int, int] = {}
-
-    def run(self) -> int:
-        """Decode until every episode has ended -> number of token positions computed.
-
-        An environment's answer is collected at a fixed decode step (instant worlds on a CPU: the
-        next one; others: the one after), waiting if necessary, so that the batches never depend on
-        timing. With `arrival_order` it is collected as soon as it is ready.
-        """
-        with self.engine.attention():
-            for now in itertools.count():
-                self.collect_answers(now)
-                self.start_resets(now)
-                if not self.playing and not self.starting and self.queue.is_dealt():
-                    return self.engine.forwarded
-                self.fill_free_slots()
-                self.decode_step(now)
-
-    def collect_answers(self, now: int) -> None:
-        """Take the answers that are due before the decode step `now`. Slots whose trajectories have
-        ended become free."""
+    for now in itertools.count():  # decode steps
+        # Take the answers of environments. Slots whose trajectories have ended become free.
+        all_wait = playing.keys() == waiting.keys()
+        if arrival_order and all_wait:  # sleep; a missed deadline may be noticed 0.1 s late
+            episodes = [*playing.values(), *(starting if free else [])]
+            wait([episode.future for episode in episodes], 0.1, FIRST_COMPLETED)
+        # If all wait, nothing can be decoded before the first answer that is due.
+        last_due = max(now, min(waiting.values(), default=now)) if all_wait else now
         new_ids = 0  # of segments that begin
-        for slot in self.answered_slots(now):
-            if new_ids >= MAX_NEW_IDS:
-                self.waiting[slot] = now + 1
+        for slot, due in list(waiting.items()):
+            episode = playing[slot]
+            is_due = episode.ready() if arrival_order else due <= last_due
+            if not is_due or new_ids >= MAX_NEW_IDS:
                 continue
-            del self.waiting[slot]
-            episode = self.playing[slot]
-            if not self.queue.take_answer(episode):
-                del self.playing[slot]
-                self.free.append(slot)
+            del waiting[slot]
+            if not queue.take_answer(episode):
+                del playing[slot]
+                free.append(slot)
             elif episode.begins:
-                source = self.engine.best_prefix(episode.pending, slot)
-                episode.pending = self.engine.begin(slot, episode.pending, *source)
+                source = engine.best_prefix(episode.pending, slot)
+                episode.pending = engine.begin(slot, episode.pending, *source)
                 new_ids += len(episode.pending)
 
-    def answered_slots(self, now: int) -> list[int]:
-        """The slots whose answers are collected before the decode step `now`."""
-        all_wait = self.playing.keys() == self.waiting.keys()
-        if self.arrival_order:
-            if all_wait:
-                self.sleep_until_an_answer()
-            return [slot for slot in self.waiting if self.playing[slot].ready()]
-        if all_wait:  # nothing can be decoded before the first answer that is due
-            now = max(now, min(self.waiting.values(), default=now))
-        return [slot for slot, due in self.waiting.items() if due <= now]
-
-    def sleep_until_an_answer(self) -> None:
-        """Return at the first answer or deadline, or at once if there is something else to do.
-        After a second at most, because a deadline moves when an environment has been made."""
-        episodes = [self.playing[slot] for slot in self.waiting]
-        if self.free:
-            episodes += self.starting
-        seconds = min([1.0, *(e.seconds_left() for e in episodes)])
-        concurrent.futures.wait([e.future for e in episodes], max(0.0, seconds),
-                                return_when=concurrent.futures.FIRST_COMPLETED)
-
-    def start_resets(self, now: int) -> None:
-        """Reset environments for the free slots and for some that become free soon. With several
-        ranks, get more trajectories: some for slots that become free before the next exchange."""
-        todo = self.queue.todo
-        idle = not (self.playing or self.starting or todo)
+        # Get more trajectories from the dealer, some for slots that become free before the next
+        # exchange, and reset their environments.
+        idle = not (playing or starting or queue.todo)
         if idle or now % DEAL_EVERY == 0:
-            spare = max(1, self.engine.slots // SLOTS_PER_SPARE)
-            room = len(self.free) + spare - len(self.starting) - len(todo)
-            self.queue.deal(max(0, room))
-        while todo and len(self.starting) < len(self.free) + self.resets_ahead:
-            self.starting.append(self.queue.begin())
+            spare = max(1, engine.slots // SLOTS_PER_SPARE)
+            queue.deal(len(free) + spare - len(starting) - len(queue.todo))
+        while queue.todo and len(starting) < len(free) + resets_ahead:
+            starting.append(queue.begin())
+        if not playing and not starting and queue.is_dealt():
+            return engine.forwarded
 
-    def fill_free_slots(self) -> None:
-        """Give free slots to starting episodes. Each copies the longest prefix that a slot
-        holds."""
-        new_ids = 0
+        # Give free slots to episodes. Each copies the longest prefix that a slot holds.
         started = []  # the ids of the episodes that start in this decode step
-        for episode in list(self.starting):
-            if not self.free or new_ids >= MAX_NEW_IDS:
+        new_ids = 0
+        for episode in list(starting):
+            if not free or new_ids >= MAX_NEW_IDS:
                 break
-            if self.arrival_order and not episode.ready():
+            if arrival_order and not episode.ready():
                 continue
             # Its reset failed, or its first prompt does not fit.
-            if not episode.pending and not self.queue.take_answer(episode):
-                self.starting.remove(episode)
+            if not episode.pending and not queue.take_answer(episode):
+                starting.remove(episode)
                 continue
             ids = episode.pending
-            source, n = self.engine.best_prefix(ids)
+            source, n = engine.best_prefix(ids)
             # Another episode that starts in this step computes a longer prefix of these ids: wait
             # for the next step, and copy it then.
             if any(common_prefix_length(ids, other, n + MIN_PREFIX_GAIN) for other in started):
                 continue
+            slot = free.pop(0)
+            episode.pending = engine.begin(slot, ids, source, n)
             started.append(ids)
-            slot = self.free.pop(0)
-            episode.pending = self.engine.begin(slot, ids, source, n)
             new_ids += len(episode.pending)
-            self.playing[slot] = episode
-            self.starting.remove(episode)
+            starting.remove(episode)
+            playing[slot] = episode
 
-    def decode_step(self, now: int) -> None:
-        """One forward pass over all slots that have something new, and a token for each of them."""
-        feed = {slot: e.pending for slot, e in self.playing.items() if slot not in self.waiting}
-        if not feed:
-            return
-        logits = self.engine.forward(feed)
-        complete = self.queue.sample_tokens(logits, [self.playing[slot] for slot in feed])
-        for slot in itertools.compress(feed, complete):
-            self.waiting[slot] = now + 1 if self.playing[slot].answers_at_once() else now + 2
+        # One forward pass, a token for each slot, and complete replies to the environments.
+        feed = {slot: e.pending for slot, e in playing.items() if slot not in waiting}
+        if feed:
+            logits = engine.forward(feed)
+            complete = queue.sample_tokens(logits, [playing[slot] for slot in feed])
+            for slot in itertools.compress(feed, complete):
+                waiting[slot] = now + 1 if playing[slot].answers_at_once() else now + 2

@@ -66,7 +66,7 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: object, slots: int) -> in
     together, and wait for the slowest. -> number of token positions computed."""
     cache = Padded(policy)
     while True:
-        queue.deal(max(0, slots - len(queue.todo)))
+        queue.deal(slots - len(queue.todo))
         if not queue.todo and queue.is_dealt():
             return cache.forwarded
         rows = [queue.begin() for _ in range(min(slots, len(queue.todo)))]
