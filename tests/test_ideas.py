@@ -98,9 +98,7 @@ def test_the_core_names_no_idea():
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--algo distill", "--algo distill needs --algo_args teacher=MODEL"),
-    ("--algo gigpo --rollouts_per_item 1", "--rollouts_per_item must be at least 2"),
-    ("--algo gigpo --env_url http://127.0.0.1:9", "--algo gigpo: babyai, on a server, does not"),
+    ("--algo gigpo --rollouts_per_item 1", "--rollouts_per_item 2 or more"),
     ("--algo gigpo --env textcraft --shaping potential", "--shaping needs --algo_args gamma=1"),
     ("--algo gspo", "there is no advantage 'gspo'"),
     ("--loss gigpo", "there is no loss 'gigpo'"),
@@ -477,10 +475,9 @@ def test_a_teacher_adds_its_log_prob_less_the_policys_to_each_tokens_advantage(
 
 def test_a_teacher_of_another_family_teaches_and_one_of_another_vocabulary_is_refused(
         tiny, tmp_path):
-    for name in ("teacher", "stranger", "small"):
+    for name in ("teacher", "stranger"):
         # The tiny model has more rows than its tokenizer has tokens.
-        rows = len(tiny[1]) if name == "small" else tiny[0].config.vocab_size
-        random_model("llama", vocab_size=rows).save_pretrained(tmp_path / name)
+        random_model("llama", vocab_size=tiny[0].config.vocab_size).save_pretrained(tmp_path / name)
         tokenizer = copy.deepcopy(tiny[1])
         if name == "stranger":
             tokenizer.add_tokens(["<other>"])
@@ -491,9 +488,6 @@ def test_a_teacher_of_another_family_teaches_and_one_of_another_vocabulary_is_re
     assert refused.returncode == 2
     assert refused.stderr == (f"train.py: teacher {tmp_path}/stranger has another vocabulary "
                               "than tiny\n")
-    refused = run(*args, f"teacher={tmp_path}/small")
-    assert refused.returncode == 2 and "tokens that the teacher does not know" in refused.stderr
-    assert not (tmp_path / "r").exists()
 
     done = run(*args, f"teacher={tmp_path}/teacher")
     assert done.returncode == 0, done.stderr

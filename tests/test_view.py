@@ -60,7 +60,7 @@ def write_evil_reply(row, tokenizer):
 
 def played_in(folder, step="*"):
     """The trajectories of a run, or of a step of it."""
-    files = sorted((folder / "trajectories").glob(f"step_*{step}.jsonl"))
+    files = sorted((folder / "trajectories").glob(f"step_*{step}.jsonl".replace("**", "*")))
     return [row for file in files for row in read_jsonl(file)]
 
 
