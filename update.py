@@ -265,11 +265,11 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
     for number, rows in enumerate(parts):
         # Rows without a gradient count in the denominator, and are not computed.
         denominator = loss_denominator(batch["mask"][rows], settings.aggregation)
-        computed = [i for i in rows if has_gradient[i]]
-        if number == 0 and not computed:
-            computed = rows[:1]  # one trajectory, to measure `logprob_gap`
+        with_gradient = [i for i in rows if has_gradient[i]]
+        if number == 0 and not with_gradient:
+            with_gradient = rows[:1]  # one trajectory, to measure `logprob_gap`
         loss_of = partial(policy_objective, policy, settings, denominator)
-        stats = optimizer_step(policy, optimizer, batch, computed, loss_of,
+        stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
                                settings.microbatch_tokens, settings.max_grad_norm)
         if math.isfinite(stats["grad_norm"]):
             stats["weight_change"] = adam_step_norm(policy, optimizer)
@@ -309,16 +309,16 @@ def minibatches(trajectories: Sequence[Trajectory], settings: Loss, step: int,
     The order is a function of (seed, step, epoch). Groups stay whole, so that the prefixes that
     their rows share are computed once, unless there are fewer groups than mini-batches.
     """
-    units: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for i, t in enumerate(trajectories):
         if t.status != "env_error":
-            units.setdefault(t.group, []).append(i)
-    groups = list(units.values())
+            rows_of.setdefault(t.group, []).append(i)
+    groups = list(rows_of.values())
     if len(groups) < settings.minibatches:
         groups = [[i] for i in sorted(sum(groups, []))]
     order = np.random.default_rng([settings.seed, step, epoch, 1]).permutation(len(groups))
     count = min(settings.minibatches, max(1, len(groups)))
-    return [[i for unit in part for i in groups[unit]] for part in np.array_split(order, count)]
+    return [[i for group in part for i in groups[group]] for part in np.array_split(order, count)]
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> int:
