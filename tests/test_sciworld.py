@@ -112,7 +112,8 @@ def test_the_recorded_traffic(world):
 
 def test_a_wrong_focus_and_too_many_moves_end_an_episode_without_success(world):
     world.max_moves = 3
-    for action, done in (("focus on air", [True] * 5), ("wait1", [False] * 3 + [True] * 2)):
+    late = [False, False, False, True, True]
+    for action, done in (("focus on air", [True] * 5), ("open door to kitchen", late)):
         world.reset(0)  # boil water
         steps = [world.step(action) for _ in done]
         assert [step.done for step in steps] == done
