@@ -68,7 +68,7 @@ def test_items_are_numbered_as_in_agentgym():
     for item, task_and_variation in expected.items():
         assert task_of(item) == task_and_variation
     for bad in (-1, 7207, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="sciworld items"):
+        with pytest.raises(ValueError, match="sciworld has items"):
             task_of(bad)
 
 

@@ -86,7 +86,7 @@ def test_items_repeat_every_544_with_other_distractors():
 @pytest.mark.parametrize("item", [-1, -544, 1.0, "3", None, True])
 def test_bad_items_are_value_errors(item):
     for call in (TextCraft().reset, goal_depth, solution):
-        with pytest.raises(ValueError, match="textcraft items"):
+        with pytest.raises(ValueError, match="textcraft has items"):
             call(item)
 
 

@@ -68,7 +68,7 @@ def test_items_are_games_folds_and_seeds_of_the_package(package):
     assert game_of(ITEMS - 1) == ("peckingorder", "test", 20999)
     assert len({game_of(item) for item in range(ITEMS)}) == ITEMS
     for bad in (-1, ITEMS, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="textworld items"):
+        with pytest.raises(ValueError, match="textworld has items"):
             game_of(bad)
 
     assert package.load("coin", "") == ""

@@ -33,7 +33,7 @@ from py4j.protocol import Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
-from worlds import sciplans
+from worlds import check_item, sciplans
 from worlds.agentgym import PROTOCOLS
 from worlds.jvm import JavaProcess, java
 
@@ -82,8 +82,7 @@ def task_of(item: int) -> tuple[str, int]:
 
     Item 100 -> ("change-the-state-of-matter-of", 10).
     """
-    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
-        raise ValueError(f"sciworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
+    check_item("sciworld", item, ITEMS)
     place = bisect(ENDS, item)
     task = list(TASKS)[place]
     first_item = ENDS[place] - TASKS[task]

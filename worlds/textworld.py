@@ -27,6 +27,7 @@ from py4j.protocol import Py4JJavaError
 from textworld_express.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
+from worlds import check_item
 from worlds.jvm import JavaProcess, java
 
 # ---- games and items ----
@@ -62,8 +63,7 @@ def game_of(item: int) -> tuple[str, str, int]:
 
     Item 3000 -> ("coin", "train", 0); item 5007 -> ("coin", "test", 20007).
     """
-    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
-        raise ValueError(f"textworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
+    check_item("textworld", item, ITEMS)
     place, seed = divmod(item, SEEDS)
     game, fold = divmod(place, len(FOLDS))
     return list(GAMES)[game], FOLDS[fold], 10_000 * fold + seed
