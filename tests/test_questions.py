@@ -1,62 +1,116 @@
-"""docs/questions.md: the names that its answers give must exist."""
+"""docs/questions.md: the names of its answers exist, and its edits can be made."""
 
 import ast
+import json
 import re
-from pathlib import Path
+import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "questions.md").read_text()
+import rl
+from envs import EnvPool
+from rollout import rollout
+from trajectory import read_trajectories
+
+PAGE = (ROOT / "docs/questions.md").read_text()
 NAME = re.compile(r"`([\w/]+\.py)`:\s`([\w.]+)`")  # `rollout.py`: `Trajectory.record_turn`
-ANSWERS = re.findall(r"^\*\*([^*]+\?)\*\*\s(.+?)(?=\n\n|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+ANSWERS = re.findall(r"^\*\*([^*]+\?)\*\*\s(.+?)(?=\n\*\*|\n##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def defined_names(body):
-    """The names of the functions, classes, methods, fields and constants in a body of code."""
-    names = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names.add(node.name)
-            names |= {f"{node.name}.{member}" for member in defined_names(node.body)}
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
+def source_of(file, name, root=ROOT):
+    """Where the definition of `name`, "Class.method", stands in a file -> (start, end) in its text.
+    Raises StopIteration if there is none."""
+    text = (root / file).read_text()
+    body = ast.parse(text).body
+    for part in name.split("."):
+        node = next(n for n in body if part in names_of(n))
+        body = getattr(node, "body", [])
+    lines = text.splitlines(keepends=True)
+    return len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
 
 
-def missing_names(text):
-    """The names in a text, as (file, name), that their file does not define."""
-    missing = []
-    for file, name in NAME.findall(text):
-        source = ROOT / file
-        if not source.exists() or name not in defined_names(ast.parse(source.read_text()).body):
-            missing.append((file, name))
-    return missing
-
-
-def test_the_page_answers_at_least_twenty_questions():
-    assert len({question for question, _ in ANSWERS}) == len(ANSWERS) >= 20
-    paragraphs = [part for part in PAGE.split("\n\n") if part.startswith("**")]
-    assert len(paragraphs) == len(ANSWERS)  # every bold beginning was read as a question
+def names_of(node):
+    """The names that a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
 
 
 @pytest.mark.parametrize("question, answer", ANSWERS, ids=[question for question, _ in ANSWERS])
 def test_an_answer_names_existing_code_in_at_most_two_files(question, answer):
-    assert NAME.search(answer)
-    assert missing_names(answer) == []
-    assert len(set(re.findall(r"\b\w+\.py\b", answer))) <= 2 + answer.count("worlds/NAME.py")
-    # What else stands in backquotes is a flag or a path: every name is checked with its file.
-    for other in re.findall(r"`([^`]+)`", NAME.sub("", answer)):
-        assert other.startswith("--") or "/" in other
+    named = NAME.findall(answer)
+    assert 1 <= len({file for file, _ in named}) <= 2
+    for file, name in named:
+        assert source_of(file, name)
 
 
-@pytest.mark.parametrize("text, name", [
-    ("`rollout.py`: `Trajectory.no_such_method`", "Trajectory.no_such_method"),
-    ("`rollout.py`: `record_turn`", "record_turn"),  # a method needs its class
-    ("`no_such_file.py`: `rollout`", "rollout"),
-])
-def test_a_name_that_does_not_exist_is_found(text, name):
-    assert [missing for _, missing in missing_names(text)] == [name]
+def test_a_name_that_does_not_exist_is_found():
+    for name in ("Trajectory.no_such_method", "record_turn"):
+        with pytest.raises(StopIteration):
+            source_of("trajectory.py", name)
+
+
+def change(root, answer):
+    """Make the edit of an answer, a block of diff, in the function that the answer names first."""
+    (edit,) = re.findall(r"```diff\n(.+?)```", answer, re.DOTALL)
+    lines = edit.splitlines()
+    old, new = (textwrap.dedent("\n".join(line[1:] for line in lines if line[0] == sign))
+                for sign in "-+")
+    file, name = NAME.findall(answer)[0]
+    start, end = source_of(file, name, root)
+    text = (root / file).read_text()
+    places = re.findall(rf"^( *){re.escape(old)}", text[start:end], re.MULTILINE)
+    assert len(places) == 1, f"{file}, {name}: {old}"
+    changed = text[start:end].replace(places[0] + old, textwrap.indent(new, places[0]))
+    (root / file).write_text(text[:start] + changed + text[end:])
+
+
+def test_the_ten_questions_are_tried(tmp_path):
+    ten = PAGE.split("\n## ")[1]
+    answers = [answer for _, answer in ANSWERS if answer in ten]
+    assert len(answers) == 10
+    copy = tmp_path / "copy"
+    left_out = shutil.ignore_patterns(".*", "runs", "docs", "tests", "build")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    for answer in answers:
+        if "```diff" in answer:
+            change(copy, answer)
+    blocks = re.findall(r"```python\n(.+?)```", ten, re.DOTALL)
+    (algorithm,) = [block for block in blocks if "def advantage" in block]
+    (copy / "ideas/mine.py").write_text(algorithm)
+    (prompts,) = re.findall(r"```json\n(.+?)```", ten, re.DOTALL)
+    (tmp_path / "mine.json").write_text(prompts)
+    out = tmp_path / "run"
+    command = f"""train.py --env babyai --steps 2 --items_per_step 2 --rollouts_per_item 2
+        --algo mine --minibatches 1 --algo_args scale=2 --prompts {tmp_path}/mine.json
+        --horizon 2,3,4 --horizon_steps 1 --out {out}"""
+    done = subprocess.run([sys.executable, *command.split()], cwd=copy, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["horizon"] for row in rows] == [2, 4]
+    trajectories = read_trajectories(out / "trajectories/step_000001.jsonl")
+    assert rows[1]["longest"] == max(len(t.tokens) for t in trajectories)
+    for t in trajectories:
+        assert t.messages[0]["content"].startswith("Answer with one action.")
+        assert t.turns == t.invalid_turns[0] if t.invalid_turns else t.turns <= 4
+        replies = [m["content"] for m in t.messages if m["role"] == "assistant"]
+        cost = 0.001 * sum(map(len, replies[1:])) + 0.05 * len(t.invalid_turns)
+        assert t.reward == pytest.approx(t.success - cost)
+        assert t.advantage == pytest.approx([2 * t.reward * sampled for sampled in t.mask])
+    saved = b"".join(path.read_bytes() for path in out.glob("checkpoints/*/training/*"))
+    assert b"momentum_buffer" in saved and b"exp_avg" not in saved
+
+
+def test_a_chat_template_of_ones_own_is_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = rl.load_tokenizer("tiny").chat_template
+    (tmp_path / "mine.jinja").write_text(own.replace("{{ m['role'] }}", "{{ m['role'] | upper }}"))
+    (block,) = [b for b in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL) if "jinja" in b]
+    names = {"rl": rl, "rollout": rollout, "EnvPool": EnvPool}
+    exec(block, names)
+    text = names["tokenizer"].decode(names["trajectory"].tokens)
+    assert "<|im_start|>USER\nYou are" in text and "<|im_start|>user" not in text
