@@ -93,8 +93,8 @@ def test_in_bfloat16_the_mean_gap_counts_too(monkeypatch):
         error = 0.1 if torch.is_autocast_enabled("cpu") else 0.0
         return {feed: x + error for feed, x in ragged(model, plays).items()}
 
-    ragged = check.ROLLOUT["ragged"]
-    monkeypatch.setitem(check.ROLLOUT, "ragged", wrong_in_bfloat16)
+    ragged = check.WAYS["rollout"]["ragged"]
+    monkeypatch.setitem(check.WAYS["rollout"], "ragged", wrong_in_bfloat16)
     paths = check.try_ways(check.first_layers(model, torch.device("cpu")), "bfloat16")
     assert paths.rollout == "padded"
     assert paths.gaps["rollout ragged"] <= check.LARGEST_GAP
@@ -147,7 +147,7 @@ def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch)
     with pytest.raises(ValueError, match="not finite"):
         check.find_paths(broken)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="cannot be used"):
-        patch.setattr(check, "ROLLOUT", {})  # no way is exact
+        patch.setitem(check.WAYS, "rollout", {})  # no way is exact
         check.find_paths(random_model("qwen3"))
     assert check.find_paths(random_model("qwen3")).rollout == "ragged"
 
