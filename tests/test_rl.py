@@ -164,12 +164,8 @@ def test_lengths_at_which_rotary_embeddings_change_are_known():
 def plain_logprobs(model, ids, mask, temperature):
     """The oracle: the model's own forward pass over padded rows, all positions' logits at once."""
     logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1] / temperature, -1)
-    logprobs = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    entropies = -(logp.exp() * logp).sum(-1)
-    first = torch.zeros(len(ids), 1)
-    logprobs = torch.cat([first, logprobs], 1)
-    entropies = torch.cat([first, entropies], 1)
-    return logprobs * mask, entropies * mask
+    of_tokens = logp.gather(-1, ids[:, 1:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    return tuple(torch.nn.functional.pad(x, (1, 0)) * mask for x in of_tokens)
 
 
 SCALED = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625},
@@ -209,11 +205,8 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
 
     actual = results(rl.token_logprobs)
     ((rows, columns),) = fed
-    if way == "padded":
-        assert (rows, columns) == (len(trajectories), ids.shape[1] - 1)
-    else:
-        assert rows == 1
-        assert columns < ids.numel()
+    assert rows == (len(trajectories) if way == "padded" else 1)
+    assert columns == ids.shape[1] - 1 if way == "padded" else columns < ids.numel()
     for ours, plain in zip(actual, expected, strict=True):
         assert plain.abs().max() > 0
         assert torch.allclose(ours, plain, atol=1e-5 * max(1, plain.abs().max()))
