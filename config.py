@@ -301,7 +301,7 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any], algo: str) -> 
     weights = mixture(env)
     urls = servers(given.get("env_url", ""), weights)
     for world in weights:
-        envs.check_name(world, urls[world])
+        envs.world_class(world, urls[world])  # raises UserError for an unknown one
     defaults = vars(Config()) | vars(config_class())
     own = {world: defaults | presets(model, world) | given for world in weights}
     rounds = {}

@@ -20,7 +20,6 @@ import concurrent.futures
 import itertools
 import math
 import sys
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -298,13 +297,13 @@ class Episode(Conversation):
 
     def seconds_left(self) -> float:
         """How long the environment may still take for its answer."""
-        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
-        return limit - time.monotonic()
+        return self.worker.seconds_left(self.config.deadline, self.config.create_deadline)
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never is: the
         environment computes while the GPU does."""
-        return self.on_cpu and self.worker.env.instant and self.play.is_instant
+        is_instant = getattr(self.play.make_agent, "instant", False)
+        return self.on_cpu and self.worker.env.instant and is_instant
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
@@ -540,7 +539,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
                 engine.clear(max(config.of_world("max_length", split_item(i)[0]) for i in items))
-                forwarded = Decoder(engine, queue, envs.on_servers).run()
+                forwarded = Decoder(engine, queue, any(envs.urls.values())).run()
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
