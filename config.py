@@ -191,19 +191,20 @@ def run_of(model: str) -> dict[str, Any]:
     if not path.exists():
         folder = Path(model).resolve().parent
         path = (folder.parent if folder.name == "checkpoints" else folder) / "config.json"
-    run = read_settings_of_run(path) if Path(model).is_dir() and path.exists() else {}
+    run = read_json(path) if Path(model).is_dir() and path.exists() else {}
     return run if {"env", "algo", "horizon"} <= run.keys() else {}  # else some model's config.json
 
 
-def read_settings_of_run(path: Path) -> dict[str, Any]:
-    """A config.json. Raises ValueError for one that is damaged, or of an earlier version."""
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError for a damaged one, and for the settings of a run
+    of an earlier version."""
     try:
-        run = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as e:
+        found = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
-    if "plan" in run or "lam" in run:
+    if "plan" in found or "lam" in found:
         raise ValueError(f"{path} is of an earlier version: git checkout before-4050 reads it")
-    return run
+    return found
 
 
 # ---- reading a command line ----
@@ -213,50 +214,56 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
                description: str) -> dict[str, Any]:
     """argv (default: sys.argv) -> the flags that it gives, and their values. Raises ValueError for
     an unknown one. --help has a group of flags for each class that `config_class` inherits from."""
+    presets_as_text = [f"defaults with --model tiny: {TINY}",
+                       f"with another model on a machine without CUDA: {ON_CPU}",
+                       *(f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
+                         for world in envs.WORLDS)]
     parser = argparse.ArgumentParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]",
-        epilog=help_on_presets(), description=description, allow_abbrev=False, exit_on_error=False,
+        description=description, epilog="\n".join(presets_as_text), allow_abbrev=False,
+        exit_on_error=False, argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    classes = config_class.__mro__[:-1]
-    groups = {owner: parser.add_argument_group(owner.__doc__) for owner in classes}
-    groups["study"] = parser.add_argument_group("--set FIELD=VALUE, for studies")
-    owner_of = {name: owner for owner in classes[::-1] for name in vars(owner)["__annotations__"]}
     hints = get_type_hints(config_class)
+    helps, groups = {}, {}
+    for owner in config_class.__mro__[:-1]:
+        group = parser.add_argument_group(owner.__doc__)
+        for name, text in comments_of(owner).items():
+            helps.setdefault(name, text)
+            groups.setdefault(name, group)
+    of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
     for f in fields(config_class):
         if not f.metadata:
             continue
         is_study, choices = f.metadata.get("study"), f.metadata["choices"]
-        text = comments_of(owner_of[f.name])[f.name]
+        text = helps[f.name]
         if isinstance(choices, dict):
             text, choices = f"{' | '.join(choices)}, {text}", None
+        if f.default not in (None, False, ""):
+            text += f" (default: {f.default})"
         kind = (get_args(hints[f.name]) or [hints[f.name]])[0]  # of "int | None": int
-        shown = "|".join(choices) if isinstance(choices, tuple) else SHOWN[kind]
-        default = "" if f.default in (None, False, "") else f" (default: {f.default})"
-        switch = dict(nargs="?", const=True) if kind is bool and not is_study else {}
-        groups["study" if is_study else owner_of[f.name]].add_argument(
-            f"--set {f.name}" if is_study else f"--{f.name}", dest=f.name, metavar=shown,
-            type=string_to_bool if kind is bool else kind, choices=choices,
-            help=text.replace("%", "%%") + default, **switch)
+        group, prefix = (of_studies, "--set ") if is_study else (groups[f.name], "--")
+        group.add_argument(
+            prefix + f.name, dest=f.name, choices=choices, help=text.replace("%", "%%"),
+            type=string_to_bool if kind is bool else kind,
+            metavar="|".join(choices) if isinstance(choices, tuple) else kind.__name__,
+            **dict(nargs="?", const=True) if kind is bool else {})
 
-    words = []
-    is_set = False  # after --set: each FIELD=VALUE becomes "--set FIELD", VALUE
+    words, after_set = [], False
     for word in sys.argv[1:] if argv is None else argv:
-        is_set = word == "--set" or is_set and not word.startswith("--")
-        if not is_set:
-            words.append(word)
-        for part in word.split() if is_set and word != "--set" else ():
-            words += [f"--set {part.partition('=')[0]}", part.partition("=")[2]]
+        after_set = word == "--set" or after_set and not word.startswith("--")
+        if word != "--set":
+            words += [f"--set {part}" for part in word.split()] if after_set else [word]
     try:
-        found, unknown = parser.parse_known_args(words)
+        given, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as e:
         raise ValueError(str(e)) from e
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]}; python {program} --help lists all")
-    return {name: value for name, value in vars(found).items() if value is not None}
+    return vars(given)
 
 
 def comments_of(owner: type) -> dict[str, str]:
-    """Name of a field -> the comment above it."""
+    """Name of a field of a class -> the comment above it."""
     found, comment = {}, []
     for line in map(str.strip, inspect.getsource(owner).splitlines()):
         if line.startswith("#"):
@@ -265,17 +272,6 @@ def comments_of(owner: type) -> dict[str, str]:
             found[line.partition(":")[0]] = " ".join(comment)
             comment = []
     return found
-
-
-SHOWN = {int: "N", float: "X", bool: "true|false", str: "TEXT"}  # type -> a flag's value in --help
-
-
-def help_on_presets() -> str:
-    """The presets as text, for the end of --help."""
-    return "\n".join([f"defaults with --model tiny: {TINY}",
-                      f"with another model on a machine without CUDA: {ON_CPU}",
-                      *(f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
-                        for world in envs.WORLDS)])
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
@@ -300,49 +296,43 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any], algo: str) -> 
     # Each world's settings.
     weights = mixture(env)
     urls = servers(given.get("env_url", ""), weights)
-    for world in weights:
-        envs.check_name(world, urls[world])
     defaults = vars(Config()) | vars(config_class())
     own = {world: defaults | presets(model, world) | given for world in weights}
-    rounds = {}
+    worlds = {}
     for world, values in own.items():
-        rounds[world] = list(schedule.parse_rounds(values["horizon"], world))
-        if "horizon" not in given and not issubclass(config_class, Config):  # sft.py
-            rounds[world] = [values.get("eval_horizon", rounds[world][-1])]
+        rounds = list(schedule.parse_rounds(values["horizon"], world))
+        if "horizon" not in given and config_class is not Config:  # sft.py
+            rounds = [values.get("eval_horizon", rounds[-1])]
         elif "horizon" not in given and values["horizon_schedule"] == "fixed":
-            rounds[world] = rounds[world][-1:]
-    for name in re.findall(r"(\w+)=", given.get("horizon", "")):
-        if name not in weights:
-            raise ValueError(f"--horizon names {name}, which is not in --env {env}")
+            rounds = rounds[-1:]
+        limits = {name: values[name] for name in LIMITS}
+        worlds[world] = WorldSettings(weights[world], rounds, **limits)
+    if others := set(re.findall(r"(\w+)=", given.get("horizon", ""))) - weights.keys():
+        raise ValueError(f"--horizon names {others.pop()}, which is not in --env {env}")
 
     # The run's: the first world's, but the smallest number of slots, and the largest limits.
     run = dict(next(iter(own.values())))
     formats = [own[world]["action_format"] for world in weights if not has_own_format(world)]
-    if formats:
-        run["action_format"] = formats[0]
+    run["action_format"] = [*formats, run["action_format"]][0]
     if "items_per_step" not in given:
         run["items_per_step"] *= len(weights)
     run["slots"] = min(values["slots"] for values in own.values())
     run |= {name: max(values[name] for values in own.values()) for name in LIMITS}
-    own_args = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
-    run["env_args"] = " ".join([*own_args, given.get("env_args", "")]).strip()  # the last one wins
+    of_worlds = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
+    run["env_args"] = " ".join([*of_worlds, given.get("env_args", "")]).strip()  # the last one wins
     if "horizon" not in given:
-        run["horizon"] = " ".join(f"{w}={','.join(map(str, own))}" for w, own in rounds.items())
+        run["horizon"] = " ".join(f"{world}={','.join(map(str, settings.rounds))}"
+                                  for world, settings in worlds.items())
     if "prompts" in given:
         run["prompt_texts"] = read_prompts(given["prompts"], weights)
     if run["shard"] is None:
         run["shard"] = torch.cuda.is_available() and not run["lora_rank"]
     if run["arrival_order"] is None:
         run["arrival_order"] = bool(run["env_url"])
-    cfg = config_class(**{f.name: run[f.name] for f in fields(config_class) if f.name in run})
-    cfg.out = out
-    cfg.first_model = run_of(model).get("first_model", model)
-    cfg.worlds = {world: WorldSettings(weight, rounds[world],
-                                       **{name: own[world][name] for name in LIMITS})
-                  for world, weight in weights.items()}
-    load_agent(cfg.agent, cfg.agent_args)  # raises ValueError
-    cfg.agent_sha256 = hash_of_sources(cfg.agent, cfg.agent_args)
-    return cfg
+    load_agent(run["agent"], run["agent_args"])  # raises ValueError
+    run |= {"out": out, "worlds": worlds, "first_model": run_of(model).get("first_model", model),
+            "agent_sha256": hash_of_sources(run["agent"], run["agent_args"])}
+    return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
 
 def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> Any:
@@ -351,15 +341,15 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     path = Path(out) / "config.json"
     if not path.exists():
         raise ValueError(f"nothing to resume: there is no {path}")
-    saved = read_settings_of_run(path)
-    for name, value in given.items():
-        held = [own[name] for own in saved["worlds"].values()] if name in LIMITS else []
-        for before in [saved.get(name, value), *held]:
-            if name not in MAY_CHANGE and before != value:
-                raise ValueError(f"{out} was started with --{name} {before}, not {value}")
-    names = {f.name for f in fields(config_class)}
-    cfg = config_class(**{k: v for k, v in (saved | given).items() if k in names} | {"out": out})
-    cfg.worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}
+    saved = read_json(path)
+    worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}
+    for name in given.keys() - MAY_CHANGE:
+        for owner in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
+            if owner[name] != given[name]:
+                raise ValueError(
+                    f"{out} was started with --{name} {owner[name]}, not {given[name]}")
+    settings = saved | given | {"out": out, "worlds": worlds}
+    cfg = config_class(**{f.name: settings[f.name] for f in fields(config_class)})
     if cfg.env_url and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     if hash_of_sources(cfg.agent, cfg.agent_args) != cfg.agent_sha256:
@@ -384,8 +374,7 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
     for part in env_url.split():
         name, _, urls = part.partition("=")
         if found.get(name) != [] or not urls.strip(","):
-            example = " ".join(f"{n}=http://host:port[,...]" for n in names)
-            raise ValueError(f"cannot read --env_url '{part}'; write '{example}'")
+            raise ValueError(f"cannot read --env_url '{part}'; write {names[0]}=http://host:port")
         found[name] = [url for url in urls.split(",") if url]
     return found
 
@@ -424,15 +413,11 @@ def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
     ValueError for a file of another form, or without texts for any of `worlds`."""
     if not path:
         return {}
-    try:
-        texts = json.loads(Path(path).read_text(encoding="utf-8"))
-        json.dumps(texts, ensure_ascii=False).encode()  # raises for half a surrogate pair
-        pairs = [(own["prompt"], own["reply"]) for own in texts.values() if len(own) == 2]
-        if len(pairs) < len(texts) or not all(isinstance(t, str) and t for p in pairs for t in p):
-            raise ValueError("each world has two texts")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"--prompts: {path} does not hold "
-                         f'{{WORLD: {{"prompt": a text, "reply": a text}}}}: {e}') from e
+    texts = read_json(path)
+    for world, own in texts.items():
+        if not isinstance(own, dict) or own.keys() != {"prompt", "reply"} or not all(
+                isinstance(text, str) and text for text in own.values()):
+            raise ValueError(f'{path}: {world} must be {{"prompt": a text, "reply": a text}}')
     if not texts.keys() & set(worlds):
         raise ValueError(f"--prompts: {path} has no texts for {', '.join(worlds)}")
     return texts
@@ -444,10 +429,8 @@ def model_label(model: str) -> list[str]:
     >>> model_label("tiny"), model_label("Qwen/Qwen2.5-7B-Instruct"), model_label("runs/warm/final")
     ([], ['qwen2.5-7b-instruct'], ['warm'])
     """
-    if model == "tiny":
-        return []
     path = Path(re.sub(r"/(final|checkpoints/[^/]*)/?$", "", model))
-    return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())]
+    return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())] if model != "tiny" else []
 
 
 # ---- what would go wrong in silence; each raises ValueError with one line ----
@@ -461,8 +444,6 @@ def check(cfg: Config) -> None:
     gives_progress = [urls or class_of(world).has_progress
                       for world, urls in servers(cfg.env_url, cfg.worlds).items()]
     for is_wrong, why in (
-        (cfg.turns and cfg.lr_schedule == "cosine",
-         "lr_schedule=cosine falls until --steps, and turns= may end the run before"),
         (cfg.kl_in == "loss" and cfg.kl_type == "k1",
          "kl_type=k1 has no expected gradient as a loss: use k3, or --kl_in reward"),
         # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
@@ -481,8 +462,7 @@ def check(cfg: Config) -> None:
         if is_wrong:
             raise ValueError(why)
     for own in cfg.worlds.values():
-        kind = "fixed" if cfg.horizon_schedule == "fixed" else "scaling_inter"
-        schedule.horizon_at(0, own.rounds, own.horizon_steps, kind)
+        schedule.horizon_at(0, own.rounds, own.horizon_steps, cfg.horizon_schedule)
     check_worlds(cfg, cfg.worlds)
 
 

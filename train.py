@@ -272,7 +272,7 @@ def load(cfg: RunConfig, pool: EnvPool, signals: StopSignals) -> Run:
     trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
     if getattr(advantage, "needs_critic", False):
-        critic = rl.Critic(cfg.model, "cpu", own_dtype)
+        critic = rl.Critic(cfg.model, own_dtype)
         rl.set_compute_paths(critic, rl.compute_paths_of(policy))
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
 

@@ -27,6 +27,7 @@ SearchQA: four worlds are trained on. The held-out questions are of two other wo
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -68,7 +69,7 @@ ALL_LEVELS = {level: (kind, 5) for kind, levels in KINDS.items() for level in le
 
 
 def write(path, env, numbers):
-    path = HERE / path
+    path = HERE / path  # or an absolute path
     path.parent.mkdir(parents=True, exist_ok=True)
     items = [{"item_id": f"{env}_{n}"} for n in numbers]
     path.write_text(json.dumps(items, indent=0) + "\n")
@@ -284,12 +285,11 @@ def blind_baselines():
     print("random", success(env, test * 4, lambda e, turn: rng.choice(e.valid_actions())))
 
     # The 30 actions that are most often valid in the first two turns.
-    count = {}
+    count = Counter()
     for n in train:
         env.reset(n)
         for _ in range(2):
-            for action in env.valid_actions():
-                count[action] = count.get(action, 0) + 1
+            count.update(env.valid_actions())
             env.step("turn left")
     actions = sorted(count, key=count.get)[-30:]
 
@@ -324,7 +324,7 @@ def make_all():
 
 
 def write_set(folder, env, train, test):
-    """Write a world's items as files in data/FOLDER."""
+    """Write a world's items as files in data/FOLDER, or in an absolute folder."""
     write(f"{folder}/AgentItemId/{env}_train.json", env, train)
     all_held_out = sorted(n for numbers in test.values() for n in numbers)
     write(f"{folder}/AgentEval/{env}/{env}_test.json", env, all_held_out)

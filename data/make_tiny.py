@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 from tokenizers import (
     AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers,
 )
@@ -406,10 +407,8 @@ def on_page(page):
             elements.setdefault(name, (number, role))
 
     words = re.search("OBJECTIVE: (.*)", page)[1].split()
-    spans = set()  # up to three words of the task
-    for n in (1, 2, 3):
-        for i in range(len(words) - n + 1):
-            spans.add(" ".join(words[i : i + n]).strip('".,?'))
+    spans = {" ".join(words[i : i + n]).strip('".,?')  # up to three words of the task
+             for n in (1, 2, 3) for i in range(len(words) - n + 1)}
 
     weights = {}
     actions = {}
@@ -678,17 +677,14 @@ def batches(data, tokens, rng):
 
 def collate(group):
     """Encoded conversations -> ids, kinds, targets, as `batches` yields them."""
-    width = max(len(ids) for ids, _, _ in group)
-    batch_ids = torch.zeros(len(group), width, dtype=torch.long)
-    batch_kinds = torch.zeros(len(group), width, dtype=torch.long)
-    batch_targets = []
-    for row, (ids, mask, targets) in enumerate(group):
-        batch_ids[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
-        batch_kinds[row, : len(ids)] = torch.from_numpy(mask + 1)
-        # A token is predicted at the position before it.
-        shift = np.array([row * (width - 1) - 1, 0, 0], np.float32)
-        batch_targets.append(targets + shift)
-    return batch_ids, batch_kinds, torch.from_numpy(np.concatenate(batch_targets))
+    ids, masks, targets = zip(*group)
+    batch_ids = pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in ids], True)
+    batch_kinds = pad_sequence([torch.from_numpy(mask + 1) for mask in masks], True)
+    width = batch_ids.shape[1]
+    # A token is predicted at the position before it.
+    shifted = [rows + np.array([n * (width - 1) - 1, 0, 0], np.float32)
+               for n, rows in enumerate(targets)]
+    return batch_ids, batch_kinds, torch.from_numpy(np.concatenate(shifted))
 
 
 # ---- The model ----
@@ -785,7 +781,7 @@ def wire(model, offsets=(1, 2), strength=10.0, fast=5, out=0.05, write=4.0, alik
 
 # ---- Training ----
 
-# (steps, learning rate, {source: share}, weight of tokens that are not replies). The last phase
+# (steps, learning rate, {source: share}, weight of tokens that are not replies). The second phase
 # lasts until the time is over.
 PHASES = [(200, 2e-3, {"copies": 1}, 0.01), (10**9, 2e-3, {"copies": 1, "mixture": 8}, 0.1)]
 
@@ -822,7 +818,7 @@ def train(model, tokenizer, talks, args, rank, ranks):
         done = min(1.0, clock.item() / 60 / args.minutes)
 
         # The phase and its learning rate.
-        phase = phase_at(step)
+        phase = int(step >= PHASES[0][0])
         _, lr, shares, read_weight = PHASES[phase]
         if phase == len(PHASES) - 1:
             if last_phase_begin is None:
@@ -860,20 +856,9 @@ def train(model, tokenizer, talks, args, rank, ranks):
 
 def make_optimizer(model):
     """AdamW, with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": decay}
+              for ndim, decay in ((2, 0.05), (1, 0.0))]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
-
-
-def phase_at(step):
-    """The number of the phase that a step belongs to."""
-    end = 0
-    for phase, (steps, *_) in enumerate(PHASES):
-        end += steps
-        if step < end:
-            return phase
-    raise ValueError(f"step {step} is after the last phase")
 
 
 def losses(model, ids, kinds, targets):
@@ -937,17 +922,12 @@ VOCABULARY_SIZES = {"sciworld": 300, "searchqa": 200, "webarena": 250}  # tokens
 
 
 def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="folder to write (what ships is in data/tiny)")
-    add(
-        "--worlds",
-        type=lambda text: text.split(","),
-        default=["babyai", "textcraft", "sciworld", "searchqa", "webarena"],
-        help="separated by commas; default: all (the last three need their extras)",
-    )
+    add("--worlds", type=lambda text: text.split(","), default=list(SHARES),
+        help="separated by commas; default: all (the last three need their extras)")
     add("--minutes", type=float, default=50, help="processor time for the training")
     add("--conversations", type=int, default=26_000, help="played by each process")
     add("--batch_tokens", type=int, default=1024, help="a step, in each process")

@@ -123,9 +123,8 @@ def main(num_ends, seed, flags):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ends", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     args, train_flags = parser.parse_known_args()

@@ -51,10 +51,7 @@ def pages(repo):
 
 def reason(command):
     """Why the command cannot be run here; "" if it can."""
-    for pattern, why in NOT_HERE.items():
-        if re.search(pattern, command):
-            return why
-    return ""
+    return next((why for pattern, why in NOT_HERE.items() if re.search(pattern, command)), "")
 
 
 def shortened(command):
@@ -79,14 +76,9 @@ def main(quick=False):
                 continue
             run = shortened(command) if quick else command
             begin = time.monotonic()
-            done = subprocess.run(
-                ["bash", "-c", f". ../venv/bin/activate && {run}"],
-                cwd=repo,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            done = subprocess.run(["bash", "-c", f". ../venv/bin/activate && {run}"], cwd=repo,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True)
             word = "FAILED" if done.returncode else "ok"
             print(f"{word:9} {command}   {time.monotonic() - begin:.0f} s", flush=True)
             if done.returncode:

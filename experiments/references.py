@@ -39,6 +39,7 @@ from eval import bootstrap  # noqa: E402
 from experiments import web  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.runs import SCIWORLD_ITEMS, WEBARENA_ITEMS  # noqa: E402
+from make_items import write_set  # noqa: E402
 from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 
 STUDY = "references"
@@ -120,9 +121,8 @@ REFERENCES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name holds this text")
     parser.add_argument("--show", action="store_true", help="print the kept rows")
     parser.add_argument("--again", action="store_true", help="measure what has a row, too")
@@ -279,22 +279,16 @@ def sciworld_items(folder, *tasks):
 
     rng = random.Random(0)
     env = SciWorld()
-    sets = {"AgentItemId/sciworld_train": [], "AgentEval/sciworld/sciworld_test": []}
-    train, test = sets.values()
+    train = []
+    test = {}
     for task in tasks:
         first = ENDS[list(TASKS).index(task)] - TASKS[task]  # the task's first item
         env.reset(first)
         variations = {split: env.variations(split) for split in ("train", "test")}
         train += [first + n for n in sample(rng, variations["train"], 300)]
-        held_out = [first + n for n in sample(rng, variations["test"], 100)]
-        test += held_out
-        sets[f"AgentEval/sciworld/{task}"] = held_out
+        test[task] = [first + n for n in sample(rng, variations["test"], 100)]
     env.close()
-    for name, numbers in sets.items():
-        path = Path(folder) / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([{"item_id": f"sciworld_{n}"} for n in sorted(numbers)]))
-    print(f"{len(train)} training items, {len(test)} held out")
+    write_set(Path(folder).absolute(), "sciworld", sorted(train), test)
 
 
 def sample(rng, numbers, most):

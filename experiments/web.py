@@ -12,7 +12,6 @@ load: EPISODES at once (default 32) with STEPS random valid actions each (defaul
     the middle, by its process id.
 """
 
-import json
 import os
 import random
 import re
@@ -24,8 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 from envs import EnvError, categories, make_env, split_item  # noqa: E402
+from make_items import write_set  # noqa: E402
 from websites import tasks  # noqa: E402
 from worlds.webarena import browser, tree  # noqa: E402
 
@@ -44,19 +44,9 @@ def navigate(folder):
         return [number + len(templates) * seed for seed in seeds for number in easy]
 
     easy = [n for n, t in enumerate(templates) if t.kind == "navigate" and is_one_click(n)]
-    held_out = range(1000, 1030)
-    sets = {
-        "AgentItemId/webarena_train": item_numbers(easy, range(100)),
-        "AgentEval/webarena/webarena_test": item_numbers(easy, held_out),
-    }
-    for site in tasks.PLACE:
-        of_site = [n for n in easy if templates[n].site == site]
-        sets[f"AgentEval/webarena/{site}"] = item_numbers(of_site, held_out)
-    for name, numbers in sets.items():
-        file = Path(folder) / f"{name}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"item_id": f"webarena_{n}"} for n in numbers]
-        file.write_text(json.dumps(rows, indent=0) + "\n")
+    test = {site: item_numbers([n for n in easy if templates[n].site == site], range(1000, 1030))
+            for site in tasks.PLACE}
+    write_set(Path(folder).absolute(), "webarena", item_numbers(easy, range(100)), test)
     print("\n".join(f"{templates[n].site:6} {templates[n].sentence}" for n in easy))
 
 

@@ -14,28 +14,20 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import gymnasium
 import pytest
+from conftest import ROOT
 from minigrid.envs.babyai.core.verifier import AfterInstr, BeforeInstr
 
 import envs
 from worlds import babyai
-from worlds.babyai import BabyAI
+from worlds.babyai import LEVELS, BabyAI
 
-ROOT = Path(__file__).resolve().parents[1]
 UPSTREAM = json.loads((ROOT / "tests/wire/babyai_upstream.json").read_text())
 WIRE = json.loads((ROOT / "tests/wire/babyai.json").read_text())["exchanges"]
 # AgentGym's order of the levels: the meaning of every item number.
-LEVELS = """
-GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 GoToImpUnlock
-GoToSeqS5R2 GoToRedBlueBall GoToDoor GoToObjDoor Open OpenRedDoor OpenDoorLoc OpenRedBlueDoorsDebug
-OpenDoorsOrderN4Debug Pickup UnblockPickup PickupLoc PickupDistDebug PickupAbove PutNextLocalS6N4
-PutNextS7N4Carrying Unlock UnlockLocalDist KeyInBox UnlockPickupDist BlockedUnlockPickup
-UnlockToUnlock ActionObjDoor FindObjS7 KeyCorridorS6R3 OneRoomS20 MoveTwoAcrossS8N9 SynthS5R2
-SynthLoc SynthSeq MiniBossLevel BossLevel BossLevelNoUnlock
-""".split()
+LEVELS_HASH = "4f7761158abb719d5fac9a097cda086e81da259586797e4baed2d02bd1df17a9"
 # By direction: right, down, left, up. The cell to the right of direction d is FORWARD[(d + 1) % 4].
 FORWARD = [(1, 0), (0, 1), (-1, 0), (0, -1)]
 THING = re.compile(
@@ -43,26 +35,8 @@ THING = re.compile(
     r"(?:right in front of you (\d+) steps away"
     r"|(\d+) steps in front of you and (\d+) steps to your (left|right))\. "
 )
-REFUSED = (
-    "The action is not recognized. Please check valid actions.",
-    "You cannot ",
-    "There is a barrier ",
-)
-
-def solutions():
-    """-> {item: [action, ...]}, an item of every level and actions that fulfil its mission.
-
-    In the file L, R and F stand for turn left, turn right and move forward; "through!" for toggle
-    and go through. They are moves of minigrid's bot, joined where one action makes several.
-    """
-    text = (ROOT / "tests/wire/babyai_solutions.txt").read_text().replace("\n   ", " ")
-    text = text.replace("through!", "toggle and go through")
-    short = {"L": "turn left", "R": "turn right", "F": "move forward"}
-    table = {}
-    for line in text.splitlines():
-        item, actions = line.split(": ")
-        table[int(item)] = [short.get(action, action) for action in actions.split(" / ")]
-    return table
+REFUSED = ("The action is not recognized. Please check valid actions.", "You cannot ",
+           "There is a barrier ")
 
 
 def world(item):
@@ -113,15 +87,12 @@ def visible(env):
 def said_things(env):
     """What the description names -> [(colour, state or "", kind, number, grid cell)]"""
     x, y = map(int, env.env.agent_pos)
-    direction = int(env.env.agent_dir)
-    forward_x, forward_y = FORWARD[direction]
-    right_x, right_y = FORWARD[(direction + 1) % 4]
+    forward_x, forward_y = FORWARD[env.env.agent_dir]
+    right_x, right_y = FORWARD[(env.env.agent_dir + 1) % 4]
     things = []
     for colour, how, kind, number, straight, ahead, aside, side in THING.findall(env.description):
         ahead = int(straight or ahead)
-        right = int(aside or 0)
-        if side == "left":
-            right = -right
+        right = int(aside or 0) * (-1 if side == "left" else 1)
         cell = (x + ahead * forward_x + right * right_x, y + ahead * forward_y + right * right_y)
         things.append((colour, how, kind, int(number), cell))
     assert len(things) == env.description.count("There is a ")
@@ -151,11 +122,11 @@ def record(owner, name, results=False):
 
 
 def test_the_order_of_levels_and_seeds():
+    assert len(LEVELS) == 40
+    assert hashlib.sha256(" ".join(LEVELS).encode()).hexdigest() == LEVELS_HASH
     env = BabyAI()
-    assert len(LEVELS) == 40 and babyai.LEVELS == LEVELS
     for n, level in enumerate(LEVELS):
-        version = "v1" if n == 3 else "v0"
-        name = f"BabyAI-{level}-{version}"
+        name = f"BabyAI-{level}-{'v1' if n == 3 else 'v0'}"
         other = gymnasium.make(name, disable_env_checker=True).unwrapped
         for seed in (0, 1, 57):
             first = env.reset(n + 40 * seed)
@@ -167,20 +138,21 @@ def test_the_order_of_levels_and_seeds():
             assert env.env.agent_dir == other.agent_dir
 
 
-def fingerprint(items):
+def first_texts(items):
     env = BabyAI()
-    return hashlib.sha256("\n".join(env.reset(n) for n in items).encode()).hexdigest()
+    return [env.reset(n) for n in items]
 
 
 def test_the_same_item_is_the_same_text_in_any_process_and_after_other_items():
     items = [0, 6, 16, 22, 25, 36, 39, 40, 1234, 5678, 10**12]
-    code = f"from tests.test_babyai import fingerprint; print(fingerprint({items}))"
+    texts = first_texts(items)
+    code = ("import sys; sys.path[:0] = ['.', 'tests']\n"
+            f"from test_babyai import first_texts; print(first_texts({items}))")
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.strip() == fingerprint(items), run.stderr
+    assert run.stdout.strip() == str(texts), run.stderr
     env = BabyAI()
-    texts = {n: BabyAI().reset(n) for n in items}
-    for n in random.Random(0).sample(items * 3, 3 * len(items)):
-        assert env.reset(n) == texts[n]
+    for n in random.Random(0).sample(range(len(items)), len(items)) * 3:
+        assert env.reset(items[n]) == texts[n]
         for _ in range(3):
             env.step(random.choice(env.valid_actions()))
 
@@ -204,20 +176,18 @@ def test_a_layout_without_a_place_for_the_agent_is_made_again():
 
 def test_recorded_traffic_replays_exactly():
     env = BabyAI()
-    checked = 0
-    for exchange in WIRE:
-        reply = exchange["response"]
-        if exchange["path"] not in ("/reset", "/step") or "observation" not in reply:
-            continue
+    exchanges = [exchange for exchange in WIRE if exchange["path"] in ("/reset", "/step")
+                 and "observation" in exchange["response"]]
+    assert len(exchanges) == 8
+    for exchange in exchanges:
+        sent, reply = exchange["json"], exchange["response"]
         if exchange["path"] == "/reset":
-            assert env.reset(exchange["json"]["data_idx"]) == reply["observation"]
-        else:
-            step = env.step(exchange["json"]["action"])
-            for key in ("observation", "reward", "score", "done"):
-                assert getattr(step, key) == reply[key]
-            assert step.valid != reply["observation"].startswith("The action is not recognized")
-        checked += 1
-    assert checked == 8
+            assert env.reset(sent["data_idx"]) == reply["observation"]
+            continue
+        step = env.step(sent["action"])
+        for key in ("observation", "reward", "score", "done"):
+            assert getattr(step, key) == reply[key]
+        assert step.valid != reply["observation"].startswith("The action is not recognized")
 
 
 @pytest.mark.parametrize("episode", UPSTREAM, ids=lambda episode: str(episode["item"]))
@@ -226,9 +196,8 @@ def test_with_upstream_an_episode_is_as_on_agentgyms_server(episode):
     first, *replies = episode["replies"]
     assert env.reset(episode["item"]) == first[0]
     if "grid" in episode:
-        inner = env.env
-        assert inner.grid.encode().tolist() == episode["grid"]
-        assert [*map(int, inner.agent_pos), int(inner.agent_dir)] == episode["agent"]
+        assert env.env.grid.encode().tolist() == episode["grid"]
+        assert [*map(int, env.env.agent_pos), int(env.env.agent_dir)] == episode["agent"]
     for action, (observation, reward, score, done) in zip(episode["actions"], replies, strict=True):
         step = env.step(action)
         assert step.observation == observation
@@ -275,22 +244,19 @@ def test_the_description_is_what_the_grid_holds():
         assert sorted(named) == sorted(there), item
         distances = [abs(cell_x - x) + abs(cell_y - y) for cell_x, cell_y in named]
         assert distances == sorted(distances)
-        for i, (colour, how, kind, number, _) in enumerate(things):
-            same_before = sum(t[:3] == (colour, how, kind) for t in things[:i])
-            assert number == 1 + same_before
+        count = Counter()
+        for *name, number, _ in things:
+            count[tuple(name)] += 1
+            assert number == count[tuple(name)]
 
         # The end of the text.
-        facing = ""
-        for k in range(6, 0, -1):  # the nearest one is set last
-            cell = (x + k * forward_x, y + k * forward_y)
-            thing = grid.get(*cell) if cell in cells else None
-            if thing and thing.type in ("wall", "box"):
-                facing = f"You are facing a {thing.type} {k} steps away. "
+        ahead = [(k, (x + k * forward_x, y + k * forward_y)) for k in range(1, 7)]
+        faced = (f"You are facing a {grid.get(*cell).type} {k} steps away. " for k, cell in ahead
+                 if cell in cells and grid.get(*cell) and grid.get(*cell).type in ("wall", "box"))
         carried = env.env.carrying
-        holds = "You are not carrying anything."
-        if carried:
-            holds = f"You are carrying a {carried.color} {carried.type}."
-        assert env.description.endswith(f"The room has walls around you. {facing}{holds}"), item
+        holds = f"carrying a {carried.color} {carried.type}" if carried else "not carrying anything"
+        assert env.description.endswith(
+            f"The room has walls around you. {next(faced, '')}You are {holds}."), item
         states += 1
     assert states > 500
 
@@ -310,11 +276,9 @@ def test_drop_toggle_doors_and_forward_are_listed_when_they_can_be_done():
         assert ("drop" in listed) == (holds is not None and front is None), item
         barrier = front is not None and front.type in ("wall", "box")
         assert ("move forward" in listed) == (not barrier), item
-        can_toggle = False
-        if front is not None and front.type == "door":
-            can_toggle = not front.is_locked or key_colour == front.color
-        elif front is not None and front.type == "box":
-            can_toggle = front.contains is not None
+        can_toggle = front is not None and (
+            front.type == "door" and (not front.is_locked or key_colour == front.color)
+            or front.type == "box" and front.contains is not None)
         assert ("toggle" in listed) == can_toggle, item
         met["cannot drop"] += holds is not None and front is not None
         met["toggle"] += can_toggle
@@ -355,8 +319,7 @@ def test_what_is_listed_is_accepted_and_anything_else_is_refused_and_changes_not
         for action in actions - set(listed):
             before = state(env)
             step = env.step(action)
-            assert not step.valid and not step.done and not step.success, (item, action)
-            assert step.reward == 0, (item, action)
+            assert not (step.valid or step.done or step.success or step.reward), (item, action)
             assert step.observation.startswith(REFUSED) and len(step.observation) < 10**4
             assert state(env) == before, (item, action)
             refused += 1
@@ -369,7 +332,7 @@ def test_what_is_listed_is_accepted_and_anything_else_is_refused_and_changes_not
 
     for item in (-1, 1.0, "3", None, True, [1]):
         with pytest.raises(ValueError, match="babyai has items"):
-            env.reset(item)
+            BabyAI().reset(item)
     with pytest.raises(envs.EnvError):
         BabyAI().step("turn left")
 
@@ -461,34 +424,7 @@ def test_plans_are_shortest_and_end_where_they_say():
     assert whole > 300 and impossible > 5 and cut < whole / 20, (whole, cut, impossible)
 
 
-def test_go_to_what_is_already_in_front_fulfils_the_mission():
-    env = world(4290)
-    assert env.env.mission == "go to the purple door"
-    assert env.env.grid.get(*env.env.front_pos).color == "purple"
-    before = state(env)[:2]
-    step = env.step("go to purple closed door 1")
-    assert step.valid and step.done and step.success and step.reward == step.score == 1
-    assert state(env)[:2] == before
-
-
 # ---- success ----
-
-
-def test_a_mission_of_every_level_is_fulfilled_by_listed_actions():
-    found = solutions()
-    assert sorted(item % 40 for item in found) == list(range(40))
-    env = BabyAI()
-    for item, actions in found.items():
-        env.reset(item)
-        steps = [env.step(action) for action in actions]
-        assert all(step.valid for step in steps), (item, [s.valid for s in steps])
-        *early, last = steps
-        for step in early:
-            assert not step.done and not step.success, item
-            assert step.reward == step.score == 0, item
-        assert last.done and last.success, item
-        assert last.reward == last.score == 1, item
-        assert "\n The task is completed.\nAvailable actions: [" in last.observation
 
 
 def test_success_is_the_verifiers_and_the_end_too():
@@ -525,34 +461,25 @@ def test_a_late_success_counts_as_much(turns):
     assert step.reward == step.score == 1
 
 
-@pytest.mark.parametrize("item, action", [
-    (19, "pickup red ball 1"),
-    (99, "pickup grey key 1"),
-    (15, "toggle and go through grey closed door 1"),
-    (54, "toggle and go through blue closed door 1"),  # the mission names the red one first
+@pytest.mark.parametrize("item, action, success", [
+    (19, "pickup green key 1", True), (19, "pickup red ball 1", False),
+    (99, "pickup grey key 1", False), (15, "toggle and go through grey closed door 1", False),
+    (54, "toggle and go through blue closed door 1", False),  # the mission names the red one first
+    (4290, "go to purple closed door 1", True),  # it is in front of the agent already
 ])
-def test_a_strict_level_ends_when_it_is_spoiled(item, action):
+def test_an_episode_ends_when_its_mission_is_fulfilled_or_spoiled(item, action, success):
     env = world(item)
     while action not in env.actions:
         assert not env.step("turn left").done
-    step = env.step(action)
-    assert step.valid and step.done and not step.success
-    assert step.reward == step.score == 0
-    assert "completed" not in step.observation
-
-
-@pytest.mark.parametrize(
-    "action, success", [("pickup red ball 1", False), ("pickup green key 1", True)]
-)
-def test_after_the_end_the_last_step_comes_again_without_reward(action, success):
-    env = world(19)
     last = env.step(action)
-    assert last.done and last.success is success
+    assert (last.valid, last.done, last.success) == (True, True, success)
+    assert last.reward == last.score == success
+    assert ("\n The task is completed.\nAvailable actions: [" in last.observation) == success
     before = state(env)
     for again in ("turn left", action, "fly", "check available actions", ""):
         assert env.step(again) == replace(last, reward=0.0)
         assert state(env) == before
-    env.reset(19)
+    env.reset(item)
     assert not env.step("turn left").done
 
 
@@ -569,25 +496,27 @@ def follow_expert(env, horizon):
     for turn in range(1, horizon + 1):
         action = env.expert()
         assert action in env.actions, action
-        if env.step(action).done:
-            return turn if env.success else None
+        step = env.step(action)
+        assert step.valid and step.reward == step.score == step.success, action
+        if step.done:
+            return turn if step.success else None
     return None
 
 
 def test_the_expert_fulfils_missions_of_every_level_also_after_random_actions():
     env = BabyAI()
     rng = random.Random(7)
-    turns = {}
+    turns = []
     for number, item in enumerate(EXPERT_ITEMS):
         env.reset(item)
-        turns[item] = follow_expert(env, horizon=40)
+        turns.append(follow_expert(env, horizon=40))
+        assert turns[-1], item
         if number % 3 == 0:
             env.reset(item)
             for _ in range(12):
                 env.step(rng.choice(env.valid_actions()))
             assert env.done or follow_expert(env, horizon=80), item
-    assert None not in turns.values(), turns
-    assert sum(turn <= 20 for turn in turns.values()) >= 0.95 * len(turns), turns
+    assert sum(turn <= 20 for turn in turns) >= 0.95 * len(turns), turns
 
 
 @pytest.mark.parametrize("data, most", [(None, 4), (ROOT / "data/rooms", 10)])
@@ -637,19 +566,12 @@ def test_an_episode_is_the_same_whether_or_not_the_expert_was_asked():
 def test_the_expert_takes_the_fewest_turns_to_a_thing_in_the_room():
     # An exhaustive search over lists of actions, on copies, in levels of one room.
     for item in [level + 40 * seed for level in (0, 3, 8, 9, 10) for seed in (11, 12)]:
-        fewest, reached = None, [world(item)]
-        for turn in (1, 2):
-            following = []
-            for env in reached:
-                for action in env.valid_actions():
-                    probe = snapshot(env)
-                    if probe.step(action).success:
-                        fewest = fewest or turn
-                    elif action.startswith(("turn", "move", "go to")):
-                        following.append(probe)
-            if fewest:
+        reached = [world(item)]
+        for fewest in (1, 2, None):
+            tried = [(action, snapshot(env)) for env in reached for action in env.valid_actions()]
+            if fewest is None or any(env.step(action).success for action, env in tried):
                 break
-            reached = following
+            reached = [env for action, env in tried if action.startswith(("turn", "move", "go to"))]
         turns = follow_expert(world(item), horizon=20)
         assert turns == fewest if fewest else turns > 2, item
 
@@ -692,8 +614,8 @@ def test_states_are_equal_exactly_where_all_that_counts_is_equal():
             assert env.state() == found and state(env) == before  # it changes nothing
             grid = tuple(None if thing is None else thing.encode() for thing in env.env.grid.grid)
             held = env.env.carrying
-            key = (grid, tuple(map(int, env.env.agent_pos)), int(env.env.agent_dir),
-                   held and held.encode(), parts_done(env.env.instrs))
+            key = (grid, tuple(env.env.agent_pos), env.env.agent_dir, held and held.encode(),
+                   parts_done(env.env.instrs))
             returned += key in by_key
             carrying += held is not None
             assert by_key.setdefault(key, found) == found

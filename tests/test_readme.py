@@ -12,10 +12,8 @@ import pytest
 from conftest import ROOT
 
 import config
-import envs
 import eval as evaluation
 from experiments import readme
-from rollout import rollout
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 GUESS = next(block for block in BLOCKS if "class Guess" in block)
@@ -30,16 +28,13 @@ def train(command, cwd, out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_world_in_the_readme_plays(tiny):
+def test_the_world_in_the_readme_plays():
     space = {}
     exec(GUESS, space)
     world = space["Guess"]()
     assert world.reset(3) == world.reset(3)
     assert [world.step(str(n)).success for n in range(1, 21)].count(True) == 1
     assert not world.step("seven").valid
-    pool = envs.EnvPool(make=lambda name: space["Guess"]())
-    (t,) = rollout(*tiny, pool, ["guess_3"], 2, max_tokens=4)
-    assert t.status in ("done", "horizon") and t.turns >= 1
 
 
 def test_the_agent_in_the_readme_trains_as_the_readme_says(tmp_path):
@@ -61,14 +56,13 @@ def test_the_world_in_the_readme_trains_as_the_readme_says(tmp_path):
     shutil.copytree(ROOT, repo, ignore=left_out)
     (repo / "worlds/guess.py").write_text(GUESS)
     code = (repo / "envs.py").read_text()
-    registry = 'WORLDS = {"guess": "worlds.guess:Guess", '
-    (repo / "envs.py").write_text(code.replace("WORLDS = {", registry, 1))
+    with_guess = code.replace("WORLDS = {", 'WORLDS = {"guess": "worlds.guess:Guess", ', 1)
+    (repo / "envs.py").write_text(with_guess)
     items = [{"item_id": f"guess_{n}"} for n in range(16)]
     (repo / "data/AgentItemId/guess_train.json").write_text(json.dumps(items))
     rows = train(["train.py", "--env", "guess", "--horizon", "4,8"], repo, tmp_path / "run")
-    assert [row["env"] for row in rows] == ["guess", "guess"]
-    assert [row["trajectories"] for row in rows] == [128, 128]
-    assert [row["env_error"] for row in rows] == [0.0, 0.0]
+    for row in rows:
+        assert (row["env"], row["trajectories"], row["env_error"]) == ("guess", 128, 0.0)
 
 
 def test_the_other_blocks_run(capsys):
@@ -86,13 +80,12 @@ def test_every_command_of_the_readme_is_one():
     seen = 0
     flags = {"train.py": config.Config, "eval.py": evaluation.EvalConfig}
     for command in readme.commands(readme.pages(ROOT)):
-        for script, config_class in flags.items():
-            if script in command:
-                words = shlex.split(command.split(script, 1)[1].split("&&")[0], comments=True)
-                config.read_flags(config_class, words, script, "")  # raises for unknown flags
-                seen += 1
-        script = re.search(r"(?:python|torchrun)(?: --\S+)* ([\w/]+\.py)", command)
-        assert not script or (ROOT / script[1]).exists(), command
+        found = re.search(r"(?:python|torchrun)(?: --\S+)* ([\w/]+\.py)([^&]*)", command)
+        assert not found or (ROOT / found[1]).exists(), command
+        if found and found[1] in flags:
+            words = shlex.split(found[2], comments=True)
+            config.read_flags(flags[found[1]], words, found[1], "")  # raises for unknown flags
+            seen += 1
     assert seen >= 8
 
 
@@ -110,7 +103,5 @@ def test_an_installation_that_is_not_editable_is_refused():
     """It would lack the model, the items and the page."""
     assert 'build-backend = "editable_only"' in (ROOT / "pyproject.toml").read_text()
     command = [sys.executable, "-c", "import editable_only; editable_only.build_wheel('.')"]
-    done = subprocess.run(command, cwd=ROOT / "build_backend", capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith("pip install -e .")
+    done = subprocess.run(command, cwd=ROOT / "build_backend", capture_output=True, text=True)
+    assert done.returncode and done.stderr.splitlines()[-1].endswith("pip install -e .")

@@ -5,14 +5,11 @@ The questions can be answered by searching only. A retrieval server that fails i
 
 import json
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
+from serving import serving
 
 from envs import EnvError, EnvPool, env_options, items, make_env, split_item
 from rollout import rollout
@@ -20,6 +17,7 @@ from worlds.almanac import ASKS, COMPARE, HELD_OUT, PHRASES, QUESTIONS, almanac
 from worlds.searchqa import BM25, SearchQA, normalise, split_contents
 
 pytest.importorskip("bm25s")
+ONE_HOP = next(n for n, question in enumerate(almanac(0).questions) if question.source == "1_hop")
 
 
 def world_and_question(item):
@@ -40,13 +38,13 @@ def test_a_world_is_the_same_every_time_and_unlike_others():
     assert world.articles != almanac(4).articles
     titles = {title for title, _ in world.articles}
     assert 9000 < len(world.articles) < 11000 and len(titles) == len(world.articles)
-    sources = [question.source for question in world.questions]
-    assert sources.count("comparison") <= 0.2 * len(sources)
+    comparisons = sum(question.source == "comparison" for question in world.questions)
+    assert comparisons <= 0.2 * len(world.questions)
 
 
 def test_held_out_questions_are_of_other_worlds_in_other_words():
-    train = {split_item(item)[1] // QUESTIONS for item in items("searchqa", "train")}
-    test = {split_item(item)[1] // QUESTIONS for item in items("searchqa", "test")}
+    train, test = ({world_and_question(item)[0] for item in items("searchqa", split)}
+                   for split in ("train", "test"))
     assert max(train) < HELD_OUT <= min(test) and len(items("searchqa", "test")) >= 200
     for trained, held_out in [*ASKS.values(), *PHRASES.values(), COMPARE]:
         assert not set(trained) & set(held_out)
@@ -74,12 +72,6 @@ def test_answers_are_compared_as_in_search_r1(said, same):
     assert normalise(said) == same
 
 
-def first_of_one_hop():
-    """-> (item number, question): the first question of world 0 that follows one fact"""
-    questions = almanac(0).questions
-    return next((n, question) for n, question in enumerate(questions) if question.source == "1_hop")
-
-
 def test_an_episode():
     env = make_env("searchqa")
     with pytest.raises(EnvError, match="before reset"):
@@ -87,9 +79,9 @@ def test_an_episode():
     for bad in (-1, "1", True):
         with pytest.raises(ValueError, match="searchqa has items"):
             env.reset(bad)
-    item, question = first_of_one_hop()
+    question = almanac(0).questions[ONE_HOP]
     title = question.titles[0]
-    assert env.reset(item) == f"Question: {question.text}"
+    assert env.reset(ONE_HOP) == f"Question: {question.text}"
     step = env.step(f"<think>who</think> <search> {title} </search>")
     assert step.observation.startswith(f"<information>Doc 1(Title: {title}) ")
     assert step.observation.endswith("</information>") and step.observation.count("\nDoc ") == 2
@@ -103,7 +95,7 @@ def test_an_episode():
     assert step.done and step.success and step.reward == step.score == 1
     assert env.step("<answer>x</answer>").reward == 0 and env.last.done
 
-    env.reset(item)
+    env.reset(ONE_HOP)
     nothing = "<information>Nothing was found.</information>"
     assert env.step("<search>zzzz</search>").observation == nothing
     step = env.step("<answer>\nnobody\n</answer>")
@@ -112,14 +104,13 @@ def test_an_episode():
 
 def test_the_first_tag_of_a_reply_counts():
     env = make_env("searchqa")
-    item, question = first_of_one_hop()
-    right = f"<answer>{question.answers[0]}</answer>"
+    right = f"<answer>{almanac(0).questions[ONE_HOP].answers[0]}</answer>"
     for reply, done, success in [
-        (f"<search>{question.answers[0]}</search> {right}", False, False),
+        (f"<search>b</search> {right}", False, False),
         (f"<think><answer>x</answer></think>{right}<answer>b</answer>", True, True),
         (f"<answer>b</answer>{right}", True, False),
     ]:
-        env.reset(item)
+        env.reset(ONE_HOP)
         step = env.step(reply)
         assert (step.valid, step.done, step.success) == (True, done, success)
 
@@ -160,20 +151,15 @@ def test_the_expert_searches_for_names_that_it_has_read_and_finds_the_answer(spl
     env = make_env("searchqa")
     of_several_articles = 0
     for item in items("searchqa", split)[::every]:
-        number = split_item(item)[1]
-        read = env.reset(number)
-        step = None
-        searches = 0
-        while not (step and step.done):
+        read = env.reset(split_item(item)[1])
+        searches = -1
+        while not env.last.done:
             action = env.expert()
             name = re.match(r"<think> (.+) </think>\n<(search|answer)> \1 </\2>$", action)[1]
             assert name in read
-            step = env.step(action)
-            read += step.observation
-            searches += not step.done
-        assert step.success
-        _, question = world_and_question(item)
-        assert searches == len(question.titles)
+            read += env.step(action).observation
+            searches += 1
+        assert env.last.success and searches == len(world_and_question(item)[1].titles)
         of_several_articles += searches > 1
     assert of_several_articles > 50
 
@@ -194,17 +180,14 @@ def test_the_expert_goes_on_from_what_was_found_before():
 
 
 def test_the_expert_gives_up_what_two_searches_do_not_find(corpus):
-    item, question = first_of_one_hop()
     env = make_env("searchqa", corpus=corpus)  # not the articles that the questions are about
     assert env.expert() is None
-    env.reset(item)
-    queries = set()
+    env.reset(ONE_HOP)
     for _ in range(2):
-        action = env.expert()
-        queries.add(re.search("<search> (.*) </search>", action)[1])
-        env.step(action)
+        env.step(env.expert())
     assert env.expert() is None
-    assert len(queries) == 2 and all(question.titles[0] in query for query in queries)
+    title = almanac(0).questions[ONE_HOP].titles[0]
+    assert len(env.queries) == 2 and all(title in query for query in env.queries)
 
 
 # ---- files ----
@@ -217,18 +200,19 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The path of a corpus of two articles."""
+    """The path of a corpus of two articles. Its name is a number."""
     rows = [{"id": "0", "contents": '"Ant"\nAnts are small.'},
             {"id": "1", "contents": '"Bee"\nBees make honey.'}]
-    return write_rows(tmp_path / "corpus.jsonl", rows)
+    return write_rows(tmp_path / "2018", rows)
 
 
-def test_questions_and_a_corpus_of_ones_own(tmp_path, corpus):
+def test_questions_and_a_corpus_of_ones_own(tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     honey = {"question": "Who makes honey?", "golden_answers": ["bees", "the bee"]}
-    ants = {"question": "How big are ants?", "golden_answers": "small"}
-    first = write_rows(tmp_path / "a.jsonl", [honey])
-    second = write_rows(tmp_path / "b.jsonl", [ants])
-    env = make_env("searchqa", corpus=corpus, questions=f"{first},{second}", topk=1)
+    write_rows(tmp_path / "a.jsonl", [honey])
+    write_rows(tmp_path / "b.jsonl", [{"question": "How big are ants?", "golden_answers": "small"}])
+    text = "searchqa.corpus=2018 searchqa.questions=a.jsonl,b.jsonl searchqa.topk=1"
+    env = make_env("searchqa", **env_options(text, ["searchqa"])["searchqa"])
 
     assert env.reset(0) == "Question: Who makes honey?" and env.expert() is None
     found = "<information>Doc 1(Title: Bee) Bees make honey.</information>"
@@ -270,52 +254,25 @@ def test_wrong_arguments_and_files_without_questions_are_value_errors(tmp_path, 
 # ---- retrieval servers ----
 
 
-@contextmanager
-def retrieval_server(answer):
-    """A server on this machine -> its address. answer(path, body) -> (status, bytes)."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            length = int(self.headers["Content-Length"])
-            status, body = answer(self.path, json.loads(self.rfile.read(length)))
-            try:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-            except OSError:
-                pass  # the client has given up
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def test_a_retrieval_server_is_asked_in_search_r1s_protocol():
     index = BM25(almanac(0).articles)
     requests_seen = []
 
-    def answer(path, body):
-        requests_seen.append((path, body))
-        (query,) = body["queries"]
+    def answer(request):
+        body = json.loads(request.body)
+        requests_seen.append((request.path, body))
         result = [{"document": {"id": "0", "contents": f'"{title}"\n{text}'}, "score": 1.0}
-                  for title, text in index.search(query, body["topk"])]
-        return 200, json.dumps({"result": [result]}).encode()
+                  for title, text in index.search(*body["queries"], body["topk"])]
+        return 200, {}, json.dumps({"result": [result]})
 
     title = almanac(0).questions[5].titles[0]
-    with retrieval_server(answer) as url:
-        far, near = make_env("searchqa", retriever=url), make_env("searchqa")
-        far.reset(5)
-        near.reset(5)
-        action = f"<search>{title}</search>"
-        assert far.step(action) == near.step(action)
+    with serving(answer) as port:
+        steps = []
+        for env in (make_env("searchqa", retriever=f"http://127.0.0.1:{port}"),
+                    make_env("searchqa")):
+            env.reset(5)
+            steps.append(env.step(f"<search>{title}</search>"))
+    assert steps[0] == steps[1]
     expected_body = {"queries": [title], "topk": 3, "return_scores": True}
     assert requests_seen == [("/retrieve", expected_body)]
     assert split_contents('"A "b" c"\ntext\nmore') == ('A "b" c', "text\nmore")
@@ -326,31 +283,20 @@ BODIES = {"garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}', "deep":
 
 @pytest.mark.parametrize("fault", ["500", "garbage", "other", "deep", "slow", "gone"])
 def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
-    def answer(path, body):
+    def answer(request):
         if fault == "slow":
-            time.sleep(3)
-        return 500 if fault == "500" else 200, BODIES.get(fault, b"{}")
+            time.sleep(1.5)
+        return 500 if fault == "500" else 200, {}, BODIES.get(fault, b"{}")
 
     class Searching(SearchQA):
         """Whatever the model replies is taken as a search, as the tiny model may not write one."""
 
         def step(self, action):
-            self.retriever.timeout = 1.0
+            self.retriever.timeout = 0.5
             return super().step("<search>Tavi</search>")
 
-    with retrieval_server(answer) as url:
-        if fault == "gone":
-            url = "http://127.0.0.1:9"
+    with serving(answer) as port:
+        url = f"http://127.0.0.1:{9 if fault == 'gone' else port}"
         with EnvPool(make=lambda name: Searching(retriever=url)) as pool:
             (t,) = rollout(*tiny, pool, ["searchqa_0"], 2, max_tokens=4, retries=0)
     assert t.status == "env_error" and "/retrieve" in t.error and t.reward == 0
-
-
-def test_a_file_whose_name_is_a_number_is_a_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("2018").write_text('{"id": "1", "contents": "A\\nThe only text."}\n')
-    Path("5").write_text('{"question": "What?", "golden_answers": ["text"]}\n')
-    text = "searchqa.corpus=2018 searchqa.questions=5"
-    env = make_env("searchqa", **env_options(text, ["searchqa"])["searchqa"])
-    assert env.reset(0) == "Question: What?"
-    assert "The only text." in env.step("<search> text </search>").observation

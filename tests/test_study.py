@@ -35,10 +35,9 @@ def test_a_training_is_limited_by_turns_and_resumed(tmp_path, monkeypatch):
         out.mkdir(exist_ok=True)
         if len(commands) == 1:
             raise RuntimeError("killed")
-        if len(commands) == 2:
-            return  # stopped by a signal
-        (out / "final").mkdir(exist_ok=True)
-        (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')
+        if len(commands) == 3:  # the second one is stopped by a signal
+            (out / "final").mkdir()
+            (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')
 
     monkeypatch.setattr(play, "call", train_py)
     run = next(run for run in runs.runs_of("horizon") if run.turns)
@@ -51,34 +50,33 @@ def test_a_training_is_limited_by_turns_and_resumed(tmp_path, monkeypatch):
     assert all(f"turns={run.turns}" in command for command in commands)
 
 
-def fake_eval_py(failed=0.0):
-    """A `play.call` that writes what eval.py would -> it, and the commands that it got."""
-    commands = []
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """The commands that a study gives. eval.py writes a result, and the others make a folder."""
+    given = []
 
     def call(script, *words):
-        commands.append((script, *map(str, words)))
-        value = {name: words[words.index(name) + 1] for name in ("--out", "--env", "--model")
-                 if name in words}
+        given.append((script, *map(str, words)))
+        value = dict(zip(words[::2], words[1::2]))
         if script != "eval.py":
             Path(value["--out"]).mkdir(parents=True)  # train.py and sft.py refuse an old one
             return ""
         found = {"success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
-                 "env_error": failed, "categories": {}, "items": {},
-                 "ci95": {"success": [0, 1], "score": [0, 1]},
+                 "env_error": 0.9 if value["--model"] == "broken" else 0.01, "categories": {},
+                 "items": {}, "ci95": {"success": [0, 1], "score": [0, 1]},
                  "config": {"env": value["--env"], "model": str(value["--model"]), "samples": 2,
                             "horizon": 4, "data": "", "model_sha256": "abc"}}
         Path(value["--out"]).write_text(json.dumps(found))
         return ""
 
-    return call, commands
-
-
-def test_a_run_is_evaluated_in_the_worlds_that_it_names(results, tmp_path, monkeypatch):
-    call, commands = fake_eval_py()
+    monkeypatch.setattr(play, "call", call)
     monkeypatch.setattr(play, "ROOT", tmp_path)
     monkeypatch.setattr(play, "revision", lambda: "abc")
     monkeypatch.setattr(play, "base_sha256", lambda: "1")
-    monkeypatch.setattr(play, "call", call)
+    return given
+
+
+def test_a_run_is_evaluated_in_the_worlds_that_it_names(results, commands, tmp_path):
     base = runs.runs_of("transfer")[0]
     play.do("transfer", base, "abc")
     assert [words[2] for words in commands] == list(runs.TRANSFER_STEPS)
@@ -88,18 +86,11 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(results, tmp_path, monke
     # The model before training is the one that the study's runs start from.
     play.do("pretrained_horizon", runs.runs_of("pretrained_horizon")[0], "abc")
     assert commands[-1][4] == "runs/mix_warm/final"
+    with pytest.raises(RuntimeError, match="90%"):  # of its episodes failed: it is no row
+        play.evaluate("webarena", base, "broken", 2, tmp_path / "run")
 
 
-def test_an_evaluation_of_which_many_episodes_failed_is_no_row(tmp_path, monkeypatch):
-    base = runs.runs_of("transfer")[0]
-    monkeypatch.setattr(play, "call", fake_eval_py(failed=0.01)[0])
-    assert play.evaluate("webarena", base, "tiny", 2, tmp_path / "run")["success"] == 0.5
-    monkeypatch.setattr(play, "call", fake_eval_py(failed=0.9)[0])
-    with pytest.raises(RuntimeError, match="90%"):
-        play.evaluate("webarena", base, "tiny", 2, tmp_path / "run")
-
-
-def test_only_missing_runs_are_run(results, tmp_path, monkeypatch):
+def test_only_missing_runs_are_run(results, monkeypatch):
     monkeypatch.setattr(report, "draw", lambda *_: None)
     monkeypatch.setattr(play, "revision", lambda: "abc")
     done = []
@@ -109,9 +100,8 @@ def test_only_missing_runs_are_run(results, tmp_path, monkeypatch):
         if run.name in failing:
             raise RuntimeError("no memory")
         done.append(run.name)
-        row = {"success": 0.5, "ci95": [0.4, 0.6], "turns": 2.0, "valid_actions": 1.0,
-               "environment_turns": 0, "seconds": 0, "stopped": "",
-               "base_sha256": play.base_sha256()}
+        row = {"success": 0.5, "ci95": [0.4, 0.6], "turns": 2.0, "valid_actions": 1.0, "seconds": 0,
+               "environment_turns": 0, "stopped": "", "base_sha256": play.base_sha256()}
         rows.keep(name, {run.name: [row]})
 
     monkeypatch.setattr(play, "do", do)
@@ -154,16 +144,14 @@ def test_a_chain_of_worlds_begins_with_the_model_of_the_run_before():
 
 
 def test_the_schedules_of_a_study_differ_in_the_horizon_alone():
-    about_horizon = ("--horizon", "--horizon_steps", "--horizon_schedule")
     for name in ("horizon", "rooms_horizon", *runs.PRETRAINED):
-        others = {}  # world -> the other flags of its runs
+        others = {}  # world -> what its runs have besides the horizon
         for run in runs.runs_of(name):
             if run.label != "base":
                 pairs = dict(zip(run.flags[::2], run.flags[1::2]))
-                kept = {k: v for k, v in pairs.items() if k not in about_horizon}
-                others.setdefault((run.world, run.turns, run.horizon), []).append(kept)
-        for kept in others.values():
-            assert all(flags == kept[0] for flags in kept), name
+                kept = {k: v for k, v in pairs.items() if not k.startswith("--horizon")}
+                others.setdefault(run.world, []).append((run.turns, run.horizon, kept))
+        assert all(kept == of_world[0] for of_world in others.values() for kept in of_world), name
 
 
 # ---- rows ----
@@ -208,19 +196,16 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(name):
 # ---- references and pretrained models ----
 
 
-def test_a_reference_keeps_what_its_commands_find(tmp_path, monkeypatch):
-    call, commands = fake_eval_py()
+def test_a_reference_keeps_what_its_commands_find(commands, tmp_path, monkeypatch):
     monkeypatch.setattr(references, "ROOT", tmp_path / "a checkout")
-    monkeypatch.setattr(play, "call", call)
-    monkeypatch.setattr(play, "revision", lambda: "c0ffee")
     for _ in range(2):  # in a folder of its own, also the second time
-        row = references.measure("warm_levels", "c0ffee")
+        row = references.measure("warm_levels", "abc")
     trained = commands[-2][commands[-2].index("--out") + 1]
     assert commands[-1][commands[-1].index("--model") + 1] == f"{trained}/final"
     assert row["model_sha256"] == "abc" and row["figures"]["success"] == 0.5
     assert "success 0.500 [0.000, 1.000]" in references.table("warm_levels", row)
     monkeypatch.setattr(play, "call", lambda *_: "best 0.168\n")
-    row = references.measure("fixed_actions_babyai", "c0ffee")
+    row = references.measure("fixed_actions_babyai", "abc")
     assert row["figures"] == {"printed": ["best 0.168"]}
     with pytest.raises(RuntimeError, match="another commit"):
         references.measure("fixed_actions_babyai", "decaf")
@@ -289,19 +274,6 @@ def test_the_table_of_a_study_shows_every_kept_run(name):
         (f"| {world}", label) for world, label in labels if name not in ("transfer", "worlds")}
 
 
-def test_a_label_has_one_color_in_all_worlds_and_is_in_the_legend_also_where_it_is_missing():
-    results = rows.load("algorithms")  # WebArena has no PPO
-    worlds = sorted({run.world for run in runs.runs_of("algorithms")})
-    figure = report.curves_over_turns("algorithms", worlds, results)
-    plt.close(figure)
-    colors = {}
-    for ax in figure.axes:
-        for line in ax.lines:
-            colors.setdefault(line.get_label(), set()).add(line.get_color())
-    assert len(colors) == 4 and {len(found) for found in colors.values()} == {1}
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == set(colors)
-
-
 def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model():
     results = {}
     for number, run in enumerate(runs.runs_of("transfer")):
@@ -322,21 +294,14 @@ def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model():
 
 
 def test_links_between_pages_lead_somewhere_and_every_picture_is_shown():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md")]
     linked = set()
-    for page in pages:
-        for target, anchor in links_in(page.read_text()):
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)\s:#]*)#?([^)\s:]*)\)", page.read_text()):
             path = (page.parent / target).resolve() if target else page
             assert path.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in anchors_of(path), f"{page.name}: {target}#{anchor}"
             linked.add(path)
     assert set(ROOT.glob("docs/*.png")) <= linked
-
-
-def links_in(text):
-    """The links to files here -> [(path or "", anchor or "")]"""
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    return [tuple((target + "#").split("#")[:2]) for target in targets if ":" not in target]
 
 
 def anchors_of(path):

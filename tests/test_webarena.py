@@ -6,7 +6,6 @@ The tests of the embedded sites and of their tasks stand in websites/tests.
 import importlib.util
 import json
 import os
-import queue
 import re
 import signal
 import socket
@@ -14,15 +13,17 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 
 import pytest
 import requests
+from serving import Handler, serving
 
 import eval as evaluation
 from config import parse_config
-from envs import EnvError, EnvPool, categories, items, make_env, split_item
+from envs import EnvError, EnvPool, categories, env_options, items, make_env, split_item
 from rl import TINY_MODEL
 from rollout import rollout
 from websites import tasks
@@ -196,12 +197,10 @@ def test_held_out_items_are_of_seeds_that_are_not_trained_on():
     train, test = item_numbers("train"), item_numbers("test")
     assert len(test) >= 200
     assert max(map(tasks.seed_of, train)) < tasks.HELD_OUT <= min(map(tasks.seed_of, test))
-    category_of = categories("webarena")
-    for number in test:
-        site = tasks.TEMPLATES[number % NUM_TEMPLATES].site
-        assert category_of[f"webarena_{number}"] == site
     for numbers in (train, test):
         assert {number % NUM_TEMPLATES for number in numbers} == set(range(NUM_TEMPLATES))
+    for item, category in categories("webarena").items():
+        assert tasks.TEMPLATES[split_item(item)[1] % NUM_TEMPLATES].site == category
 
 
 def test_an_items_answer_is_right_and_no_answer_or_another_one_is_wrong():
@@ -209,39 +208,32 @@ def test_an_items_answer_is_right_and_no_answer_or_another_one_is_wrong():
     for number in sorted(item_numbers("test") | set(range(5 * NUM_TEMPLATES))):
         task, _, answer = tasks.make(number)
         check = task["eval"]
+        checked.update(check["eval_types"])
         if "string_match" in check["eval_types"]:
-            references = check["reference_answers"]
-            assert not evaluators.string_match(references, "")
-            assert not evaluators.string_match(references, "something else")
-            assert evaluators.string_match(references, answer)
-            checked["string_match"] += 1
+            right = [evaluators.string_match(check["reference_answers"], said)
+                     for said in ("", "something else", answer)]
+            assert right == [False, False, True]
         elif "url_match" in check["eval_types"]:
             assert not evaluators.url_match(check["reference_url"], task["start_url"] + "/")
-            checked["url_match"] += 1
     assert checked["string_match"] and checked["url_match"]
 
 
+@browser
 def test_arguments_are_checked(tmp_path, monkeypatch):
     for name in webarena.PLACES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bad.json").write_text('[{"intent": "a"}]')
     (tmp_path / "empty.json").write_text("[]")
     (tmp_path / "good.json").write_text(json.dumps([tasks.make(0)[0]]))
-    for arguments, named in (
-        ({"chromium": "/nowhere"}, "/nowhere"),
-        *(({"tasks": f"{tmp_path}/{name}.json"}, f"{name}.json")
-          for name in ("bad", "empty", "none")),
-        ({"tasks": f"{tmp_path}/good.json"}, "SHOPPING_ADMIN"),
-        ({"shopping": "http://a"}, "tasks="),
-        ({"storage": "/nowhere"}, "storage"),
-        ({"depth": 1}, "depth"),
-        ({"height": 0}, "x 0 pixels"),
+    monkeypatch.chdir(tmp_path)
+    for given, named in (
+        ("chromium=/nowhere", "/nowhere"), ("tasks=bad.json", "bad.json"),
+        ("tasks=empty.json", "empty.json"), ("tasks=none.json", "none.json"),
+        ("tasks=good.json", "SHOPPING_ADMIN"), ("shopping=http://a", "tasks="),
+        ("storage=/nowhere", "storage"), ("depth=1", "depth"), ("height=0", "x 0 pixels"),
     ):
-        if not importlib.util.find_spec("playwright") and "depth" not in arguments:
-            named = "playwright"
-        # Any program stands for Chromium: none is started.
         with pytest.raises(ValueError, match=named):
-            make_env("webarena", **{"chromium": sys.executable, **arguments})
+            make_env("webarena", **env_options(f"webarena.{given}", ["webarena"])["webarena"])
 
 
 @pytest.mark.skipif(
@@ -253,16 +245,14 @@ def test_all_official_tasks_are_read_and_every_evaluator_is_known():
     kinds = Counter()
     for task in official_tasks:
         check = task["eval"]
-        assert set(check["eval_types"]) <= {"string_match", "url_match", "program_html"}
         kinds.update(check["eval_types"])
         if "string_match" in check["eval_types"]:
             assert not evaluators.string_match(check["reference_answers"], "\x01")
-        for target in check["program_html"] or ():
-            for code in (target["url"], target["locator"]):
-                if code.startswith("func:"):
-                    kinds[re.match(r"func:(\w+)", code)[1]] += 1
+        kinds.update(re.findall(r"'func:(\w+)", str(check["program_html"])))
     assert sum(map(evaluators.needs_judge, official_tasks)) == 82
     assert kinds["shopping_get_latest_order_url"] and kinds["gitlab_get_project_memeber_role"]
+    assert {kind for kind in kinds if "_get_" not in kind} == {
+        "string_match", "url_match", "program_html"}
 
 
 # ---- in the browser ----
@@ -276,10 +266,6 @@ def env():
     made.close()
 
 
-def current_url(observation):
-    return re.search("URL: (.*)", observation)[1]
-
-
 def page_of(observation):
     """An observation without the objective and the previous action."""
     return observation.split("OBJECTIVE")[0]
@@ -291,53 +277,32 @@ def score_now(env, answer):
     def look(*arguments):
         return env.browser.call(env.window.look, *arguments)
 
-    url = env._to_real(current_url(env._observe()))
-    return evaluators.score(env.task, answer, url, look, env.places.get("SHOPPING", ""))
+    env._observe()
+    shop = env.places.get("SHOPPING", "")
+    return evaluators.score(env.task, answer, env._to_real(env.url), look, shop)
 
 
 @browser
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_template_is_solved_by_its_plan_and_by_nothing_else(every):
-    """Four episodes at a time.
+    """Four episodes at a time. Before its plan is played, each is scored as it stands: with no
+    answer and with a wrong one."""
 
-    Before its plan is played, each episode is scored as it stands: with no answer and with a wrong
-    one.
-    """
-    todo = queue.SimpleQueue()
-    for number in range(0, NUM_TEMPLATES, every):
-        todo.put(number + NUM_TEMPLATES * (tasks.HELD_OUT + number % 3))
-    num_items = todo.qsize()
-    wrong, solved = [], []
-
-    def play(env, item):
+    def play(number):
+        env = make_env("webarena")
+        item = number + NUM_TEMPLATES * (tasks.HELD_OUT + number % 3)
         env.reset(item)
-        answers = [""]
-        if "string_match" in env.task["eval"]["eval_types"]:
-            answers.append("something else")
+        is_asked = "string_match" in env.task["eval"]["eval_types"]
+        answers = ["", "something else"] if is_asked else [""]
         idle_scores = [score_now(env, answer) for answer in answers]
         step = solve(env, item)
         is_lost = "There is no such page" in env._observe()
-        is_won = step.done and step.success and step.reward == step.score == 1
-        if any(idle_scores) or is_lost or not is_won:
-            wrong.append((item, env.objective, idle_scores, step))
-        solved.append(item)
-
-    def work():
-        env = make_env("webarena")
-        while not todo.empty():
-            item = todo.get()
-            try:
-                play(env, item)
-            except Exception as error:
-                wrong.append((item, repr(error)))
         env.close()
+        assert not any(idle_scores) and not is_lost, (item, env.objective, idle_scores)
+        assert step.success and step.reward == step.score == 1, (item, env.objective)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(solved) == num_items
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(play, range(0, NUM_TEMPLATES, every)))  # raises what they raise
 
 
 @browser
@@ -355,11 +320,12 @@ def test_the_expert_comes_back_to_its_plan_after_another_action(name, height):
         num_replies += 1
     for num_before in (num_replies - 1, num_replies):
         env.reset(item)
-        for _ in range(num_before):
-            env.step(env.expert())
-        env.step("```goto [http://localhost/]```")
-        assert env.expert() == env.expert()
-        step = next(step for _ in range(30) if (step := env.step(env.expert())).done)
+        for turn in range(30):
+            step = env.step("```goto [http://localhost/]```" if turn == num_before
+                            else env.expert())
+            assert env.expert() == env.expert()
+            if step.done:
+                break
         assert step.success, num_before
     env.close()
 
@@ -381,17 +347,16 @@ def test_an_episode_from_its_first_page_to_its_reward(env):
     assert "URL: http://shop.localhost/product/" in step.observation
     step = env.step("```stop```")
     assert step.done and step.success and step.reward == step.score == 1
-    again = env.step("```go_back```")
-    assert again.done and again.success and again.reward == 0
+    assert env.step("```go_back```") == replace(step, reward=0)
     env.reset(item)
     step = env.step("```stop [done]```")
-    assert step.done and not step.success and step.reward == step.score == 0
+    assert (step.done, step.success, step.reward, step.score) == (True, False, 0, 0)
 
 
 @browser
 def test_replies_that_cannot_be_carried_out_are_answered_with_a_hint(env):
     for bad_item in (-1, "1", True):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="webarena has items"):
             env.reset(bad_item)
     with pytest.raises(EnvError, match="before reset"):
         make_env("webarena").step("```go_back```")
@@ -421,14 +386,16 @@ def test_every_action_does_what_it_says(env):
         assert step.valid, step
         return step.observation
 
+    def find(role, name):
+        return tree.find(env.page, role, name)
+
     # Links and the history.
-    text = env.reset(item_of("shop.category"))
-    text = do(f"click [{tree.find(text, 'link', 'Audio')}]")
-    audio = "http://shop.localhost/category/audio"
-    assert current_url(text) == audio
-    assert current_url(do("go_back")) == "http://shop.localhost/"
-    assert current_url(do("go_forward")) == audio
-    assert current_url(do("hover [5]")) == audio
+    audio, forums = "http://shop.localhost/category/audio", "http://forum.localhost/forums"
+    env.reset(item_of("shop.category"))
+    for action, url in ((f"click [{find('link', 'Audio')}]", audio),
+                        ("go_back", "http://shop.localhost/"), ("go_forward", audio),
+                        ("hover [5]", audio)):
+        assert f"\nURL: {url}\n" in do(action)
 
     # Scrolling.
     assert "Next page" not in do("goto [http://forum.localhost/]")
@@ -439,31 +406,29 @@ def test_every_action_does_what_it_says(env):
 
     # Tabs.
     assert "Tab 0: Audio | Tab 1 (current): " in do("new_tab")
-    forums = "http://forum.localhost/forums"
-    text = do(f"goto [{forums}]")
-    assert "Tab 0: Audio | Tab 1 (current): Forums" in text and current_url(text) == forums
+    assert "Tab 0: Audio | Tab 1 (current): Forums" in do(f"goto [{forums}]") and env.url == forums
     # An evaluator that reads another page leaves the current tab as it is.
     for address, title in ((env._to_real(audio), "Audio"), ("last", "Forums")):
         assert title in env.browser.call(env.window.look, address, "document.title")
-    assert current_url(do("tab_focus [0]")) == audio
+    assert f"URL: {audio}\n" in do("tab_focus [0]")
     text = do("close_tab")
     assert "Tab 0 (current): Forums" in text and "Tab 1" not in text
 
     # Writing and keys.
-    text = do(f"type [{tree.find(text, 'searchbox', 'Search posts')}] [trouble] [0]")
-    assert current_url(text) == forums and "StaticText 'trouble'" in text
-    assert current_url(do("press [Enter]")) == "http://forum.localhost/search?q=trouble"
-    text = do("goto [shop.localhost/account/edit]")
-    text = do(f"type [{tree.find(text, 'textbox', 'City')}] [Somewhere [New]] [0]")
+    text = do(f"type [{find('searchbox', 'Search posts')}] [trouble] [0]")
+    assert env.url == forums and "StaticText 'trouble'" in text
+    assert "URL: http://forum.localhost/search?q=trouble\n" in do("press [Enter]")
+    do("goto [shop.localhost/account/edit]")
+    text = do(f"type [{find('textbox', 'City')}] [Somewhere [New]] [0]")
     assert "StaticText 'Somewhere [New]'" in text
     env.window.append = True
-    text = do(f"type [{tree.find(text, 'textbox', 'City')}] [+] [0]")
+    text = do(f"type [{find('textbox', 'City')}] [+] [0]")
     env.window.append = False
     assert re.search(r"StaticText '.*\+.*'", text) and "Somewhere" in text
 
     # Lists.
-    text = do("goto [http://shop.localhost/product/101/review]")
-    text = do(f"click [{tree.find(text, 'option', '2 stars')}]")
+    do("goto [http://shop.localhost/product/101/review]")
+    text = do(f"click [{find('option', '2 stars')}]")
     assert re.search(r"option '2 stars'.* selected: True", text)
 
     # There is an end to the tabs.
@@ -559,16 +524,13 @@ def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch
     short, narrow = "webarena.height=240", "webarena.width=900"
     for worlds, given, expected in (
         ("webarena", [], short),
-        ("babyai,webarena", [], short),
-        ("babyai", [], ""),
         ("babyai,webarena", ["--env_args", narrow], f"{short} {narrow}"),
+        ("babyai", [], ""),
         ("webarena", ["--model", str(TINY_MODEL)], ""),
     ):
         arguments = ["--out", "runs/never-made", "--env", worlds, *given]
         assert parse_config(arguments).env_args == expected
-    for given, expected in (([], short), (["--env_args", narrow], f"{short} {narrow}")):
-        config = evaluation.parse_eval_config(["--env", "webarena", *given])
-        assert config.env_args == expected
+    assert evaluation.parse_eval_config(["--env", "webarena"]).env_args == short
 
 
 @browser
@@ -596,77 +558,43 @@ def test_a_person_is_told_where_the_sites_are(env, monkeypatch, capsys):
 def test_our_server_speaks_webarenas_bodies(env):
     uvicorn = pytest.importorskip("uvicorn")
     store = serve.EpisodeStore("webarena")
-    server = uvicorn.Server(uvicorn.Config(serve.build_app(store), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(serve.build_app(store, 8), log_level="error"))
     listening = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, args=([listening],))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
-    try:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
-        def call(path, **body):
-            return requests.post(f"{url}/{path}", json=body, timeout=60).json()
+    def call(path, **body):
+        return requests.post(f"{url}/{path}", json=body, timeout=60).json()
 
-        # The bodies of one episode.
-        env_idx = call("create")["env_idx"]
-        first = call("reset", env_idx=env_idx, seed=0, idx=0)
-        assert set(first) == {"observation", "sites", "object"}
-        assert first["sites"] == ["shopping"] and first["object"] in first["observation"]
-        goto = "```goto [http://shop.localhost/category/kitchen]```"
-        step = call("step", env_idx=env_idx, action=goto)
-        assert step["terminated"] is step["truncated"] is False
-        assert step["reward"] == 0 and "info" in step
-        observation = requests.get(f"{url}/observation", params={"env_idx": env_idx}, timeout=60)
-        assert observation.json() == step["observation"]
-        assert call("step", env_idx=env_idx, action="```stop```")["terminated"] is True
+    # The bodies of one episode.
+    env_idx = call("create")["env_idx"]
+    first = call("reset", env_idx=env_idx, seed=0, idx=0)
+    assert set(first) == {"observation", "sites", "object"}
+    assert first["sites"] == ["shopping"] and first["object"] in first["observation"]
+    goto = "```goto [http://shop.localhost/category/kitchen]```"
+    step = call("step", env_idx=env_idx, action=goto)
+    assert step["terminated"] is step["truncated"] is False
+    assert step["reward"] == 0 and "info" in step
+    observation = requests.get(f"{url}/observation", params={"env_idx": env_idx}, timeout=60)
+    assert observation.json() == step["observation"]
+    assert call("step", env_idx=env_idx, action="```stop```")["terminated"] is True
 
-        # A client of the server and an environment in this process are the same.
-        far = make_env("webarena", url=url)
-        assert far.whole_reply and far.prompt == env.prompt
-        assert far.reset(3) == env.reset(3)
-        for reply in ("nonsense", "```click [500]```", "```scroll [down]```", "```stop [x]```"):
-            far.socket.shutdown(socket.SHUT_RDWR)  # as after a pause
-            assert far.step(reply) == env.step(reply)
-        far.close()
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        store.close_envs()
+    # A client of the server and an environment in this process are the same.
+    far = make_env("webarena", url=url)
+    assert far.whole_reply and far.prompt == env.prompt
+    assert far.reset(3) == env.reset(3)
+    for reply in ("nonsense", "```click [500]```", "```scroll [down]```", "```stop [x]```"):
+        far.socket.shutdown(socket.SHUT_RDWR)  # as after a pause
+        assert far.step(reply) == env.step(reply)
+    far.close()
+    server.should_exit = True
+    thread.join(20)
+    store.close_envs()
     assert not thread.is_alive()
 
 
 # ---- other servers on this machine ----
-
-
-class Pages(BaseHTTPRequestHandler):
-    """A server's pages, as its function `answer` gives them."""
-
-    def do_GET(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, headers, text = self.answer(self)
-        self.send_response(status)
-        for name, value in {"Content-Type": "text/html; charset=utf-8", **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    do_POST = do_GET
-
-    def log_message(self, *_):
-        """Log nothing."""
-
-
-@contextmanager
-def serving(answer, **attributes):
-    """A server on a free port of this machine -> the port. answer(request) -> (status, headers,
-    text)."""
-    handler = type("Handler", (Pages,), {"answer": staticmethod(answer), **attributes})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 SECRET = "what another server of this machine says"
@@ -686,7 +614,7 @@ def bystander():
 
     def handle(request):
         seen.append("connection")
-        BaseHTTPRequestHandler.handle(request)
+        Handler.handle(request)
 
     with serving(answer, handle=handle) as port:
         yield port, seen
@@ -715,11 +643,8 @@ def test_no_other_address_can_be_opened(env):
 # ---- sites of the user's own: small pages as WebArena's sites have them ----
 
 
-def member_row(name, role):
-    return (f"<tr><td data-label='Account'><span class='gl-avatar-labeled-sublabel'>@{name}</span>"
-            f"</td><td class='col-max-role'><span>{role}</span></td></tr>")
-
-
+MEMBER = ("<tr><td data-label='Account'><span class='gl-avatar-labeled-sublabel'>@{}</span></td>"
+          "<td class='col-max-role'><span>{}</span></td></tr>")
 PAGES = {
     "/": "<title>One Stop Market</title><a href='/wishlist/'>Wish list</a> "
          "<a href='http://outside.example/'>outside</a>",
@@ -728,8 +653,8 @@ PAGES = {
     "/f/books/59421/a-title": "<title>A post</title><p>in the long form</p>",
     "/f/books/59421/": "<title>A post</title>"
                        "<div class='submission__inner'>what is the recommended console</div>",
-    "/project/-/members": "<title>Members</title><table>" + member_row("ann", "Owner")
-                          + member_row("bob", "Guest") + "</table>",
+    "/project/-/members": "<title>Members</title><table>"
+                          + MEMBER.format("ann", "Owner") + MEMBER.format("bob", "Guest"),
     "/sales/order/view/order_id/187/":
         "<title>Order</title><div class='order-details-items'>Canon photo printer</div>",
     "/form": "<title>Form</title><input name='title' value='Dark Mode'><button onclick=\""

@@ -4,7 +4,9 @@ It has no tables of its own: it works on those of the shop.
 """
 
 from websites.shop import MONTHS, STATES, TOTAL, state_tag
-from websites.site import Site, button, choose, esc, field, link, money, pager, table
+from websites.site import (
+    Site, button, choose, esc, field, form, link, links, money, pager, table,
+)
 
 PAGE_SIZE = 12  # rows of a table
 REVIEWS_PAGE_SIZE = 8
@@ -44,13 +46,12 @@ def find_form(request, path, label):
     )
 
 
-def order_table(request, where, values, limit, skip=0):
+def order_table(request, where, values, size):
     """A table of the orders that meet the SQL condition `where`, the newest first."""
-    orders = request.rows(
+    orders = request.page_of(
         f"select number,date,name,state,{TOTAL} "
-        f"from orders join customer on customer.id=customer where {where} "
-        "order by number desc limit ? offset ?",
-        *values, limit, skip,
+        f"from orders join customer on customer.id=customer where {where} order by number desc",
+        size, *values,
     )
     rows = [
         [link(f"/orders/{number}", f"#{number}"), date, esc(name), state_tag(state), money(total)]
@@ -120,12 +121,11 @@ def orders(request):
     count = request.value(
         f"select count(*) from orders join customer on customer.id=customer where {where}", *values
     )
-    states = " ".join(link("/orders", state, status=state) for state in STATES)
-    skip = PAGE_SIZE * (request.page - 1)
+    states = links("/orders", "status", dict(zip(STATES, STATES)))
     return "Orders", (
         f'<h1>Orders</h1>{find_form(request, "/orders", "Find orders")}'
         f'<p class="pager"><span>Status:</span> {states}</p><p>{count} orders</p>'
-        f'{order_table(request, where, values, PAGE_SIZE, skip)}{pager(request, count, PAGE_SIZE)}'
+        f'{order_table(request, where, values, PAGE_SIZE)}{pager(request, count, PAGE_SIZE)}'
     )
 
 
@@ -145,14 +145,10 @@ def order(request, number):
     cancel_button = ship_form = ""
     if state in OPEN_STATES:
         cancel_button = button(f"/orders/{number}/cancel", "Cancel order", kind="danger")
-        ship_form = (
-            f'<form method="post" action="/orders/{number}/ship">'
-            f'{field("tracking", "Tracking number")}<button>Ship order</button></form>'
-        )
-    note_form = (
-        f'<form method="post" action="/orders/{number}/note">'
-        f'{field("note", "Note to the order", note)}<button>Save note</button></form>'
-    )
+        ship_form = form(
+            f"/orders/{number}/ship", "Ship order", field("tracking", "Tracking number"))
+    note_form = form(
+        f"/orders/{number}/note", "Save note", field("note", "Note to the order", note))
     return f"Order #{number}", (
         f'<h1>Order #{number}</h1><div class="cols"><div><div id="facts"><p>{state_tag(state)} '
         f'<span class="muted">{date}, {esc(shipping)} shipping</span></p>'
@@ -167,10 +163,9 @@ def order(request, number):
 
 @SITE.post(r"/orders/(\d{9})/cancel")
 def order_cancel(request, number):
-    request.db.execute(
-        "update orders set state='Canceled' "
-        "where number=? and state in ('Pending','Processing')",
-        (number,),
+    request.change(
+        "update orders set state='Canceled' where number=? and state in ('Pending','Processing')",
+        number,
     )
     return f"/orders/{number}"
 
@@ -179,18 +174,17 @@ def order_cancel(request, number):
 def order_ship(request, number):
     tracking = request.text("tracking", 60)
     if tracking:
-        request.db.execute(
+        request.change(
             "update orders set state='Complete', tracking=? "
             "where number=? and state in ('Pending','Processing')",
-            (tracking, number),
+            tracking, number,
         )
     return f"/orders/{number}"
 
 
 @SITE.post(r"/orders/(\d{9})/note")
 def order_note(request, number):
-    note = request.text("note", 300)
-    request.db.execute("update orders set note=? where number=?", (note, number))
+    request.change("update orders set note=? where number=?", request.text("note", 300), number)
     return f"/orders/{number}"
 
 
@@ -204,23 +198,20 @@ def products(request):
     order = sorts.get(request.query.get("sort"), "id")
     where = "instr(lower(name||' '||sku||' '||category), lower(?))"
     count = request.value(f"select count(*) from product where {where}", text)
-    found = request.rows(
+    found = request.page_of(
         f"select id,sku,name,category,price,stock,enabled from product where {where} "
-        f"order by {order} limit ? offset ?",
-        text, PAGE_SIZE, PAGE_SIZE * (request.page - 1),
-    )
+        f"order by {order}", PAGE_SIZE, text)
     rows = []
     for product_id, sku, name, category, price, stock, enabled in found:
-        status = '<span class="tag bad">disabled</span>'
-        if enabled:
-            status = '<span class="tag good">enabled</span>'
+        kind, word = ("good", "enabled") if enabled else ("bad", "disabled")
+        status = f'<span class="tag {kind}">{word}</span>'
         name_link = link(f"/products/{product_id}", name)
         rows.append([sku, name_link, category, money(price), str(stock), status])
+    sorted_links = links(
+        "/products", "sort", {"Lowest stock first": "stock", "Cheapest first": "price"})
     return "Products", (
         f'<h1>Products</h1>{find_form(request, "/products", "Find products")}'
-        '<p class="pager"><span>Sort:</span> '
-        f'{link("/products", "Lowest stock first", sort="stock")} '
-        f'{link("/products", "Cheapest first", sort="price")}</p><p>{count} products</p>'
+        f'<p class="pager"><span>Sort:</span> {sorted_links}</p><p>{count} products</p>'
         f'{table(["SKU", "Name", "Category", "Price", "Stock", "Status"], rows)}'
         f'{pager(request, count, PAGE_SIZE)}'
     )
@@ -231,15 +222,14 @@ def product(request, number):
     product_id, sku, name, price, stock, enabled = request.row(
         "select id,sku,name,price,stock,enabled from product where id=?", int(number)
     )
-    statuses = [("1", "enabled"), ("0", "disabled")]
+    product_form = form(
+        f"/products/{product_id}", "Save product", field("name", "Name", name),
+        field("price", "Price in dollars", f"{price / 100:.2f}"), field("stock", "Stock", stock),
+        choose("enabled", "Status", [("1", "enabled"), ("0", "disabled")], enabled))
     return name, (
         f'<h1>{esc(name)}</h1><p class="muted">{sku}</p><div class="box" id="facts">'
         f'<p>Price {money(price)}</p><p>Stock {stock}</p>'
-        f'<p>Status {"enabled" if enabled else "disabled"}</p></div>'
-        f'<form method="post" action="/products/{product_id}">{field("name", "Name", name)}'
-        f'{field("price", "Price in dollars", f"{price / 100:.2f}")}'
-        f'{field("stock", "Stock", stock)}{choose("enabled", "Status", statuses, enabled)}'
-        "<button>Save product</button></form>"
+        f'<p>Status {"enabled" if enabled else "disabled"}</p></div>{product_form}'
     )
 
 
@@ -255,10 +245,8 @@ def product_save(request, number):
     name = request.text("name", 120) or name
     stock = request.number("stock", stock)
     enabled = request.number("enabled", enabled, 1)
-    request.db.execute(
-        "update product set name=?,price=?,stock=?,enabled=? where id=?",
-        (name, price, stock, enabled, int(number)),
-    )
+    request.change("update product set name=?,price=?,stock=?,enabled=? where id=?",
+                   name, price, stock, enabled, int(number))
     return f"/products/{int(number)}"
 
 
@@ -270,12 +258,9 @@ def customers(request):
     text = request.query.get("q", "")
     where = "instr(lower(name||' '||email), lower(?))"
     count = request.value(f"select count(*) from customer where {where}", text)
-    found = request.rows(
-        "select name,email,city,phone,"
-        "(select count(*) from orders where customer=customer.id) "
-        f"from customer where {where} order by name limit ? offset ?",
-        text, PAGE_SIZE, PAGE_SIZE * (request.page - 1),
-    )
+    found = request.page_of(
+        "select name,email,city,phone,(select count(*) from orders where customer=customer.id) "
+        f"from customer where {where} order by name", PAGE_SIZE, text)
     rows = [
         [esc(name), esc(email), esc(city), esc(phone), str(num_orders)]
         for name, email, city, phone, num_orders in found
@@ -292,15 +277,12 @@ def customers(request):
 
 @SITE.get("/reviews")
 def reviews(request):
-    state = request.query.get("status")
-    if state not in ("Pending", "Approved"):
-        state = "Pending"
+    state = "Approved" if request.query.get("status") == "Approved" else "Pending"
     count = request.value("select count(*) from review where state=?", state)
-    found = request.rows(
-        "select review.id,name,author,stars,title,body "
-        "from review join product on product.id=product where state=? "
-        "order by review.id limit ? offset ?",
-        state, REVIEWS_PAGE_SIZE, REVIEWS_PAGE_SIZE * (request.page - 1),
+    found = request.page_of(
+        "select review.id,name,author,stars,title,body from review "
+        "join product on product.id=product where state=? order by review.id",
+        REVIEWS_PAGE_SIZE, state,
     )
     rows = []
     for review_id, product, author, stars, title, body in found:
@@ -311,10 +293,8 @@ def reviews(request):
         buttons += button(f"{path}/delete", "Delete", f"Delete the review by {author}", "danger")
         text = f"<b>{esc(title)}</b><br>{esc(body)}"
         rows.append([esc(product), esc(author), str(stars), text, buttons])
-    tabs = " ".join([
-        link("/reviews", "Pending reviews", status="Pending"),
-        link("/reviews", "Approved reviews", status="Approved"),
-    ])
+    tabs = links(
+        "/reviews", "status", {"Pending reviews": "Pending", "Approved reviews": "Approved"})
     return "Reviews", (
         f'<h1>Reviews</h1><p class="pager">{tabs}</p><p>{count} {state.lower()} reviews</p>'
         f'{table(["Product", "Author", "Stars", "Review", ""], rows)}'
@@ -324,13 +304,13 @@ def reviews(request):
 
 @SITE.post(r"/reviews/(\d{1,9})/approve")
 def review_approve(request, number):
-    request.db.execute("update review set state='Approved' where id=?", (int(number),))
+    request.change("update review set state='Approved' where id=?", int(number))
     return "/reviews"
 
 
 @SITE.post(r"/reviews/(\d{1,9})/delete")
 def review_delete(request, number):
-    request.db.execute("delete from review where id=?", (int(number),))
+    request.change("delete from review where id=?", int(number))
     return "/reviews"
 
 
@@ -338,8 +318,8 @@ def review_delete(request, number):
 
 
 def year_links(path):
-    links = " ".join(link(path, f"Year {year}", year=year) for year in YEARS)
-    return f'<p class="pager">{links}</p>'
+    years = links(path, "year", {f"Year {year}": year for year in YEARS})
+    return f'<p class="pager">{years}</p>'
 
 
 def year_of(request):

@@ -3,7 +3,9 @@
 The user is devon, signed in.
 """
 
-from websites.site import Site, button, choose, esc, field, link, pager, table, words
+from websites.site import (
+    Site, button, choose, esc, field, form, link, links, pager, table, top_bar, words,
+)
 
 ME = "devon"
 WORDS = words("code")
@@ -110,17 +112,12 @@ def frame(request, title, body):
     signed_in = f"Signed in as {ME}"
     if status:
         signed_in += f": {esc(status)}"
-    words = esc(request.query.get("q", ""))
-    return (
-        '<header class="top"><div class="bar"><a class="brand" href="/">Codeyard</a>'
-        '<form action="/search"><input type="search" name="q" '
-        'aria-label="Search projects" placeholder="Search projects" '
-        f'value="{words}"><button>Search</button></form><nav>{link("/explore", "Explore")}'
-        f'{link("/dashboard/issues", "My issues", assignee=ME)}'
-        f'{link("/dashboard/merge_requests", "My reviews", reviewer=ME)}'
-        f'{link("/users/" + ME, "Profile")}</nav></div></header>'
-        f'<main>{body}<p class="muted">{signed_in}</p></main>'
-    )
+    header = top_bar(
+        request, "Codeyard", "Search projects", link("/explore", "Explore"),
+        link("/dashboard/issues", "My issues", assignee=ME),
+        link("/dashboard/merge_requests", "My reviews", reviewer=ME),
+        link("/users/" + ME, "Profile"))
+    return f'{header}<main>{body}<p class="muted">{signed_in}</p></main>'
 
 
 SITE = Site("code", "Codeyard", SCHEMA, fill, frame)
@@ -181,11 +178,10 @@ def state_tag(state):
 
 def issue_table(request, where, *values):
     """A table of the issues that meet the SQL condition `where`: the request's page of them."""
-    issues = request.rows(
-        "select path,number,title,label,issue.state,assignee "
-        f"from issue join project on project.id=project where {where} "
-        "order by path, number desc limit ? offset ?",
-        *values, PAGE_SIZE, PAGE_SIZE * (request.page - 1),
+    issues = request.page_of(
+        "select path,number,title,label,issue.state,assignee from issue "
+        f"join project on project.id=project where {where} order by path, number desc",
+        PAGE_SIZE, *values,
     )
     rows = []
     for path, number, title, label, state, assignee in issues:
@@ -230,8 +226,8 @@ def notes(request, project, kind, number, path):
         for author, body in found
     )
     return (
-        f'<div id="notes">{boxes}</div><form method="post" action="/{path}/-/{kind}/{number}/note">'
-        f'{field("body", "Comment", kind="area")}<button>Add comment</button></form>'
+        f'<div id="notes">{boxes}</div>' + form(
+            f"/{path}/-/{kind}/{number}/note", "Add comment", field("body", "Comment", kind="area"))
     )
 
 
@@ -298,7 +294,7 @@ def overview(request, path):
 
 @SITE.post(PROJECT + "/-/star")
 def star(request, path):
-    request.db.execute("update project set mine=1-mine where path=?", (path,))
+    request.change("update project set mine=1-mine where path=?", path)
     return "/" + path
 
 
@@ -306,10 +302,9 @@ def star(request, path):
 def commits(request, path):
     project, head = project_head(request, path)
     count = request.value("select count(*) from commits where project=?", project)
-    found = request.rows(
-        "select hash,title,author,date from commits where project=? "
-        "order by date desc, rowid limit ? offset ?",
-        project, PAGE_SIZE, PAGE_SIZE * (request.page - 1),
+    found = request.page_of(
+        "select hash,title,author,date from commits where project=? order by date desc, rowid",
+        PAGE_SIZE, project,
     )
     rows = [[commit, esc(title), esc(author), date] for commit, title, author, date in found]
     return f"Commits of {path}", (
@@ -336,9 +331,9 @@ def members(request, path):
     rows = [[esc(name), role] for name, role in found]
     return f"Members of {path}", (
         f'{head}<div id="members">{table(["Member", "Role"], rows)}</div>'
-        f'<h2>Invite somebody</h2><form method="post" action="/{path}/-/members">'
-        f'{choose("name", "Person", PEOPLE)}{choose("role", "Role", ROLES)}'
-        "<button>Invite</button></form>"
+        '<h2>Invite somebody</h2>' + form(
+            f"/{path}/-/members", "Invite", choose("name", "Person", PEOPLE),
+            choose("role", "Role", ROLES))
     )
 
 
@@ -348,8 +343,8 @@ def invite(request, path):
     name = request.text("name")
     if name in PEOPLE:
         role = known(request.text("role"), ROLES, "Guest")
-        request.db.execute("delete from access where project=? and name=?", (project, name))
-        request.db.execute("insert into access values(?,?,?)", (project, name, role))
+        request.change("delete from access where project=? and name=?", project, name)
+        request.change("insert into access values(?,?,?)", project, name, role)
     return f"/{path}/-/members"
 
 
@@ -372,10 +367,7 @@ def issues(request, path):
     # A link to a label keeps the state.
     keep = {"state": request.query["state"]} if "state" in request.query else {}
     labels = " ".join(link(request.path, label, **keep, label_name=label) for label in LABELS)
-    states = " ".join([
-        link(request.path, "Open issues", state="open"),
-        link(request.path, "Closed issues", state="closed"),
-    ])
+    states = links(request.path, "state", {"Open issues": "open", "Closed issues": "closed"})
     return f"Issues of {path}", (
         f'{head}<p class="pager">{states} {link(f"/{path}/-/issues/new", "New issue")}</p>'
         f'<p class="pager"><span>Label:</span> {labels}</p><p>{count} issues</p>'
@@ -389,11 +381,9 @@ ASSIGNEES = [("", "nobody"), ME, *PEOPLE]  # options of a list
 @SITE.get(PROJECT + "/-/issues/new")
 def issue_form(request, path):
     _, head = project_head(request, path)
-    return "New issue", (
-        f'{head}<h2>New issue</h2><form method="post" action="/{path}/-/issues/new">'
-        f'{field("title", "Title")}{choose("label", "Label", LABELS)}'
-        f'{choose("assignee", "Assignee", ASSIGNEES)}<button>Create issue</button></form>'
-    )
+    return "New issue", f"{head}<h2>New issue</h2>" + form(
+        f"/{path}/-/issues/new", "Create issue", field("title", "Title"),
+        choose("label", "Label", LABELS), choose("assignee", "Assignee", ASSIGNEES))
 
 
 @SITE.post(PROJECT + "/-/issues/new")
@@ -405,10 +395,8 @@ def issue_new(request, path):
     number = request.value("select coalesce(max(number),0)+1 from issue where project=?", project)
     label = known(request.text("label"), LABELS, "bug")
     assignee = known(request.text("assignee"), [ME, *PEOPLE], "")
-    request.db.execute(
-        "insert into issue values(?,?,?,?,'open',?,?,'2026-01-05')",
-        (project, number, title, label, ME, assignee),
-    )
+    request.change("insert into issue values(?,?,?,?,'open',?,?,'2026-01-05')",
+                   project, number, title, label, ME, assignee)
     return f"/{path}/-/issues/{number}"
 
 
@@ -421,15 +409,10 @@ def issue(request, path, number):
         project, int(number),
     )
     here = f"/{path}/-/issues/{number}"
-    if state == "open":
-        toggle_button = button(f"{here}/toggle", "Close issue", kind="danger")
-    else:
-        toggle_button = button(f"{here}/toggle", "Reopen issue", kind="plain")
-    assign_form = (
-        f'<form method="post" action="{here}/assign">'
-        f'{choose("assignee", "Assignee", ASSIGNEES, assignee)}'
-        "<button>Save assignee</button></form>"
-    )
+    text, kind = ("Close issue", "danger") if state == "open" else ("Reopen issue", "plain")
+    toggle_button = button(f"{here}/toggle", text, kind=kind)
+    assign_form = form(f"{here}/assign", "Save assignee",
+                       choose("assignee", "Assignee", ASSIGNEES, assignee))
     return title, (
         f'{head}<div class="cols"><div><h2>{esc(title)} <span class="muted">#{number}</span></h2>'
         f'<div id="facts"><p>{state_tag(state)}<span class="tag">{label}</span></p>'
@@ -444,17 +427,15 @@ def issue(request, path, number):
 def issue_change(request, path, number, what):
     project = project_id(request, path)
     if what == "toggle":
-        request.db.execute(
+        request.change(
             "update issue set state=case state when 'open' then 'closed' else 'open' end "
             "where project=? and number=?",
-            (project, int(number)),
+            project, int(number),
         )
     else:
         assignee = known(request.text("assignee"), [ME, *PEOPLE], "")
-        request.db.execute(
-            "update issue set assignee=? where project=? and number=?",
-            (assignee, project, int(number)),
-        )
+        request.change("update issue set assignee=? where project=? and number=?",
+                       assignee, project, int(number))
     return f"/{path}/-/issues/{int(number)}"
 
 
@@ -463,9 +444,7 @@ def note(request, path, kind, number):
     project = project_id(request, path)
     text = request.text("body")
     if text:
-        request.db.execute(
-            "insert into note values(?,?,?,?,?)", (project, kind, int(number), ME, text)
-        )
+        request.change("insert into note values(?,?,?,?,?)", project, kind, int(number), ME, text)
     return f"/{path}/-/{kind}/{int(number)}"
 
 
@@ -476,11 +455,8 @@ def note(request, path, kind, number):
 def merge_requests(request, path):
     project, head = project_head(request, path)
     state = known(request.query.get("state", ""), MERGE_STATES, "open")
-    states = " ".join([
-        link(request.path, "Open requests", state="open"),
-        link(request.path, "Merged requests", state="merged"),
-        link(request.path, "Closed requests", state="closed"),
-    ])
+    states = links(request.path, "state",
+                   {f"{state.capitalize()} requests": state for state in MERGE_STATES})
     return f"Merge requests of {path}", (
         f'{head}<p class="pager">{states}</p>'
         f'{merge_request_table(request, "project=? and mr.state=?", project, state)}'
@@ -513,10 +489,8 @@ def merge_request(request, path, number):
 def merge_request_change(request, path, number, what):
     project = project_id(request, path)
     state = "merged" if what == "merge" else "closed"
-    request.db.execute(
-        "update mr set state=? where project=? and number=? and state='open'",
-        (state, project, int(number)),
-    )
+    request.change("update mr set state=? where project=? and number=? and state='open'",
+                   state, project, int(number))
     return f"/{path}/-/merge_requests/{int(number)}"
 
 
@@ -526,15 +500,13 @@ def merge_request_change(request, path, number, what):
 @SITE.get(r"/users/([\w.]+)")
 def profile(request, name):
     status = request.value("select status from person where name=?", name)
-    form = ""
+    status_form = ""
     if name == ME:
         options = [("", "none"), *STATES]
-        form = (
-            '<form method="post" action="/users/status">'
-            f'{choose("status", "Status", options, status)}<button>Set status</button></form>'
-        )
+        status_form = form(
+            "/users/status", "Set status", choose("status", "Status", options, status))
     return name, (
-        f'<h1>{esc(name)}</h1><p id="status">{esc(status) or "no status"}</p>{form}'
+        f'<h1>{esc(name)}</h1><p id="status">{esc(status) or "no status"}</p>{status_form}'
         f'<h2>Projects</h2>{project_boxes(request, "path like ?", name + "/%")}'
     )
 
@@ -542,5 +514,5 @@ def profile(request, name):
 @SITE.post("/users/status")
 def set_status(request):
     status = known(request.text("status"), STATES, "")
-    request.db.execute("update person set status=? where name=?", (status, ME))
+    request.change("update person set status=? where name=?", status, ME)
     return "/users/" + ME

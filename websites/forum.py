@@ -3,7 +3,9 @@
 The reader is marlow_q, signed in.
 """
 
-from websites.site import Site, button, choose, esc, field, link, pager, words
+from websites.site import (
+    Site, button, choose, esc, field, form, link, links, pager, top_bar, words,
+)
 
 ME = "marlow_q"
 WORDS = words("forum")
@@ -70,15 +72,8 @@ def fill(db, rng):
 
 
 def frame(request, title, body):
-    words = esc(request.query.get("q", ""))
-    return (
-        '<header class="top"><div class="bar"><a class="brand" href="/">Commonplace</a>'
-        '<form action="/search"><input type="search" name="q" '
-        f'aria-label="Search posts" placeholder="Search posts" value="{words}">'
-        '<button>Search</button></form>'
-        f'<nav>{link("/forums", "Forums")}{link("/submit", "New post")}{link("/user/" + ME, ME)}'
-        f'</nav></div></header><main>{body}</main>'
-    )
+    menu = link("/forums", "Forums"), link("/submit", "New post"), link("/user/" + ME, ME)
+    return top_bar(request, "Commonplace", "Search posts", *menu) + f"<main>{body}</main>"
 
 
 SITE = Site("forum", "Commonplace", SCHEMA, fill, frame)
@@ -91,11 +86,10 @@ SORTS = {"new": "id desc", "top": "votes desc", "comments": f"{COUNT} desc, id d
 def entries(request, where, *values):
     """The list of the posts that meet the SQL condition `where`: the request's page of them."""
     order = SORTS.get(request.query.get("sort", ""), SORTS["new"])
-    posts = request.rows(
+    posts = request.page_of(
         f"select id,forum,title,author,date,votes,{COUNT},"
-        "(select way from vote where post=post.id) "
-        f"from post where {where} order by {order} limit ? offset ?",
-        *values, PAGE_SIZE, PAGE_SIZE * (request.page - 1),
+        f"(select way from vote where post=post.id) from post where {where} order by {order}",
+        PAGE_SIZE, *values,
     )
     html = ""
     for post_id, forum, title, author, date, votes, num_comments, own_vote in posts:
@@ -110,11 +104,8 @@ def entries(request, where, *values):
 
 
 def sort_links(request):
-    return '<p class="pager">' + " ".join([
-        link(request.path, "Newest", sort="new"),
-        link(request.path, "Top", sort="top"),
-        link(request.path, "Most commented", sort="comments"),
-    ]) + "</p>"
+    sorts = {"Newest": "new", "Top": "top", "Most commented": "comments"}
+    return f'<p class="pager">{links(request.path, "sort", sorts)}</p>'
 
 
 def count_posts(request, where, *values):
@@ -161,11 +152,8 @@ def search(request):
 
 @SITE.get("/forums/new")
 def forum_form(request):
-    return "Create a forum", (
-        '<h1>Create a forum</h1><form method="post" action="/forums/new">'
-        f'{field("name", "Name")}{field("about", "Description")}'
-        "<button>Create forum</button></form>"
-    )
+    return "Create a forum", "<h1>Create a forum</h1>" + form(
+        "/forums/new", "Create forum", field("name", "Name"), field("about", "Description"))
 
 
 @SITE.post("/forums/new")
@@ -174,8 +162,7 @@ def forum_new(request):
     name = "".join(c for c in text if c.isascii() and (c.isalnum() or c == "_"))
     if not name:
         return "/forums/new"
-    about = request.text("about", 200)
-    request.db.execute("insert or ignore into forum values(?,?)", (name, about))
+    request.change("insert or ignore into forum values(?,?)", name, request.text("about", 200))
     return "/f/" + name
 
 
@@ -202,9 +189,8 @@ def forum(request, name):
 @SITE.post(r"/f/(\w+)/follow")
 def follow(request, name):
     request.value("select 1 from forum where name=?", name)
-    removed = request.db.execute("delete from follows where forum=?", (name,)).rowcount
-    if not removed:
-        request.db.execute("insert into follows values(?)", (name,))
+    if not request.change("delete from follows where forum=?", name):
+        request.change("insert into follows values(?)", name)
     return "/f/" + name
 
 
@@ -244,8 +230,7 @@ def post(request, forum, number):
         f'<b class="score">{votes + (own_vote or 0)} votes</b>{" (you voted)" if own_vote else ""}'
         f'</p><p>{esc(body)}</p>{vote_buttons}{delete_button}</div>'
         f'<h2>{len(comments)} comments</h2>{comment_boxes}'
-        f'<form method="post" action="{path}/comment">'
-        f'{field("body", "Your comment", kind="area")}<button>Post comment</button></form>'
+        + form(f"{path}/comment", "Post comment", field("body", "Your comment", kind="area"))
     )
 
 
@@ -254,9 +239,8 @@ def vote(request, forum, number):
     post_id = request.value("select id from post where id=? and forum=?", int(number), forum)
     way = 1 if request.text("way") == "1" else -1
     # A second vote of the same kind takes the first one back.
-    removed = request.db.execute("delete from vote where post=? and way=?", (post_id, way)).rowcount
-    if not removed:
-        request.db.execute("insert or replace into vote values(?,?)", (post_id, way))
+    if not request.change("delete from vote where post=? and way=?", post_id, way):
+        request.change("insert or replace into vote values(?,?)", post_id, way)
     return f"/f/{forum}/{post_id}"
 
 
@@ -265,15 +249,14 @@ def comment(request, forum, number):
     post_id = request.value("select id from post where id=? and forum=?", int(number), forum)
     text = request.text("body")
     if text:
-        request.db.execute(
-            "insert into comment(post,author,body,votes) values(?,?,?,1)", (post_id, ME, text)
-        )
+        request.change(
+            "insert into comment(post,author,body,votes) values(?,?,?,1)", post_id, ME, text)
     return f"/f/{forum}/{post_id}"
 
 
 @SITE.post(r"/f/(\w+)/(\d{1,9})/delete")
 def delete(request, forum, number):
-    request.db.execute("delete from post where id=? and author=?", (int(number), ME))
+    request.change("delete from post where id=? and author=?", int(number), ME)
     return "/f/" + forum
 
 
@@ -281,11 +264,9 @@ def delete(request, forum, number):
 def submit_form(request):
     names = [name for (name,) in request.rows("select name from forum order by name")]
     selected = request.query.get("forum", "")
-    return "New post", (
-        '<h1>New post</h1><form method="post" action="/submit">'
-        f'{choose("forum", "Forum", names, selected)}{field("title", "Title")}'
-        f'{field("body", "Text", kind="area")}<button>Publish</button></form>'
-    )
+    return "New post", "<h1>New post</h1>" + form(
+        "/submit", "Publish", choose("forum", "Forum", names, selected), field("title", "Title"),
+        field("body", "Text", kind="area"))
 
 
 @SITE.post("/submit")
@@ -320,13 +301,11 @@ def user(request, name):
 @SITE.get("/profile")
 def profile_form(request):
     bio = request.value("select bio from member where name=?", ME)
-    return "Edit profile", (
-        '<h1>Edit profile</h1><form method="post" action="/profile">'
-        f'{field("bio", "Biography", bio, "area")}<button>Save profile</button></form>'
-    )
+    return "Edit profile", "<h1>Edit profile</h1>" + form(
+        "/profile", "Save profile", field("bio", "Biography", bio, "area"))
 
 
 @SITE.post("/profile")
 def profile(request):
-    request.db.execute("update member set bio=? where name=?", (request.text("bio", 500), ME))
+    request.change("update member set bio=? where name=?", request.text("bio", 500), ME)
     return "/user/" + ME

@@ -6,7 +6,9 @@ customers and orders.
 
 import random
 
-from websites.site import Site, button, choose, esc, field, link, money, pager, table, words
+from websites.site import (
+    Site, button, choose, esc, field, form, link, links, money, pager, table, top_bar, words,
+)
 
 WORDS = words("shop")
 CATEGORIES = WORDS.categories
@@ -183,16 +185,11 @@ def stars(value):
 def frame(request, title, body):
     count = request.rows("select coalesce(sum(amount),0) from cart")[0][0]
     categories = "".join(link(f"/category/{name.lower()}", name) for name in CATEGORIES)
-    words = esc(request.query.get("q", ""))
+    menu = [link("/orders", "My orders"), link("/wishlist", "Wish list"),
+            link("/account", "Account"), link("/cart", f"Cart ({count})")]
+    header = top_bar(request, "Harbour Market", "Search the shop", *menu)
     return (
-        '<header class="top"><div class="bar"><a class="brand" href="/">Harbour Market</a>'
-        '<form action="/search"><input type="search" name="q" '
-        'aria-label="Search the shop" placeholder="Search the shop" '
-        f'value="{words}"><button>Search</button></form>'
-        f'<nav>{link("/orders", "My orders")}'
-        f'{link("/wishlist", "Wish list")}{link("/account", "Account")}'
-        f'{link("/cart", f"Cart ({count})")}</nav></div></header>'
-        f'<nav class="sub" aria-label="Categories"><div>{categories}</div></nav>'
+        f'{header}<nav class="sub" aria-label="Categories"><div>{categories}</div></nav>'
         f'<main>{body}</main>'
     )
 
@@ -202,10 +199,9 @@ SITE = Site("shop", "Harbour Market", SCHEMA, fill, frame)
 
 def cards(request, where, values, order="product.id", limit=PAGE_SIZE):
     """A grid of the products that meet the SQL condition `where`: the request's page of them."""
-    products = request.rows(
-        f"select id,name,price,{RATING} from product where enabled=1 and {where} "
-        f"order by {order} limit ? offset ?",
-        *values, limit, limit * (request.page - 1),
+    products = request.page_of(
+        f"select id,name,price,{RATING} from product where enabled=1 and {where} order by {order}",
+        limit, *values,
     )
     html = ""
     for product_id, name, price, rating in products:
@@ -244,11 +240,8 @@ def category(request, slug):
     order = SORTS.get(request.query.get("sort", ""), "product.id")
     count = request.value("select count(*) from product where category=? and enabled=1", name)
     request.value("select 1 from product where category=?", name)
-    sorts = " ".join([
-        link(request.path, "Cheapest first", sort="price"),
-        link(request.path, "Dearest first", sort="price_desc"),
-        link(request.path, "By name", sort="name"),
-    ])
+    sorts = links(request.path, "sort", {
+        "Cheapest first": "price", "Dearest first": "price_desc", "By name": "name"})
     return name, (
         f'<h1>{esc(name)}</h1>'
         f'<p class="pager"><span>{count} products. Sort:</span> {sorts}</p>'
@@ -308,11 +301,8 @@ def product(request, number):
 
     buy = ""
     if stock:
-        buy = (
-            '<form method="post" action="/cart/add">'
-            f'<input type="hidden" name="product" value="{product_id}">'
-            f'{field("amount", "Quantity", 1)}<button>Add to cart</button></form>'
-        )
+        hidden = f'<input type="hidden" name="product" value="{product_id}">'
+        buy = form("/cart/add", "Add to cart", hidden, field("amount", "Quantity", 1))
     wish_button = button("/wishlist/add", "Add to wish list", kind="plain", product=product_id)
     return name, (
         f'<div class="cols"><div><p class="muted">{link("/category/" + kind.lower(), kind)}</p>'
@@ -328,10 +318,9 @@ def review_form(request, number):
     name = request.value("select name from product where id=?", int(number))
     options = [(n, f"{n} star{'s' if n > 1 else ''}") for n in (5, 4, 3, 2, 1)]
     return f"Review {name}", (
-        f'<h1>Your review of {esc(name)}</h1>'
-        f'<form method="post" action="/product/{number}/review">'
-        f'{choose("stars", "Stars", options)}{field("title", "Title")}'
-        f'{field("body", "Text", kind="area")}<button>Send review</button></form>'
+        f'<h1>Your review of {esc(name)}</h1>' + form(
+            f"/product/{number}/review", "Send review", choose("stars", "Stars", options),
+            field("title", "Title"), field("body", "Text", kind="area"))
     )
 
 
@@ -341,10 +330,10 @@ def review(request, number):
     title = request.text("title")
     if title:
         rating = max(1, request.number("stars", 5, 5))
-        request.db.execute(
+        request.change(
             "insert into review(product,author,stars,title,body,state) "
             "values(?,'Emma Lopez',?,?,?,'Approved')",
-            (int(number), rating, title, request.text("body")),
+            int(number), rating, title, request.text("body"),
         )
     return f"/product/{int(number)}"
 
@@ -384,13 +373,13 @@ def cart_add(request):
     product_id = request.value(
         "select id from product where id=? and enabled=1 and stock>0", request.number("product")
     )
-    request.db.execute(ADD_TO_CART, (product_id, max(1, request.number("amount", 1, 99))))
+    request.change(ADD_TO_CART, product_id, max(1, request.number("amount", 1, 99)))
     return "/cart"
 
 
 @SITE.post("/cart/remove")
 def cart_remove(request):
-    request.db.execute("delete from cart where product=?", (request.number("product"),))
+    request.change("delete from cart where product=?", request.number("product"))
     return "/cart"
 
 
@@ -401,9 +390,10 @@ def checkout(request):
     total = request.value("select sum(price*amount) from cart join product on product.id=product")
     return "Checkout", (
         f'<h1>Checkout</h1><div class="box"><h2>Delivery address</h2><p>{esc(", ".join(address))}'
-        '</p></div><form method="post" action="/checkout">'
-        f'{choose("shipping", "Shipping method", ["Standard", "Express"])}'
-        f'<p class="price">Total {money(total)}</p><button>Place order</button></form>'
+        '</p></div>' + form(
+            "/checkout", "Place order",
+            choose("shipping", "Shipping method", ["Standard", "Express"]),
+            f'<p class="price">Total {money(total)}</p>')
     )
 
 
@@ -415,7 +405,7 @@ def order(request):
     number = int(request.value("select max(number) from orders")) + 1
     shipping = "Express" if request.text("shipping") == "Express" else "Standard"
     place_order(request.db, number, EMMA, "2026-01-05", "Pending", shipping, lines)
-    request.db.execute("delete from cart")
+    request.change("delete from cart")
     return f"/orders/{number:09}"
 
 
@@ -425,10 +415,9 @@ def order(request):
 @SITE.get("/orders")
 def orders(request):
     count = request.value("select count(*) from orders where customer=?", EMMA)
-    found = request.rows(
-        f"select number,date,state,{TOTAL} from orders where customer=? "
-        "order by number desc limit ? offset ?",
-        EMMA, ORDERS_PAGE_SIZE, ORDERS_PAGE_SIZE * (request.page - 1),
+    found = request.page_of(
+        f"select number,date,state,{TOTAL} from orders where customer=? order by number desc",
+        ORDERS_PAGE_SIZE, EMMA,
     )
     rows = [
         [link(f"/orders/{number}", f"#{number}"), date, money(total), state_tag(state)]
@@ -470,9 +459,9 @@ def order_page(request, number):
 
 @SITE.post(r"/orders/(\d{9})/cancel")
 def cancel(request, number):
-    request.db.execute(
+    request.change(
         "update orders set state='Canceled' where number=? and customer=? and state='Pending'",
-        (number, EMMA),
+        number, EMMA,
     )
     return f"/orders/{number}"
 
@@ -481,7 +470,7 @@ def cancel(request, number):
 def again(request, number):
     order_id = request.value("select id from orders where number=? and customer=?", number, EMMA)
     for line in request.rows("select product,amount from line where orders=?", order_id):
-        request.db.execute(ADD_TO_CART, line)
+        request.change(ADD_TO_CART, *line)
     return "/cart"
 
 
@@ -494,9 +483,8 @@ def wishlist(request):
     for product_id, name, price in request.rows(
         "select id,name,price from wish join product on id=product order by wish.rowid"
     ):
-        remove = button(
-            "/wishlist/remove", "Remove", f"Remove {name}", "danger", product=product_id
-        )
+        label = f"Remove {name}"
+        remove = button("/wishlist/remove", "Remove", label, "danger", product=product_id)
         rows.append([link(f"/product/{product_id}", name), money(price), remove])
     if not rows:
         return "Wish list", "<h1>Wish list</h1><p>Your wish list is empty.</p>"
@@ -507,9 +495,9 @@ def wishlist(request):
 def wish(request, what):
     product_id = request.value("select id from product where id=?", request.number("product"))
     if what == "add":
-        request.db.execute("insert or ignore into wish values(?)", (product_id,))
+        request.change("insert or ignore into wish values(?)", product_id)
     else:
-        request.db.execute("delete from wish where product=?", (product_id,))
+        request.change("delete from wish where product=?", product_id)
     return "/wishlist"
 
 
@@ -534,18 +522,15 @@ def account_form(request):
     street, city, postcode, phone = request.row(
         "select street,city,postcode,phone from customer where id=?", EMMA
     )
-    return "Change address", (
-        '<h1>Change address</h1><form method="post" action="/account/edit">'
-        f'{field("street", "Street", street)}{field("city", "City", city)}'
-        f'{field("postcode", "Postcode", postcode)}{field("phone", "Telephone", phone)}'
-        "<button>Save address</button></form>"
-    )
+    return "Change address", "<h1>Change address</h1>" + form(
+        "/account/edit", "Save address", field("street", "Street", street),
+        field("city", "City", city), field("postcode", "Postcode", postcode),
+        field("phone", "Telephone", phone))
 
 
 @SITE.post("/account/edit")
 def account_save(request):
     values = [request.text(name, 100) for name in ("street", "city", "postcode", "phone")]
-    request.db.execute(
-        "update customer set street=?,city=?,postcode=?,phone=? where id=?", (*values, EMMA)
-    )
+    request.change(
+        "update customer set street=?,city=?,postcode=?,phone=? where id=?", *values, EMMA)
     return "/account"

@@ -46,6 +46,11 @@ def link(path, text, /, **query):
     return f'<a href="{address}">{esc(text)}</a>'
 
 
+def links(path, name, options):
+    """Links to `path` with other values of the query parameter `name`; options: {text: value}."""
+    return " ".join(link(path, text, **{name: value}) for text, value in options.items())
+
+
 def choose(name, label, options, selected=""):
     """A labelled <select>. `options`: (value, text) pairs, or texts that are also values."""
     items = []
@@ -65,6 +70,22 @@ def field(name, label, value="", kind="text"):
     else:
         box = f'<input type="{kind}" name="{esc(name)}" value="{esc(value)}" >'
     return f'<label class="field"><span>{esc(label)}</span>{box}</label>'
+
+
+def form(path, text, *fields):
+    """A form of these fields, which a button with this text posts to `path`."""
+    return f'<form method="post" action="{path}">{"".join(fields)}<button>{text}</button></form>'
+
+
+def top_bar(request, title, label, *menu):
+    """The header of a site: its title, a search field with this label, and a menu."""
+    words = esc(request.query.get("q", ""))
+    return (
+        f'<header class="top"><div class="bar"><a class="brand" href="/">{title}</a>'
+        f'<form action="/search"><input type="search" name="q" aria-label="{label}" '
+        f'placeholder="{label}" value="{words}"><button>Search</button></form>'
+        f'<nav>{"".join(menu)}</nav></div></header>'
+    )
 
 
 def button(path, text, label="", kind="", **hidden):
@@ -151,6 +172,14 @@ class Request:
     def rows(self, sql, *values):
         """All rows of a query."""
         return self.db.execute(sql, values).fetchall()
+
+    def page_of(self, sql, size, *values):
+        """The rows of a query on this page of `size` rows."""
+        return self.rows(f"{sql} limit ? offset ?", *values, size, size * (self.page - 1))
+
+    def change(self, sql, *values):
+        """Run a statement that changes rows -> the number of rows that it has changed."""
+        return self.db.execute(sql, values).rowcount
 
     def row(self, sql, *values):
         """The first row of a query. Raises NotFound if there is none."""

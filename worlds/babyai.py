@@ -52,6 +52,7 @@ from minigrid.core.roomgrid import RoomGrid
 from minigrid.minigrid_env import MiniGridEnv
 
 from envs import Env, EnvError, Step
+from worlds import check_item
 from worlds.babyai_expert import NoWay, Planner, first_action
 
 # ---- changes to minigrid ----
@@ -218,8 +219,7 @@ class BabyAI(Env):
 
         Raises ValueError unless `item` is an int >= 0.
         """
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise ValueError(f"babyai has items 0, 1, 2 ...; got {item!r}")
+        check_item("babyai", item)
         level = LEVELS[item % len(LEVELS)]
         if level not in self._levels:
             self._levels[level] = self._make_level(level)

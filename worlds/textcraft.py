@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from envs import Env, EnvError, Step
+from worlds import check_item
 
 GOALS = 544
 MAX_DISTRACTORS = 10
@@ -208,16 +209,15 @@ def crafting_tree() -> Tree:
 # ---- items and their solutions ----
 
 
-def _item_number(item):
-    if not isinstance(item, int) or isinstance(item, bool) or item < 0:
-        raise ValueError(f"textcraft items are whole numbers from 0 on, not {item!r}")
-    return item
+def _goal(tree, item):
+    check_item("textcraft", item)
+    return tree.goals[item % GOALS]
 
 
 def goal_depth(item: int) -> int:
     """The depth, 1 to 4, of item `item`'s goal. Raises ValueError unless `item` is an int >= 0."""
     tree = crafting_tree()
-    return tree.depth[tree.goals[_item_number(item) % GOALS]]
+    return tree.depth[_goal(tree, item)]
 
 
 def solution(item: int) -> list[str]:
@@ -226,7 +226,7 @@ def solution(item: int) -> list[str]:
     It is not proven to be the shortest. Raises ValueError unless `item` is an int >= 0.
     """
     tree = crafting_tree()
-    return _plan(tree, tree.goals[_item_number(item) % GOALS], {})
+    return _plan(tree, _goal(tree, item), {})
 
 
 def _plan(tree, goal, inventory):
@@ -358,7 +358,7 @@ class TextCraft(Env):
 
         Raises ValueError unless `item` is an int >= 0.
         """
-        self.goal = self.tree.goals[_item_number(item) % GOALS]
+        self.goal = _goal(self.tree, item)
         self.inventory = {}  # name -> amount, in the order in which the items came
         self.subgoals = _subgoals(item % GOALS)
         self.reached = set()  # the subgoals held so far

@@ -19,17 +19,16 @@ These things differ from the package's wrapper on purpose:
 import atexit
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from py4j.java_gateway import JavaObject
-from py4j.protocol import Py4JError, Py4JJavaError
+from py4j.protocol import Py4JJavaError
 from textworld_express.constants import JAR_PATH
 
 from envs import Env, EnvError, Step
-from worlds.jvm import java, start_jvm
+from worlds import check_item
+from worlds.jvm import JavaProcess, java
 
 # ---- games and items ----
 
@@ -64,8 +63,7 @@ def game_of(item: int) -> tuple[str, str, int]:
 
     Item 3000 -> ("coin", "train", 0); item 5007 -> ("coin", "test", 20007).
     """
-    if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < ITEMS:
-        raise ValueError(f"textworld items are whole numbers from 0 to {ITEMS - 1}, not {item!r}")
+    check_item("textworld", item, ITEMS)
     place, seed = divmod(item, SEEDS)
     game, fold = divmod(place, len(FOLDS))
     return list(GAMES)[game], FOLDS[fold], 10_000 * fold + seed
@@ -76,29 +74,14 @@ def game_of(item: int) -> tuple[str, str, int]:
 DEADLINE = 30.0  # seconds that a call may take before the JVM is given up
 
 
-class JVM:
+class JVM(JavaProcess):
     """A Java process, and the generators of games in it."""
 
     def __init__(self) -> None:
-        try:
-            self.gateway, self.process = start_jvm("textworld", JAR_PATH, DEADLINE)
-        except (OSError, Py4JError, ValueError) as e:
-            raise EnvError(f"textworld: Java does not start: {e}") from e
+        super().__init__("textworld", JAR_PATH, DEADLINE)
         self.classes = self.gateway.jvm.textworldexpress
         self.lock = threading.Lock()  # held while a game is made
         self.generators = {}  # (game, parameters) -> its generator, which takes long to make
-
-    @contextmanager
-    def calls(self) -> Iterator[None]:
-        """Around calls: exceptions in Java and a lost JVM become EnvError."""
-        try:
-            yield
-        except Py4JJavaError as e:  # an exception in the game
-            raise EnvError(f"textworld: {e.errmsg.strip()}") from e
-        except (Py4JError, OSError) as e:
-            self.process.kill()
-            self.process.wait()
-            raise EnvError(f"textworld: the JVM is lost ({type(e).__name__})") from e
 
     def new_game(self, item: int, size: str) -> tuple[JavaObject, dict]:
         """-> (the package's interface to a new game, its first reply)."""
@@ -107,9 +90,7 @@ class JVM:
         with self.lock:
             world = self.classes.runtime.PythonInterface()
             if key not in self.generators:
-                error = world.load(*key)
-                if error:
-                    raise EnvError(f"textworld: {error}")
+                world.load(*key)
                 self.generators[key] = world.gameGenerator()
             getattr(world, "gameGenerator_$eq")(self.generators[key])
             if game == "sorting":
@@ -126,11 +107,6 @@ class JVM:
         inputs = field.get(problems[place])
         problems[place] = self.classes.preprocessing.SortingProblem(inputs)
 
-    def close(self) -> None:
-        self.gateway.close()
-        self.process.kill()
-        self.process.wait()
-
 
 _jvms = []  # none or one
 _jvms_lock = threading.Lock()
@@ -138,7 +114,7 @@ _jvms_lock = threading.Lock()
 
 def _running_jvm():
     with _jvms_lock:
-        if not _jvms or _jvms[0].process.poll() is not None:
+        if not _jvms or not _jvms[0].alive():
             _jvms[:] = [JVM()]
         return _jvms[0]
 

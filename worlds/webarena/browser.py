@@ -35,50 +35,23 @@ POLL_MS = 5  # milliseconds between two looks at whether a navigation is over
 
 # Without a compositor a page takes a third less work. Nobody looks at it, but no screenshot can be
 # taken either.
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-gpu-compositing",
-    "--disable-threaded-compositing",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-]
+FLAGS = """
+    --no-sandbox --disable-gpu --disable-gpu-compositing --disable-threaded-compositing
+    --disable-quic --no-first-run --disable-background-networking --disable-component-update
+    --disable-sync --force-webrtc-ip-handling-policy=disable_non_proxied_udp
+""".split()
 # Parts of Chromium's error names (net::ERR_...) that mean that a site does not answer.
 UNANSWERED = (
     "CONNECTION", "NAME_NOT", "EMPTY_RESPONSE", "TIMED_OUT", "ADDRESS", "NETWORK", "INTERNET",
     "SSL",
 )
-KEYS = {  # what an agent may write -> playwright's name; other names are passed on as they are
-    "ctrl": "Control",
-    "control": "Control",
-    "meta": "Control",
-    "cmd": "Control",
-    "alt": "Alt",
-    "shift": "Shift",
-    "enter": "Enter",
-    "return": "Enter",
-    "esc": "Escape",
-    "escape": "Escape",
-    "tab": "Tab",
-    "space": "Space",
-    "backspace": "Backspace",
-    "delete": "Delete",
-    "home": "Home",
-    "end": "End",
-    "pageup": "PageUp",
-    "pagedown": "PageDown",
-    "up": "ArrowUp",
-    "down": "ArrowDown",
-    "left": "ArrowLeft",
-    "right": "ArrowRight",
-    "arrowup": "ArrowUp",
-    "arrowdown": "ArrowDown",
-    "arrowleft": "ArrowLeft",
-    "arrowright": "ArrowRight",
+# What an agent may write -> playwright's name. Other names are passed on as they are.
+KEYS = {name.lower(): name for name in """
+    Control Alt Shift Enter Escape Tab Space Backspace Delete Home End PageUp PageDown ArrowUp
+    ArrowDown ArrowLeft ArrowRight
+""".split()} | {
+    "ctrl": "Control", "meta": "Control", "cmd": "Control", "return": "Enter", "esc": "Escape",
+    "up": "ArrowUp", "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight",
 }
 # Runs in every page first. It remembers that a link or a form is about to lead to another page. The
 # page knows this at once; the request follows after a time that depends on the machine's load.
@@ -166,13 +139,11 @@ class Browser:
                 message = f"browser: {type(error).__name__}: {_one_line(error)}"
                 future.set_exception(EnvError(message))
             self.job_start = None
-        try:
+        with suppress(Exception):  # Chromium may be gone already
             if self.chromium:
                 self.chromium.close()
             if self.driver:
                 self.driver.stop()
-        except Exception:
-            pass  # Chromium is gone already, as intended
 
     def call(self, function: Callable, *args: Any) -> Any:
         """Run function(*args) in the browser's thread.
@@ -198,18 +169,14 @@ class Browser:
     def kill(self) -> None:
         """Kill Chromium by its process id."""
         if self.pid:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def _is_alive(self):
-        try:
-            if self.chromium and self.chromium.is_connected():
+        if self.chromium and self.chromium.is_connected():
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, 0)  # raises if there is no such process
                 return True
-        except ProcessLookupError:
-            pass
         return False
 
     def _launch(self):
@@ -361,10 +328,8 @@ class Window:
         return not self.allowed.match(self.destination)
 
     def _new_context(self):
-        try:
+        with suppress(Exception):  # the browser of the old context may be gone, and the context too
             self.close()
-        except Exception:
-            pass  # the browser of the old context is gone, and so is the context
         self.context = self.browser.context(
             viewport={"width": self.width, "height": self.height},
             accept_downloads=False,
@@ -682,10 +647,8 @@ class Window:
         """Wait for the error page that Chromium shows a moment after a failed navigation."""
         from playwright.sync_api import Error
 
-        try:
+        with suppress(Error):  # some failures, such as a download, do not change the page
             self.page.wait_for_url("chrome-error:**", timeout=2000)
-        except Error:
-            pass  # some failures, such as a download, do not change the page
 
     def go_back(self) -> str:
         """Go to the page before this one in the tab's history."""

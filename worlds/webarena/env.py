@@ -31,11 +31,13 @@ import json
 import os
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from envs import Env, EnvError, Step
 from websites import tasks as embedded
 from websites.server import Websites
+from worlds import check_item
 from worlds.webarena import browser, evaluators
 from worlds.webarena.plans import Follower
 
@@ -311,7 +313,7 @@ class WebArena(Env):
         Raises ValueError for an item that does not exist, or whose sites have no address, and
         EnvError when the browser or a site fails.
         """
-        self._check_item(item)
+        check_item("webarena", item, len(self.own_tasks) if self.own_tasks else None)
         self._forget_episode()
 
         # The task, and the state that it is played on.
@@ -344,13 +346,6 @@ class WebArena(Env):
         if plan is not None:
             self.follower = Follower(plan, answer, self.page, self.url)
         return observation
-
-    def _check_item(self, item):
-        is_number = isinstance(item, int) and not isinstance(item, bool)
-        end = len(self.own_tasks) if self.own_tasks else None
-        if not is_number or item < 0 or (end is not None and item >= end):
-            last = "..." if end is None else end - 1
-            raise ValueError(f"webarena has items 0 to {last}, not {item!r}")
 
     def _open_window(self, headers, addresses):
         """Open the task's first pages, in the window of the last episode where there is one."""
@@ -480,8 +475,6 @@ class WebArena(Env):
         """End the episode and close its window. A second call does nothing."""
         self._forget_episode()
         if self.browser and not self.browser.broken:
-            try:
+            with suppress(EnvError):  # the browser is gone, and so is the window
                 self.browser.call(self.window.close)
-            except EnvError:
-                pass  # the browser is gone, and so is the window
         self._drop_browser()
