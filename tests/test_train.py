@@ -403,13 +403,9 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
 # ---- algorithms, worlds and settings ----
 
 
-@pytest.mark.parametrize("algo, flags", [
-    ("ppo", []),
-    ("rloo", ["--kl_coef", "0.01"]),
-    ("reinforce_pp", ["--kl_coef", "0.01", "--kl_in", "reward", "--set", "kl_type=k1"]),
-])
-def test_every_algorithm_runs_and_learns_something(algo, flags, tmp_path):
-    completed("--out", tmp_path / "r", "--algo", algo, *flags, *SMALL)
+def test_rewards_less_the_kl_are_learnt_from(tmp_path):
+    completed("--out", tmp_path / "r", "--algo", "reinforce_pp", "--kl_coef", "0.01", "--kl_in",
+              "reward", "--set", "kl_type=k1", *SMALL)
     rows = metrics(tmp_path / "r")
     assert len(rows) == 3 and all(r["grad_norm"] > 0 for r in rows)
     assert abs(rows[0]["kl"]) < 0.5 and rows[0]["logprob_gap"] < 1e-4
@@ -468,6 +464,7 @@ def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
 def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_columns(tmp_path):
     out = tmp_path / "r"
     completed("--env", "babyai:2,textcraft", "--items_per_step", "4", "--rollouts_per_item", "2",
+              "--algo", "rloo", "--kl_coef", "0.01",
               "--steps", "2", "--max_tokens", "8", "--horizon", "babyai=1,2 textcraft=3,5",
               "--horizon_steps", "1", "--out", out)
     penalties = {"babyai": 0.05, "textcraft": 0.0}
