@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub.utils.sha import sha_fileobj
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import CheckpointException, state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from parallel import of_rank_0, ranks
+from parallel import gather, of_rank_0, ranks
 from rl import Trained, full_state_dict
 
 # These modules warn that torch.distributed is not initialized. A single process does without it.
@@ -72,9 +71,14 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         tensors, numbers = training_state(trained, has_stepped)
         # A rank copies its part of a file's tensors to the CPU before it writes the file.
         files = {name: 1 + place // 32 for place, name in enumerate(tensors)}
-        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
-            str(partial / "training"), files, save_distributed=True))
-        if not (partial / "config.json").exists():  # rank 0 has written it
+        writer = dcp.HuggingFaceStorageWriter(str(partial / "training"), files,
+                                              save_distributed=True)
+        try:
+            dcp.save(tensors, storage_writer=writer)
+        except CheckpointException as e:
+            raise next(iter(e.failures.values()))[0] from e  # the error of one of the ranks
+        # Rank 0 has written config.json, and renames the folder after all ranks have looked.
+        if not all(gather([(partial / "config.json").exists()])):
             raise OSError(f"{partial} must be on a file system that all machines share")
 
     def publish():
@@ -109,17 +113,17 @@ def resume(folder: Path, trained: Trained) -> dict:
 # ---- the checkpoints of a run ----
 
 
-def step_in(path: Path) -> int | None:
-    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050; None
-    for another name."""
+def step_in(path: Path) -> int:
+    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050; -1 for
+    another name."""
     number = path.name.removeprefix("step_").removesuffix(".jsonl")
-    return int(number) if number.isdecimal() else None
+    return int(number) if number.isdecimal() else -1
 
 
 def named(run: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first. A folder gets its name when it is complete."""
     found = Path(run).glob("checkpoints/step_*")
-    return sorted(folder for folder in found if step_in(folder) is not None)
+    return sorted(folder for folder in found if step_in(folder) >= 0)
 
 
 def newest(run: str | Path) -> tuple[Path | None, list[str]]:
@@ -161,15 +165,18 @@ def hashes(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "state.json":
             with path.open("rb") as f:
-                found[str(path.relative_to(folder))] = sha_fileobj(f).hex()
+                found[str(path.relative_to(folder))] = hashlib.file_digest(f, "sha256").hexdigest()
     return found
 
 
 def tidy(run: str | Path, step: int) -> None:
-    """Delete what is incomplete in a run that goes on from `step`. Later checkpoints, which
-    `newest` found damaged, get the name damaged_step_..."""
+    """Delete what a run that goes on from `step` has left incomplete, and the trajectories of later
+    steps. Later checkpoints, which `newest` found damaged, get the name damaged_step_..."""
     for folder in [*Path(run).glob("checkpoints/*.partial"), Path(run) / "final.partial"]:
         shutil.rmtree(folder, ignore_errors=True)
+    for file in Path(run).glob("trajectories/step_*.jsonl"):
+        if step_in(file) >= step:
+            file.unlink()
     for folder in named(run):
         if step_in(folder) > step:
             aside = folder.with_name(f"damaged_{folder.name}")

@@ -16,10 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -66,26 +68,16 @@ def end_process() -> None:
 
 def ranks() -> tuple[int, int]:
     """-> (rank, number of ranks)"""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def gather(part: list) -> list:
-    """Every rank's list, interleaved (entry 0 of rank 0, entry 0 of rank 1, entry 1 of rank 0,
-    ...): the inverse of `whole[rank::num_ranks]`. The lists may have any lengths."""
-    _, num_ranks = ranks()
-    if num_ranks == 1:
+    """The lists of all ranks, one after the other, on every rank. They may have any lengths."""
+    if not dist.is_initialized():
         return part
-    parts = [None] * num_ranks
+    parts = [[]] * dist.get_world_size()
     dist.all_gather_object(parts, part)
-    longest = max(map(len, parts))
-    return [own[i] for i in range(longest) for own in parts if i < len(own)]
-
-
-def on_any_rank(flag: bool) -> bool:
-    """Whether the flag is true on at least one rank. Called by all ranks."""
-    return any(gather([flag]))
+    return list(itertools.chain(*parts))
 
 
 def of_rank_0(function: Callable[[], Any]) -> Any:
@@ -93,15 +85,15 @@ def of_rank_0(function: Callable[[], Any]) -> Any:
     rank. Any other exception is raised on rank 0 alone, and the other ranks wait for it."""
     if not dist.is_initialized():
         return function()
-    box = [None, None]  # the result, the error
+    box = [None]  # the result, or the error
     if dist.get_rank() == 0:
         try:
-            box[0] = function()
+            box = [function()]
         except ValueError as e:
-            box[1] = e
+            box = [e]
     dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
+    if isinstance(box[0], ValueError):
+        raise box[0]
     return box[0]
 
 
@@ -141,16 +133,19 @@ class Dealer:
     What each gets depends on what all have room for then, and not on the clock.
     """
 
+    numbers = itertools.count()  # of the dealers in this process
+
     def __init__(self, count: int, signals: "StopSignals"):
         self.count = count
         self.dealt = 0
         self.signals = signals
+        self.number = next(self.numbers)
 
     def deal(self, room: int) -> range:
         """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
         Raises Terminated if a rank has got a stop signal."""
         # If a signal ended this rank during the exchange, the other ranks would wait for it.
-        with self.signals.postponed():
+        with self.signals.raised(False):
             rooms = gather([-1 if self.signals.received else room])
             if min(rooms) < 0:
                 self.dealt = self.count  # nobody asks again
@@ -170,20 +165,15 @@ class FirstComeDealer(Dealer):
     """Deals trajectories to a rank when it asks, so that no rank waits for another. Which rank
     plays which trajectory depends on timing. All ranks make their dealers in the same order."""
 
-    numbers = itertools.count()  # of the dealers in this process
-
-    def __init__(self, count: int, signals: "StopSignals"):
-        super().__init__(count, signals)
-        # The name of a counter in the process group's store, which no other rollout uses.
-        self.key = f"trajectories dealt by dealer {next(self.numbers)}"
-
     def deal(self, room: int) -> range:
         """-> the numbers of the trajectories that this rank gets next. room: how many it can take.
         The first time it gets at most an equal share of all."""
         if not self.dealt:
             room = min(room, -(-self.count // ranks()[1]))
-        with self.signals.postponed():
-            asked_for = _get_default_store().add(self.key, room)  # by all ranks so far
+        # A counter in the process group's store, of this rollout alone.
+        key = f"trajectories dealt by dealer {self.number}"
+        with self.signals.raised(False):
+            asked_for = _get_default_store().add(key, room)  # by all ranks so far
         self.dealt = min(self.count, asked_for)
         return range(min(self.count, asked_for - room), self.dealt)
 
@@ -201,13 +191,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
-def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
-          offload: bool = False) -> nn.Module:
+def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offload: bool = False,
+          weights_dtype: torch.dtype = torch.float32) -> nn.Module:
     """Shard the model over all ranks with FSDP2, in place -> the model.
 
-    Each block is one group of parameters, all others are another. Weights, sums of gradients and
-    the optimizer's state keep the weights' own precision; blocks are gathered and computed in
-    `dtype`. offload: the shards stay in the CPU's memory and are updated there.
+    Each block is one group of parameters, all others are another. Blocks are gathered and
+    computed in `dtype`; weights, sums of gradients and the optimizer's state are `weights_dtype`,
+    and buffers stay as they are: the frequencies of rotary embeddings are float32 in every model.
+    offload: the shards stay in the CPU's memory and are updated there.
 
     A whole model is read in the dtype of its files and sharded before its weights are cast: until
     then they are views of the files, mapped into memory. On the CPU a rank copies its own rows
@@ -217,24 +208,16 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32",
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
     compute_dtype = getattr(torch, dtype) if dtype != "float32" else None
-    options = dict(
-        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-    )
-    for block in blocks(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    options = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+                   mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32),
+                   offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+    for module in [*blocks(model), model]:
+        fully_shard(module, **options)
+    model._apply(lambda t: t.to(weights_dtype) if isinstance(t, nn.Parameter) else t)
     # A registered forward method runs FSDP's hooks, which gather the parameters. `through` uses it.
     model.call = lambda function, *args: function(*args)
     register_fsdp_forward_method(model, "call")
     return model
-
-
-def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the model's parameters, in place. Buffers stay as they are: the frequencies of rotary
-    embeddings are float32 in every model."""
-    model._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) else t)
 
 
 def sharded(model: nn.Module) -> bool:
@@ -268,10 +251,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     if not parts or getattr(model, "whole", False):  # nothing to gather, or gathered already
         yield
         return
-    for m in parts:
-        m.unshard()
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in parts]
     for m in parts:
+        m.unshard()
         m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
     model.whole = True
     try:
@@ -299,43 +281,39 @@ class Output:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
-    def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.stream, name)
+        return partial(self._try, found) if name in ("write", "flush") else found
 
     def _try(self, method, *args):
         try:
-            method(*args)
+            return method(*args)
         except OSError:
             # What is still buffered, and all that follows, is dropped.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             signal.raise_signal(signal.SIGHUP)
 
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
 
 class StopSignals:
-    """Note the first of SIGTERM, SIGINT (Ctrl-C) and SIGHUP that comes. Inside `with`, which
-    surrounds rollouts, it raises Terminated at once; outside, an update is finished first. Until
-    `end`, standard output and error are of the class `Output`."""
+    """Inside `with`, note the first of SIGTERM, SIGINT (Ctrl-C) and SIGHUP that comes, and replace
+    standard output and error by an `Output`. Inside `raised`, which surrounds rollouts, a signal
+    raises Terminated at once; elsewhere, an update is finished first."""
 
     def __init__(self) -> None:
         self.received = ""  # the signal's name
-        self.in_rollout = False
+        self.is_raised = False
+
+    def __enter__(self) -> "StopSignals":
         self.previous = {}  # signal -> its handler before
-        self.previous_streams = sys.stdout, sys.stderr
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self.previous[number] = signal.signal(number, self._handle)
         # A stream that was closed at the start is None.
+        self.previous_streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (s and Output(s) for s in self.previous_streams)
+        return self
 
-    def end(self) -> None:
-        """Restore the previous streams and signal handlers."""
+    def __exit__(self, *_: object) -> None:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # if Python's own flush at the end fails, the exit code is 120
         sys.stdout, sys.stderr = self.previous_streams
@@ -343,30 +321,25 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number, _):
-        is_first = not self.received
-        self.received = self.received or signal.Signals(number).name
-        if is_first and self.in_rollout:
+        if not self.received:
+            self.received = signal.Signals(number).name
+            self._check()
+
+    def _check(self):
+        if self.is_raised and self.received:
             raise Terminated
 
     @contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Inside, a signal is only noted. At the end of the block Terminated is raised if one has
-        come and a rollout is running."""
-        before, self.in_rollout = self.in_rollout, False
+    def raised(self, is_raised: bool = True) -> Iterator[None]:
+        """Inside, a signal raises Terminated, also one that came before. is_raised=False: a signal
+        is only noted until the end of the block."""
+        before, self.is_raised = self.is_raised, is_raised
         try:
+            self._check()
             yield
         finally:
-            self.in_rollout = before
-        if before and self.received:
-            raise Terminated
-
-    def __enter__(self):
-        self.in_rollout = True
-        if self.received:
-            raise Terminated
-
-    def __exit__(self, *_):
-        self.in_rollout = False
+            self.is_raised = before
+        self._check()
 
 
 # ---- the end of a command ----
@@ -383,17 +356,17 @@ def user_errors() -> Iterator[None]:
 
 def run_command(script: str, parse: Callable[[], Any], command: Callable[[Any], object]) -> None:
     """Call command(parse()). A mistake of the user ends the process with one line on stderr and
-    exit code 2: a ValueError of `parse`, a UserError of `command`, or an OSError. Any other
-    exception is a bug."""
+    exit code 2: a ValueError of `parse`, a UserError of `command`, or an OSError, such as that of a
+    full disk. Any other exception is a bug."""
     try:
         with user_errors():
             settings = parse()
         command(settings)
-    except (UserError, OSError) as e:
+    except (UserError, OSError, SafetensorError) as e:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(5)  # if rank 0 has the same error, torchrun ends this process before
-        at = f"rank {rank}: " if rank != "0" else ""
-        print(f"{script}: {at}" + " ".join(str(e).split()), file=sys.stderr)
+            script += f": rank {rank}"
+        print(f"{script}: " + " ".join(str(e).split()), file=sys.stderr)
         sys.exit(2)
     end_process()

@@ -37,13 +37,11 @@ def horizon_at(step: int, rounds: Sequence[int] = (6, 13, 20), every: int = 100,
     """The horizon at `step`, counted from 0: rounds[0] for `every` steps, then rounds[1] ..., and
     the last round from then on. Raises ValueError for rounds or steps below 1, for rounds that
     fall, and for a kind "fixed" with several rounds."""
-    if not rounds or min(rounds) < 1 or every < 1:
-        raise ValueError(f"a horizon and the steps that it lasts are at least 1, not {rounds}, "
-                         f"{every}")
-    if list(rounds) != sorted(rounds):
-        raise ValueError(f"the horizon must not fall from one stage to the next: {rounds}")
+    if not rounds or min([*rounds, every]) < 1 or list(rounds) != sorted(rounds):
+        raise ValueError("the horizon, and the steps that a stage of it lasts, are at least 1, and "
+                         f"it never falls, not {rounds}, {every}")
     if kind == "fixed" and len(rounds) > 1:
-        raise ValueError(f"a fixed horizon is one number, not {len(rounds)} of them: {rounds}")
+        raise ValueError(f"a fixed horizon is one number, not {rounds}")
     return rounds[min(step // every, len(rounds) - 1)]
 
 
@@ -125,13 +123,10 @@ def parse_rounds(text: str, world: str) -> tuple[int, ...]:
     >>> parse_rounds("babyai=6,13,20 textcraft=10,20,30", "textcraft")
     (10, 20, 30)
     """
-    lists = {}
-    for part in text.split() if "=" in text else [f"{world}={text.strip()}"]:
-        match = re.fullmatch(r"(\w+)=([1-9][0-9]*(?:,[1-9][0-9]*)*)", part)
-        if not match or match[1] in lists:
-            raise ValueError(f"cannot read the horizon '{text}'; write 6,13,20 or "
-                             "babyai=6,13,20 textcraft=10,20,30, each world once")
-        lists[match[1]] = tuple(map(int, match[2].split(",")))
-    if world not in lists:
-        raise ValueError(f"the horizon '{text}' has no entry for '{world}'; add {world}=6,13,20")
-    return lists[world]
+    parts = text.split() if "=" in text else [f"{world}={text.strip()}"]
+    matches = [re.fullmatch(r"(\w+)=([1-9][0-9]*(?:,[1-9][0-9]*)*)", part) for part in parts]
+    rounds = {match[1]: match[2] for match in matches if match}
+    if len(rounds) < len(parts) or world not in rounds:
+        raise ValueError(f"cannot read the horizon '{text}' of {world}; write 6,13,20 or "
+                         "babyai=6,13,20 textcraft=10,20,30, each world once")
+    return tuple(map(int, rounds[world].split(",")))

@@ -29,9 +29,9 @@ import rl
 import schedule
 import train
 from agent import Chat
-from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvPool, flag, split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, flag, split_item
 from metrics import memory_gb
-from parallel import StopSignals, of_rank_0, on_any_rank, run_command, user_errors
+from parallel import StopSignals, gather, of_rank_0, run_command, user_errors
 from rollout import Conversation, make_engine
 from train import Run
 from trajectory import Status, Trajectory, read_trajectories, write_trajectories
@@ -248,22 +248,19 @@ def sft(cfg: SFTConfig) -> None:
     Under torchrun every process calls it. Raises ValueError for a model or file that cannot be
     loaded, SystemExit when training cannot go on.
     """
-    with train.run_folder(cfg), train.env_pool(cfg) as pool:
+    with train.lock_folder(cfg), train.env_pool(cfg) as pool:
+        if train.is_finished(cfg):
+            return
         with user_errors():
-            run = train.load(cfg)
+            run = train.load(cfg, pool, StopSignals())
             demos, held_out = of_rank_0(lambda: collect_demos(run))
-        signals = StopSignals()
-        try:
-            steps = cfg.epochs * -(-len(demos) // cfg.batch)
-            if not train.is_finished(run, steps):
-                train.prepare(run)
-                for name, part in zip(("demos", "held_out"), (demos, held_out)):  # for --resume
-                    if run.rank == 0 and part:
-                        write_trajectories(run.folder / f"{name}.jsonl", part)
-                run.engine = make_engine(run.policy, cfg.slots, cfg)
-                training_loop(run, demos, held_out, steps, pool, signals)
-        finally:
-            signals.end()
+        with run.signals:
+            train.prepare(run)
+            for name, part in zip(("demos", "held_out"), (demos, held_out)):  # for --resume
+                if run.rank == 0 and part:
+                    write_trajectories(run.folder / f"{name}.jsonl", part)
+            run.engine = make_engine(run.policy, cfg.slots, cfg)
+            training_loop(run, demos, held_out)
 
 
 def collect_demos(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -286,13 +283,13 @@ def collect_demos(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     return demos, held_out
 
 
-def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory], steps: int,
-                  pool: EnvPool, signals: StopSignals) -> None:
+def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory]) -> None:
     """Run the training steps from `run.step` on, and write final/. After a stop signal write a
     checkpoint instead."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
-    per_epoch = steps // cfg.epochs
+    per_epoch = -(-len(demos) // cfg.batch)
+    steps = cfg.epochs * per_epoch
     with tqdm(range(run.step, steps), initial=run.step, total=steps, disable=run.rank > 0,
               dynamic_ncols=True) as bar:
         for step in bar:
@@ -300,11 +297,11 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
             run.step = step
             row = {"step": step, "epoch": step // per_epoch, "env": cfg.env}
             if cfg.eval_every and step % cfg.eval_every == 0:
-                row |= train.evaluate_held_out(run, pool, signals)
+                row |= train.evaluate_held_out(run)
                 if held_out:
                     row["held_out_loss"] = mean_loss(run, held_out)
-            if on_any_rank(bool(signals.received)):
-                train.stop(run, signals)
+            if any(gather([bool(run.signals.received)])):
+                train.stop(run)
                 break
 
             # Update.
@@ -329,7 +326,7 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory],
             if not math.isfinite(row["loss"] + row["grad_norm"]):
                 sys.exit(f"sft.py: stopped at step {step}: loss or grad_norm is not finite")
             run.step = step + 1
-            if run.step % cfg.save_every == 0 or run.step == steps:
+            if run.step % cfg.save_every == 0:
                 train.save_checkpoint(run)
         else:  # all steps are done: no stop signal ended the loop
             train.finish(run)

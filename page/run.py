@@ -44,7 +44,7 @@ def read_metrics(run: Path) -> tuple[list[dict], list[Path], int]:
     """-> the run's rows of metrics, the trajectory files of the same steps, and how many rows are
     left out. Raises ValueError if all of them are damaged."""
     files = sorted((run / "trajectories").glob("step_*.jsonl"))
-    files = [file for file in files if step_in(file) is not None]
+    files = [file for file in files if step_in(file) >= 0]
     if not files or not (run / "metrics.jsonl").exists():
         return [], [], 0
     rows, damaged = read_objects(run / "metrics.jsonl")

@@ -1,10 +1,10 @@
 """The command train.py: all algorithms, repeated, resumed, interrupted, mixtures, faults."""
 
-import errno
+import fcntl
 import json
 import math
 import os
-import shlex
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import agent
 import checkpoint
@@ -25,8 +25,8 @@ import train
 from config import parse_config
 from envs import EnvError, ItemError
 from metrics import alarm
+from parallel import StopSignals
 from schedule import adaptive_horizon
-from trajectory import Trajectory
 from worlds.textcraft import TextCraft
 
 SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3",
@@ -35,7 +35,7 @@ TINIEST = ["--items_per_step", "2", "--rollouts_per_item", "2", "--steps", "1", 
            "--horizon", "1"]
 NO_RUN = ["--out", "runs/never-made"]
 TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 def run(*args, launcher=None):
@@ -43,8 +43,21 @@ def run(*args, launcher=None):
     a process of its own; default: this process."""
     if launcher is None:
         return run_script("train.py", *args)
-    return subprocess.run([*launcher, *args], cwd=ROOT, env=ENV, capture_output=True, text=True,
-                          timeout=300)
+    return subprocess.run([*launcher, *map(str, args)], cwd=ROOT, env=ENV, capture_output=True,
+                          text=True, timeout=300)
+
+
+def begin(*args, out, until="metrics.jsonl", launcher=(sys.executable,), **how):
+    """Start train.py in a process of its own -> the process, when its folder has a certain file."""
+    # nohup and shells that run jobs in the background let them ignore SIGHUP and SIGINT.
+    child = subprocess.Popen(
+        [*launcher, "train.py", "--out", str(out), *args], cwd=ROOT, env=ENV, text=True,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL)
+                            for number in (signal.SIGHUP, signal.SIGINT)], **how)
+    while not (out / until).exists():
+        time.sleep(0.01)
+        assert child.poll() is None, "the run ended too early"
+    return child
 
 
 def completed(*args):
@@ -79,6 +92,13 @@ def contents(folder):
 def copy(folder, to, *without):
     """Copy a run, but for files and folders of these names -> the copy."""
     return shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*without))
+
+
+def assert_same(out, reference):
+    """The run gave the metrics, weights and last trajectories of another."""
+    assert metrics(out) == metrics(reference)
+    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
+        assert (out / name).read_bytes() == (reference / name).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +193,9 @@ def test_help_lists_flags_fields_of_studies_and_presets():
 def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(reference, tmp_path):
     out = tmp_path / "b"
     args = ["--out", str(out), "--save_every", "1", *SMALL]
-    child = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, env=ENV,
-                             stderr=subprocess.DEVNULL)
-    while not (out / "checkpoints/step_000001/state.json").exists():  # saved once, then killed
-        time.sleep(0.02)
-        assert child.poll() is None, "the run ended before it could be killed"
-    child.send_signal(signal.SIGKILL)
+    child = begin(*args[2:], out=out, until="checkpoints/step_000001/state.json",
+                  stderr=subprocess.DEVNULL)
+    child.kill()
     child.wait()
     assert not (out / "final").exists()
     left = {out / f"trajectories/{name}": b"{}" for name in ("step_000009.jsonl", "mine.jsonl")}
@@ -189,9 +206,7 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
     assert "--resume" in refused(*args)
     assert contents(out) == before
     completed(*args, "--resume")
-    assert metrics(out) == metrics(reference)
-    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
-        assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert_same(out, reference)
     # Trajectories of later steps go, the user's own files stay.
     assert [path.name for path in left if path.exists()] == ["mine.jsonl"]
     assert completed(*args, "--resume") == f"{out} is finished (3 steps)\n"
@@ -213,12 +228,8 @@ def test_a_damaged_checkpoint_is_never_trained_on(reference, tmp_path):
 
     # Another run goes on from the checkpoint before, and keeps the damaged one.
     shutil.rmtree(out / "final")
-    done = run(*flags, out)
-    assert done.returncode == 0, done.stderr
-    assert f"{newest}: tokenizer.json" in done.stderr
-    assert metrics(out) == metrics(reference)
-    for name in ("final/model.safetensors", "checkpoints/step_000003/model.safetensors"):
-        assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert f"{newest}: tokenizer.json" in run(*flags, out).stderr
+    assert_same(out, reference)
     assert not (out / "checkpoints/damaged_step_000003/tokenizer.json").exists()
 
     # No checkpoint is left to go on from.
@@ -242,22 +253,41 @@ def test_half_a_row_of_metrics_is_dropped_and_a_damaged_one_is_named(reference, 
     assert metrics(out) == metrics(reference)
 
 
-def test_a_full_disk_makes_no_half_checkpoint_and_the_run_goes_on_later(reference, tmp_path):
-    out = tmp_path / "r"
-    args = ["--out", str(out), "--save_every", "1", *SMALL]
-    command = shlex.join([sys.executable, "train.py", *args])
-    done = run(f"ulimit -f 2000; {command}", launcher=["bash", "-c"])  # less than the weights need
-    assert done.returncode and "too large" in done.stderr
-    assert not checkpoint.named(out)
-    completed(*args, "--resume")
-    assert metrics(out) == metrics(reference)
+@pytest.mark.parametrize("last_done", [
+    (checkpoint, "full_state_dict"), (PreTrainedTokenizerBase, "save_pretrained")])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+        reference, last_done, tmp_path, monkeypatch):
+    """The file of the weights is too large, or one of the optimizer's state."""
+    original = getattr(*last_done)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(*args, **kw):
+        value = original(*args, **kw)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        return value
+
+    monkeypatch.setattr(*last_done, fill_the_disk)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    flags = ["--out", tmp_path / "r", "--save_every", "1", *SMALL]
+    try:
+        done = run(*flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+        monkeypatch.undo()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "too large" in done.stderr.splitlines()[-1]
+    assert not checkpoint.named(tmp_path / "r")
+    completed(*flags, "--resume")
+    assert_same(tmp_path / "r", reference)
 
 
 def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
     out = copy(reference, tmp_path / "r")
     flags = ["--out", str(out), "--save_every", "1", *SMALL, "--steps", "4", "--resume"]
     weights = out / "final/model.safetensors"
-    train.prepare(train.load(parse_config(flags)))
+    with StopSignals() as signals:
+        train.start(parse_config(flags), None, signals)
     assert weights.read_bytes() == (reference / "final/model.safetensors").read_bytes()
     completed(*flags)
     later = weights.read_bytes()
@@ -270,15 +300,12 @@ def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path, monkeypatch, capsys):
     args = ["--out", str(tmp_path / "r"), *TINIEST]
-    with train.run_folder(parse_config(args)):
+    with train.lock_folder(parse_config(args)):
         assert f"another process is at work in {tmp_path}" in refused(*args)
         assert not (tmp_path / "r/metrics.jsonl").exists()
-
-    def flock(*args):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(train.fcntl, "flock", flock)
-    with train.run_folder(parse_config(args)):
+    # A file system without locks.
+    monkeypatch.setattr(fcntl, "flock", lambda *args: os.close(-1))  # raises OSError
+    with train.lock_folder(parse_config(args)):
         assert "cannot lock" in capsys.readouterr().err
 
 
@@ -364,8 +391,11 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     completed("--out", out, *SMALL, "--steps", "1")
     completed("--out", out, "--resume", *flags, limit)
     assert metrics(out) == rows[:2]
-    printed = completed("--out", out, "--resume", *flags, limit)
-    assert printed == f"{out} is finished (2 steps)\n"
+    bare = copy(out, tmp_path / "bare", "checkpoints")
+    for folder in (out, bare):
+        printed = completed("--out", folder, "--resume", *flags, limit)
+        assert printed == f"{folder} is finished (2 steps)\n"
+    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, f"turns={sum(played)}")
     completed("--out", out, "--resume", *flags, f"turns={round(sum(played))}")
     assert metrics(out) == rows
 
@@ -397,7 +427,7 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
 
 def test_frozen_weights_of_lora_keep_the_compute_dtype_in_policy_and_critic():
     cfg = parse_config(["--algo", "ppo", "--lora_rank", "2", "--dtype", "bfloat16", *NO_RUN])
-    trained = train.load_for_training(cfg, None, torch.device("cpu"))[2]
+    trained = train.load(cfg, None, None).trained
     for name, (model, _) in trained.items():
         dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
         assert dtypes == {True: torch.float32, False: torch.bfloat16}, name
@@ -505,28 +535,18 @@ def test_an_item_that_its_world_does_not_have_ends_a_run_with_one_line(tmp_path,
     assert done.stderr.splitlines()[-1].startswith("train.py: textcraft has no such item")
 
 
-def test_first_prompts_that_do_not_fit_end_a_run_in_its_first_step_only():
-    run = SimpleNamespace(step=0, cfg=SimpleNamespace(worlds={
-        "babyai": SimpleNamespace(max_length=9)}))
-    too_long = [Trajectory("babyai_1", "babyai", status="length")]
-    with pytest.raises(SystemExit, match="--max_length is 9: .*babyai"):
-        train.check_trajectories(run, too_long)
-    run.step = 28  # few items a step: there were others whose first prompts fit
-    train.check_trajectories(run, too_long)
-
-
-def test_steps_without_a_signal_and_cut_trajectories_are_warned_of_once_by_rank_0(capsys):
+def test_steps_without_a_signal_and_cut_trajectories_are_warned_of_once(capsys):
     idle, learning, able = (0.0, 0.0), (0.0, 0.1), (1.0, 0.0)  # success, gradient norm
     steps = [*[idle] * 4, learning, *[able] * 9, *[idle] * 7]
     cuts = {3: 0.05, 7: 0.25, 9: 0.3}  # step -> the share that --max_length cut
-    for rank, expected in ((0, {7: "--max_length", 18: "no success and no gradient"}), (1, {})):
-        run = SimpleNamespace(rank=rank, rows=[], warned=set())
-        for step, (success, grad_norm) in enumerate(steps):
-            run.rows.append({"success": success, "grad_norm": grad_norm,
-                             "truncated/length": cuts.get(step, 0.0)})
-            train.warn(run, run.rows[-1])
-            said = capsys.readouterr().err
-            assert expected.get(step, "") in said and bool(said) == (step in expected), step
+    expected = {7: "--max_length", 18: "without success and gradient"}
+    run = SimpleNamespace(rows=[], warned=set())
+    for step, (success, grad_norm) in enumerate(steps):
+        run.rows.append({"success": success, "grad_norm": grad_norm,
+                         "truncated/length": cuts.get(step, 0.0)})
+        train.warn(run, run.rows[-1])
+        said = capsys.readouterr().err
+        assert expected.get(step, "") in said and bool(said) == (step in expected), step
 
 
 @pytest.mark.parametrize("change, message", [

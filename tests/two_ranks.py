@@ -9,7 +9,9 @@ in files.
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 
 import algos
+import checkpoint
 import config
 import rl
 import sft
@@ -43,8 +46,8 @@ def one_step(trajectory_file, out, flags, max_tokens):
         rl.recompute_blocks(model)
     if "shard" in flags:
         shard(model, torch.device("cpu"))
-    padded = rl.ComputePaths("padded", "padded", {})
-    rl.set_compute_paths(model, padded if "padded" in flags else rl.FASTEST)
+    paths = rl.ComputePaths("padded", "padded", {}) if "padded" in flags else rl.FASTEST
+    rl.set_compute_paths(model, paths)
     rows_fed = []
     model.base_model.register_forward_pre_hook(
         lambda body, args, kwargs: rows_fed.append(len(kwargs["input_ids"])), with_kwargs=True)
@@ -93,20 +96,18 @@ def plain_step(model, optimizer, played, advantages, denominator):
 def load(*folders):
     """Write what the ranks of a sharded PPO run with a KL load, as whole tensors, into each model's
     folder: the parameters and buffers of policy, critic and reference."""
-    find_paths = train.find_paths
-    train.find_paths = lambda *_: rl.ComputePaths("ragged", "packed", {})  # for random models
-    for folder in map(Path, folders):
-        cfg = config.parse_config(["--env", "babyai", "--model", str(folder), "--algo", "ppo",
-                                   "--shard", "true", "--kl_coef", "0.1", "--dtype", "bfloat16",
-                                   "--out", str(folder / "run")])
-        policy, _, trained, reference, _ = train.load_for_training(cfg, None, torch.device("cpu"))
-        models = {"policy": policy, "critic": trained["critic"][0], "reference": reference}
+    for folder in folders:
+        flags = f"--model {folder} --algo ppo --shard --kl_coef 0.1 --dtype bfloat16 --out /none"
+        paths = rl.ComputePaths("ragged", "packed", {})  # random models are not exact
+        with patch.object(train, "find_paths", return_value=paths):
+            run = train.load(config.parse_config(flags.split()), None, None)
+        models = {"policy": run.policy, "critic": run.trained["critic"][0],
+                  "reference": run.reference}
         for kind, model in models.items():
             whole = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
             whole |= {name: buffer.clone() for name, buffer in model.named_buffers()}
             if ranks()[0] == 0:
-                save_file(whole, folder / f"{kind}.loaded")
-    train.find_paths = find_paths
+                save_file(whole, Path(folder) / f"{kind}.loaded")
 
 
 def end_late():
@@ -129,7 +130,10 @@ JOBS = {
 }
 
 if __name__ == "__main__":
-    init_distributed()
+    rank, *_ = init_distributed()
+    if rank == 1:  # it returns late from saving, and must not find that the folder was renamed
+        save = checkpoint.dcp.save
+        checkpoint.dcp.save = lambda *args, **kw: (save(*args, **kw), time.sleep(0.2))
     for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
         dist.barrier()
         JOBS[name](*arguments)
