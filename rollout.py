@@ -16,27 +16,24 @@ the previous one. Where the agent shows the model something else (a window, a su
 segment begins with the whole new prompt. A token is sampled, and trained on, in one segment only.
 """
 
-import concurrent.futures
 import itertools
 import math
 import sys
-import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import AGENTS, FORMATS, PARSES, Agent, Chat, Messages, Play, assistant, load_agent
-from agent import user
+from agent import AGENTS, FORMATS, PARSES, Chat, Messages, Play, assistant, load_agent, user
 from engine import Ragged, sample
-from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, Step, UserError, Worker, flag
-from envs import split_item
+from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
@@ -101,41 +98,30 @@ class Rollouts(Sampling):
         """A setting's value in `world`: its own if it has one."""
         return getattr(self.worlds.get(world, self), name)
 
-    def load_agent(self) -> Callable[[Play], Agent]:
-        """The agent's function with its settings. Raises ValueError: see `agent.load_agent`."""
-        return load_agent(self.agent, self.agent_args)
-
     def play(self, item: str, env: Env, horizon: int, step: int = 0) -> Play:
-        """An episode of `item`, "babyai_17", as its agent sees it."""
+        """An episode of `item`, "babyai_17", as its agent sees it. Raises UserError for an agent
+        that cannot be loaded."""
         world, _ = split_item(item)
         choose = LENIENT.get(world) if self.parse == "lenient" else None
-        return Play(env, item, horizon, self.load_agent(), self.action_format, choose,
-                    self.prompt_texts.get(world, {}), step, self.deadline)
+        return Play(env, item, horizon, load_agent(self.agent, self.agent_args), self.action_format,
+                    choose, self.prompt_texts.get(world, {}), step, self.deadline)
 
 
 # ---- one trajectory while it is played ----
-
-
-class Answer(NamedTuple):
-    """What comes back for a reply. At the start of an episode `reply` is None."""
-
-    reply: str | None  # its text
-    turn: Step  # what it earned
-    forgets: bool  # what was earned before does not count
-    prompt: Messages | None  # to answer next; None: the agent has ended the episode
-    new: Messages  # the messages in it, or the last observation, that are new to the model
-    ids: list[int]  # the ids up to the next reply
-    begins: bool  # they are a whole prompt, which begins a new segment
-    state: str | None  # in which the next reply is written
 
 
 class Conversation:
     """A trajectory as its agent leads it, whoever writes the replies: the policy (`Episode`), an
     expert (sft.py) or a model on a server (eval.py).
 
-    `advance` passes a reply on and runs in the environment's thread. It only reads the trajectory,
-    because a thread that missed its deadline may still run. `take` records its answer. chat: None
-    for a trajectory without tokens.
+    `advance` passes a reply on and renders what the model is to answer. It runs in the
+    environment's thread and only reads the trajectory, because a thread that missed its deadline
+    may still run. `take` then records what came back. chat: None for a trajectory without tokens.
+
+    What `advance` leaves for `take`: `prompt`, the messages to answer next (None: the agent has
+    ended the episode), `new_messages`, those of them that are new to the model, or the last
+    observation, `new_ids`, the ids up to the next reply, `begins`, whether they are a whole prompt
+    and begin a new segment, and `state`, in which the next reply is written.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
@@ -145,52 +131,48 @@ class Conversation:
         self.config = config
         self.chat = chat
         self.max_length = config.of_world("max_length", trajectory.env)
-        self.invalid_penalty = config.of_world("invalid_penalty", trajectory.env)
         self.play: Play | None = None
-        self.prompt: Messages = []  # what the model was shown last
-        self.tools: list[dict] | None = None  # with what it was shown
+        self.prompt: Messages | None = []
+        self.tools: list[dict] | None = None  # with what `prompt` was shown
         self.sampled: list[tuple[str, list[int]]] = []  # (text, ids) of each reply
 
     def advance(self, env: Env, reply: str | None = None, ids: Sequence[int] = (),
-                closed: bool = True, cut: bool = False) -> Answer:
+                closed: bool = True, cut: bool = False) -> None:
         """Send a reply to the agent (None: start it), and render what the model is to answer.
 
         ids: the reply's, as later prompts show it. closed: whether its end-of-turn token was
         written. cut: whether it reached --max_tokens. Raises AgentError for a bug of the agent.
         """
-        t = self.trajectory
         if reply is None:
+            t = self.trajectory
             self.play = self.config.play(t.item, env, self.horizon, t.step)
         else:
             self.sampled.append((reply, list(ids)))
-        play = self.play
-        prompt = play.send(reply, cut)
-        ids, begins = [], False
-        while prompt is not None and play.turns < self.horizon and self.chat is not None:
+        prompt = self.play.send(reply, cut)
+        while prompt is not None and self.play.turns < self.horizon and self.chat is not None:
             try:
-                ids, begins = self._render(prompt, reply, closed)
+                self.new_ids, self.begins = self._render(prompt, reply, closed)
                 break
             except EnvError:
                 raise
             except Exception as e:  # whatever the template's program raises
-                wrong = f"cannot render the messages: {type(e).__name__}: {e}"
-                prompt = play.throw(ValueError(wrong))
-        return Answer(reply, play.turn, play.forgets, prompt, self._new_in(prompt, reply), ids,
-                      begins, self._state_of(env) if prompt else None)
+                prompt = self.play.throw(ValueError(f"cannot render the messages: {e!r}"))
+        self.new_messages = self._new_in(prompt, reply)
+        self.state = self._state_of(env) if prompt and self.config.record_states else None
+        self.prompt, self.tools = prompt, self.play.tools
 
     def _render(self, prompt: Messages, reply: str | None,
                 closed: bool) -> tuple[list[int], bool]:
         """-> the ids that lead to the next reply, and whether they begin a new segment."""
-        if self.chat.history == "append" and reply is not None:
-            shown = [*self.prompt, assistant(reply)]
-            new = prompt[len(shown):]
-            roles = [message["role"] for message in new]
-            in_turns = roles == (["user", "assistant"] * len(new))[: len(new)]
-            extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
-            if extends and new and in_turns:
-                return self.chat.turns(new, closed), False
+        shown = [*self.prompt, assistant(reply)]
+        new = prompt[len(shown):]
+        turns = zip(new, itertools.cycle(["user", "assistant"]))
+        extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
+        if (self.chat.history == "append" and extends
+                and all(message["role"] == role for message, role in turns)):
+            return self.chat.turns(new, closed), False
         ids = self.chat.prompt(prompt, self.play.tools, self.sampled)
-        held = self.trajectory.segment() if reply is not None else []
+        held = [] if reply is None else self.trajectory.segment()
         if held and ids[: len(held)] == held:
             return ids[len(held):], False
         return ids, True
@@ -201,61 +183,56 @@ class Conversation:
         if prompt is None:  # the last observation, which the model is not shown
             last = self.play.turn.observation
             return [user(last)] if last else []
-        for place in range(len(prompt), 0, -1):
-            if reply is not None and prompt[place - 1] == assistant(reply):
-                return prompt[place:]
-        return prompt[common_prefix_length(self.prompt, prompt):] or prompt[-1:]
+        shown = [place for place, message in enumerate(prompt) if message == assistant(reply)]
+        start = shown[-1] + 1 if shown else common_prefix_length(self.prompt, prompt)
+        return prompt[start:] or prompt[-1:]
 
     def _state_of(self, env: Env) -> str | None:
         """The state in which the next reply is written. What is asked for is part of it: a plan and
         the action that follows are written in different states."""
-        if self.config.record_states and type(env).state is Env.state:
-            raise UserError(f"{self.trajectory.env}{' on a server' * env.remote} does not tell its "
-                            "states (Env.state), which --algo needs")
-        state = env.state() if self.config.record_states else None
-        if state is None or not self.play.kind:
-            return state
-        return f"{self.play.kind}: {state}"
+        if type(env).state is Env.state:
+            raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")
+        state = env.state()
+        return f"{self.play.kind}: {state}" if state is not None and self.play.kind else state
 
-    def take(self, answer: Answer) -> bool:
-        """Record an answer -> whether the trajectory goes on."""
+    def take(self) -> bool:
+        """Record what `advance` has brought -> whether the trajectory goes on."""
         t = self.trajectory
-        if answer.reply is not None:
-            t.record_turn(answer.reply, answer.turn, answer.forgets, self.invalid_penalty)
-        t.messages += answer.new
-        if answer.prompt is None:
+        if self.play.turns:
+            reply, _ = self.sampled[-1]
+            penalty = self.config.of_world("invalid_penalty", t.env)
+            t.record_turn(reply, self.play.turn, self.play.forgets, penalty)
+        t.messages += self.new_messages
+        if self.prompt is None:
             return self.end(Status.DONE)
         if t.turns >= self.horizon:
             return self.end(Status.HORIZON)
-        self.prompt, self.tools = answer.prompt, self.play.tools
         if self.chat is None:
             return True
-        held = 0 if answer.begins else len(t.segment())
-        if held + len(answer.ids) >= self.max_length:  # no room for a single token of a reply
+        held = 0 if self.begins else len(t.segment())
+        if held + len(self.new_ids) >= self.max_length:  # no room for a single token of a reply
             return self.end(Status.LENGTH)
-        if answer.begins:
+        if self.begins:
             t.begin_segment()
-        t.append(answer.ids)
+        t.append(self.new_ids)
         if self.config.record_states:
-            t.states.append(answer.state)
+            t.states.append(self.state)
         return True
 
     def end(self, status: Status, error: str = "") -> bool:
         """Record how the trajectory has ended -> False."""
         t = self.trajectory
-        t.status = status
-        t.error = error
-        if t.rewards:
+        t.status, t.error = status, error
+        if t.rewards:  # it was not played as text
             # An exactly rounded sum: equal rewards must compare equal, in whichever turns they
             # came.
             t.reward = math.fsum(t.rewards)
         return False
 
-
     def give_back(self, pool: EnvPool, worker: Worker, broken: bool) -> None:
         """Close the agent, in the thread of its environment, and give the environment back. A
         broken one is dropped, and a hung thread is left behind."""
-        if self.play is not None and self.play.agent.gi_frame is not None:  # it has not returned
+        if self.play is not None:
             worker.call(lambda env: self.play.close())
         if broken:
             pool.drop(worker)
@@ -267,94 +244,74 @@ class Episode(Conversation):
     """A trajectory while the policy plays it: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet; the whole of a new segment, if `begins`.
-    `future`: the environment's answer; it must come within `seconds_left()`. occurrence: 0 for the
-    item's first entry in the step's list, 1 for its second. The constructor starts the reset in the
-    environment's thread.
+    `future`: done when the environment has answered. numbers: the trajectory's random numbers. The
+    constructor starts the reset in the environment's thread.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
-                 chat: Chat, pool: EnvPool, on_cpu: bool, occurrence: int = 0):
+                 chat: Chat, pool: EnvPool, on_cpu: bool, numbers: np.random.Generator):
         super().__init__(trajectory, horizon, config, chat)
-        self.occurrence = occurrence
         self.pool = pool
         self.on_cpu = on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
-        self.uniforms = self._uniforms()
+        self.numbers = numbers
         self.pending: list[int] = []
-        self.begins = False
-        self.drawn: list[tuple[int, float, float]] = []  # (token, log-prob, entropy) of the reply
+        self.reply_start = 0  # where in the trajectory's tokens the reply begins
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
 
-    def _uniforms(self) -> Iterator[float]:
-        """The trajectory's random numbers: no rank, slot or batch enters the key."""
-        t = self.trajectory
-        item_key = zlib.crc32(t.item.encode())
-        # The samples of an item that is named again are further samples of it.
-        sample = self.occurrence * self.config.samples + t.sample
-        generator = np.random.default_rng([self.config.seed, t.step, item_key, sample])
-        while True:
-            yield from generator.random(64).tolist()
-
-    def seconds_left(self) -> float:
-        """How long the environment may still take for its answer."""
-        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
-        return limit - time.monotonic()
+    def ready(self) -> bool:
+        """Whether the environment has answered or missed its deadline."""
+        seconds_left = self.worker.seconds_left(self.config.deadline, self.config.create_deadline)
+        return self.future.done() or seconds_left <= 0
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never is: the
         environment computes while the GPU does."""
-        return self.on_cpu and self.worker.env.instant and self.play.is_instant
-
-    def ready(self) -> bool:
-        """Whether the environment has answered or missed its deadline."""
-        return self.future.done() or self.seconds_left() <= 0
+        is_instant = getattr(self.play.make_agent, "instant", False)
+        return self.on_cpu and self.worker.env.instant and is_instant
 
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
-        """Take a token that the policy sampled. -> whether the reply is complete: then the
+        """Append a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
-        self.drawn.append((token, logprob, entropy))
+        t = self.trajectory
+        t.append([token], [logprob], [entropy])
         self.pending = [token]
-        reply, logprobs, entropies = map(list, zip(*self.drawn))
+        reply = t.tokens[self.reply_start:]
         closed = self.chat.is_ended(reply)
         if not closed and not self.has_to_end(reply):
             return False
         cut = not closed and len(reply) >= self.max_tokens
-        self.trajectory.append(reply, logprobs, entropies)
-        if cut:
-            self.trajectory.cut_turns.append(self.trajectory.turns + 1)
+        t.cut_turns += [t.turns + 1] * cut
         # Threads of one process take turns at running Python. For an instant world a change of
         # threads costs more than the step itself, so this thread plays it.
         here = self.answers_at_once() and not self.worker.env.remote
         self.future = self.worker.call(self._pass_on, reply, closed, cut, here=here)
-        self.drawn = []
         return True
-
-    def _pass_on(self, env: Env, reply: list[int], closed: bool, cut: bool) -> Answer:
-        """In the environment's thread, so that the main thread does not tokenize."""
-        message = self.chat.final_message(reply[:-1] if closed else reply)
-        text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
-        return self.advance(env, text, message, closed, cut)
 
     def has_to_end(self, reply: list[int]) -> bool:
         """Whether a token limit is reached, or the reply has one of the world's stop strings."""
-        if len(reply) >= min(self.max_tokens, self.max_length - len(self.trajectory.segment())):
+        if len(reply) >= self.max_tokens or len(self.trajectory.segment()) >= self.max_length:
             return True
         stop_strings = self.worker.env.stop
         text = self.chat.tokenizer.decode(self.chat.final_message(reply)) if stop_strings else ""
         return any(s in text for s in stop_strings)
 
+    def _pass_on(self, env: Env, reply: list[int], closed: bool, cut: bool) -> None:
+        """In the environment's thread, so that the main thread does not tokenize."""
+        message = self.chat.final_message(reply[:-1] if closed else reply)
+        text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
+        self.advance(env, text, message, closed, cut)
+
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        answer, error = self.worker.outcome(self.future, self.config.deadline,
-                                            self.config.create_deadline)
-        if error:
-            self.end(Status.ENV_ERROR, error)
-        goes_on = not error and self.take(answer)
+        _, error = self.worker.outcome(self.future, self.config.deadline,
+                                       self.config.create_deadline)
+        goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
         if goes_on:
-            self.pending = answer.ids if answer.begins else self.pending + answer.ids
-            self.begins = answer.begins
+            self.pending = self.new_ids if self.begins else self.pending + self.new_ids
+            self.reply_start = len(self.trajectory.tokens)
         else:
             self.give_back(self.pool, self.worker, broken=bool(error))
         return goes_on
@@ -368,42 +325,30 @@ class TrajectoryQueue:
     """The trajectories of one call of `rollout`: to be played, being played, finished. With a
     dealer they are shared out among ranks while they play."""
 
-    items: list[str]
-    step: int
+    trajectories: list[Trajectory]  # of all ranks
     slots: int
     make_episode: Callable[[Trajectory], Episode]
     config: Rollouts
-    stats: dict[str, int]
-    on_end: Callable[[Trajectory], object] | None
-    on_step: Callable[["TrajectoryQueue"], object] | None
+    on_end: Callable[[Trajectory], object]
+    on_step: Callable[["TrajectoryQueue"], object]
     dealer: Dealer | None
 
     def __post_init__(self):
-        self.keys = [(g, k) for g in range(len(self.items)) for k in range(self.config.samples)]
-        self.todo: deque[Trajectory] = deque()
-        self.tries = dict.fromkeys(self.keys, 0)
-        self.finished: dict[tuple[int, int], Trajectory] = {}
+        self.todo = deque([] if self.dealer else self.trajectories)
         self.alive: set[Episode] = set()
-        if self.dealer is None:
-            self.take(range(len(self.keys)))
-
-    def _fresh(self, group: int, k: int) -> Trajectory:
-        item = self.items[group]
-        return Trajectory(item, split_item(item)[0], self.step, group, k)
-
-    def take(self, numbers: range) -> None:
-        """Add trajectories, by their places in `keys`, to those that are to be played."""
-        self.todo += [self._fresh(*self.keys[number]) for number in numbers]
+        self.finished: dict[tuple[int, int], Trajectory] = {}
+        self.tries = Counter()
+        self.stats = Counter()
 
     def is_dealt(self) -> bool:
         """Whether every trajectory has been given to a rank."""
-        return self.dealer is None or self.dealer.dealt == len(self.keys)
+        return self.dealer is None or self.dealer.dealt == len(self.trajectories)
 
     def deal(self, room: int) -> None:
         """Get more trajectories from the dealer, together with all other ranks. room: how many this
-        rank can take."""
+        rank can take, if it is positive."""
         if not self.is_dealt():
-            self.take(self.dealer.deal(room))
+            self.todo += [self.trajectories[i] for i in self.dealer.deal(max(0, room))]
 
     def begin(self) -> Episode:
         """Start the next trajectory: its environment is being reset from now on."""
@@ -411,44 +356,40 @@ class TrajectoryQueue:
         self.alive.add(episode)
         return episode
 
-    def end(self, episode: Episode) -> None:
-        """Keep a trajectory that has ended, or play it again if its environment failed."""
-        self.alive.remove(episode)
-        t = episode.trajectory
-        key = (t.group, t.sample)
-        self.tries[key] += 1
-        if t.status == Status.ENV_ERROR and self.tries[key] <= self.config.retries:
-            self.todo.append(self._fresh(*key))
-            return
-        self.finished[key] = t
-        if self.on_end is not None:
-            self.on_end(t)
+    def sample_tokens(self, logits: Tensor, episodes: list[Episode]) -> list[bool]:
+        """A decode step: sample a token for each of n episodes, with a random number of its own.
 
-    def draw_tokens(self, logits: Tensor,
-                    episodes: list[Episode]) -> list[tuple[int, float, float]]:
-        """Sample a token for each of n episodes, and report the decode step.
-
-        logits [n, V] -> n tuples (token, log-prob, entropy). Each episode uses its own random
-        number. Raises FloatingPointError if the logits are not finite.
+        logits [n, V] -> for each episode whether its reply is complete, and so was sent to its
+        environment. Raises FloatingPointError if the logits are not finite.
         """
-        uniforms = torch.tensor([next(e.uniforms) for e in episodes], dtype=torch.float64)
+        uniforms = torch.tensor([e.numbers.random() for e in episodes], dtype=torch.float64)
         c = self.config
         drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k)
         tokens, logprobs, entropies = (column.tolist() for column in drawn)
         if not math.isfinite(sum(logprobs)):
             raise FloatingPointError("the policy's logits are not finite")
-        self._report_step(len(tokens))
-        return list(zip(tokens, logprobs, entropies))
+        unfinished = len(self.todo) + len(self.alive)
+        # Trajectories that are not dealt yet could fill every slot.
+        usable = min(self.slots, unfinished) if self.is_dealt() else self.slots
+        self.stats.update(steps=1, busy=len(episodes), usable=usable)
+        self.on_step(self)
+        return [e.add_token(*draw) for e, *draw in zip(episodes, tokens, logprobs, entropies)]
 
-    def _report_step(self, busy: int) -> None:
-        """Count a decode step that fed `busy` slots in `stats`, and call `on_step`."""
-        usable = self.slots  # trajectories that are not dealt yet could fill every slot
-        if self.is_dealt():
-            usable = min(self.slots, len(self.todo) + len(self.alive))
-        for name, count in (("steps", 1), ("busy", busy), ("usable", usable)):
-            self.stats[name] = self.stats.get(name, 0) + count
-        if self.on_step is not None:
-            self.on_step(self)
+    def take_answer(self, episode: Episode) -> bool:
+        """Take the answer of an episode's environment -> whether the trajectory goes on. One that
+        has ended is kept, or played again if its environment failed."""
+        if episode.take_answer():
+            return True
+        self.alive.remove(episode)
+        t = episode.trajectory
+        key = (t.group, t.sample)
+        self.tries[key] += 1
+        if t.status == Status.ENV_ERROR and self.tries[key] <= self.config.retries:
+            self.todo.append(Trajectory(t.item, t.env, t.step, *key))
+        else:
+            self.finished[key] = t
+            self.on_end(t)
+        return False
 
 
 def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragged | str:
@@ -465,27 +406,12 @@ def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragg
     return "hf"
 
 
-def count_earlier(items: list[str]) -> list[int]:
-    """How often each item occurs earlier in the list. `Episode` needs it, because the samples of an
-    item that is listed twice must differ, whichever rank plays them.
-
-    >>> count_earlier(["babyai_3", "babyai_8", "babyai_3"])
-    [0, 0, 1]
-    """
-    seen = Counter()
-    counts = []
-    for item in items:
-        counts.append(seen[item])
-        seen[item] += 1
-    return counts
-
-
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int],
             config: Rollouts | None = None, *, step: int = 0,
             engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
-            on_end: Callable[[Trajectory], object] | None = None,
-            on_step: Callable[[TrajectoryQueue], object] | None = None,
+            on_end: Callable[[Trajectory], object] = lambda t: None,
+            on_step: Callable[[TrajectoryQueue], object] = lambda queue: None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
     """Play every item `samples` times, at most `horizon` turns each.
 
@@ -502,9 +428,9 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     config: see `Rollouts`. Its fields may also be given as keywords: rollout(..., samples=8).
     step: the training step, part of the key of each trajectory's random numbers.
     engine: of `make_engine`, for this policy: its memory is reused.
-    stats: these counts are added to it: "forwarded" (token positions computed, padding included),
-        "steps" (forward passes that were sampled from), "busy" (slots fed, over all steps) and
-        "usable" (slots that could have been fed: at most the unfinished trajectories).
+    stats: gets these counts: "forwarded" (token positions computed, padding included), "steps"
+        (forward passes that were sampled from), "busy" (slots fed, over all steps) and "usable"
+        (slots that could have been fed: at most the unfinished trajectories).
     on_end: called with each trajectory when it has ended.
     on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
@@ -515,38 +441,43 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     agent, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or Rollouts(), **changes)
-    config.load_agent()  # before any episode: it may not exist
-    shortest = min(horizon.values()) if isinstance(horizon, dict) else horizon
-    if shortest < 1:
-        raise ValueError(f"a horizon is at least 1, not {shortest}")
-    stats = {} if stats is None else stats
-    occurrences = count_earlier(items)
+    load_agent(config.agent, config.agent_args)  # once, before threads do
     chat = Chat(tokenizer, config.history)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
+    trajectories = [Trajectory(item, split_item(item)[0], step, group, k)
+                    for group, item in enumerate(items) for k in range(config.samples)]
+
+    horizons = horizon if isinstance(horizon, dict) else {t.env: horizon for t in trajectories}
+    if min(horizons.values()) < 1:
+        raise ValueError("a horizon is at least 1")
 
     def make_episode(t: Trajectory) -> Episode:
-        limit = horizon[t.env] if isinstance(horizon, dict) else horizon
-        return Episode(t, limit, config, chat, envs, on_cpu, occurrences[t.group])
+        # The key of its random numbers: no rank, slot, batch or thread. The samples of an item that
+        # is named again are further samples of it.
+        sample = items[: t.group].count(t.item) * config.samples + t.sample
+        numbers = np.random.default_rng([config.seed, step, zlib.crc32(t.item.encode()), sample])
+        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers)
 
     if engine is None:
-        engine = make_engine(policy, min(config.slots, len(items) * config.samples), config)
+        engine = make_engine(policy, min(config.slots, len(trajectories)), config)
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(items, step, slots, make_episode, config, stats, on_end, on_step,
-                            dealer)
+    queue = TrajectoryQueue(trajectories, slots, make_episode, config, on_end, on_step, dealer)
     try:
         with unsharded(policy):
             if engine == "hf":
                 forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
-                engine.clear(max(config.of_world("max_length", split_item(i)[0]) for i in items))
-                forwarded = Decoder(engine, queue, envs.on_servers).run()
+                engine.clear(max(config.of_world("max_length", t.env) for t in trajectories))
+                with engine.attention():
+                    forwarded = decode(engine, queue, any(envs.urls.values()))
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
             episode.give_back(envs, episode.worker, broken=True)
-    stats["forwarded"] = stats.get("forwarded", 0) + forwarded
-    return [queue.finished[key] for key in queue.keys if key in queue.finished]
+    if stats is not None:
+        stats.update(queue.stats, forwarded=forwarded)
+    return [queue.finished[key] for key in sorted(queue.finished)]
 
 
 # ---- the decode loop ----
@@ -562,138 +493,88 @@ DEAL_EVERY = 8
 MIN_PREFIX_GAIN = 16
 
 
-class Decoder:
-    """Continuous decoding on the `Ragged` engine: every decode step feeds each slot what is new
-    there.
+def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
+    """Play all trajectories on the `Ragged` engine: every decode step feeds each slot what is new
+    there. -> number of token positions computed.
 
-    playing: slot -> its episode. waiting: slot -> the decode step at which its environment's answer
-    is collected. starting: episodes that get the next free slots; their environments are being
-    reset.
+    An environment's answer is taken at a fixed decode step (instant worlds on a CPU: the next one;
+    others: the one after), waiting if necessary, so that the batches never depend on timing. With
+    `arrival_order` it is taken as soon as it is there. on_servers: environments are on servers.
     """
+    arrival_order = queue.config.arrival_order
+    # Resets take time, so up to 8 more than there are free slots may be under way. A server may
+    # allow only as many episodes as there are slots, so with `arrival_order` no reset runs ahead on
+    # a server. Without it resets run ahead there, too, because the batches must not depend on where
+    # a world runs.
+    resets_ahead = 0 if on_servers and arrival_order else min(8, engine.slots // 4)
+    starting: list[Episode] = []  # they get the next free slots; their environments are being reset
+    free = list(range(engine.slots))
+    playing: dict[int, Episode] = {}  # slot -> its episode
+    waiting: dict[int, int] = {}  # slot -> the decode step at which its environment's answer is due
 
-    def __init__(self, engine: Ragged, queue: TrajectoryQueue, on_servers: bool):
-        self.engine = engine
-        self.queue = queue
-        self.arrival_order = queue.config.arrival_order
-        # Resets take time, so up to 8 more than there are free slots may be under way. A server may
-        # allow only as many episodes as there are slots, so with `arrival_order` no reset runs
-        # ahead on a server. Without it resets run ahead there, too, because the batches must not
-        # depend on where a world runs.
-        no_spare_episodes = on_servers and self.arrival_order
-        self.resets_ahead = 0 if no_spare_episodes else min(8, engine.slots // 4)
-        self.free = list(range(engine.slots))
-        self.starting: list[Episode] = []
-        self.playing: dict[int, Episode] = {}
-        self.waiting: dict[int, int] = {}
+    for now in itertools.count():  # decode steps
+        # Take the answers of environments. Slots whose trajectories have ended become free.
+        all_wait = playing.keys() == waiting.keys()
+        if arrival_order and all_wait:  # sleep; a missed deadline may be noticed 0.1 s late
+            episodes = [*playing.values(), *(starting if free else [])]
+            wait([episode.future for episode in episodes], 0.1, FIRST_COMPLETED)
+        # If all wait, nothing can be decoded before the first answer that is due.
+        last_due = max(now, min(waiting.values(), default=now)) if all_wait else now
+        new_ids = 0  # of segments that begin
+        for slot, due in list(waiting.items()):
+            episode = playing[slot]
+            is_due = episode.ready() if arrival_order else due <= last_due
+            if not is_due or new_ids >= MAX_NEW_IDS:
+                continue
+            del waiting[slot]
+            if not queue.take_answer(episode):
+                del playing[slot]
+                free.append(slot)
+            elif episode.begins:
+                source = engine.best_prefix(episode.pending, slot)
+                episode.pending = engine.begin(slot, episode.pending, *source)
+                new_ids += len(episode.pending)
 
-    def run(self) -> int:
-        """Decode until every episode has ended -> number of token positions computed.
+        # Get more trajectories from the dealer, some for slots that become free before the next
+        # exchange, and reset their environments.
+        idle = not (playing or starting or queue.todo)
+        if idle or now % DEAL_EVERY == 0:
+            spare = max(1, engine.slots // SLOTS_PER_SPARE)
+            queue.deal(len(free) + spare - len(starting) - len(queue.todo))
+        while queue.todo and len(starting) < len(free) + resets_ahead:
+            starting.append(queue.begin())
+        if not playing and not starting and queue.is_dealt():
+            return engine.forwarded
 
-        An environment's answer is collected at a fixed decode step (instant worlds on a CPU: the
-        next one; others: the one after), waiting if necessary, so that the batches never depend on
-        timing. With `arrival_order` it is collected as soon as it is ready.
-        """
-        with self.engine.attention():
-            for now in itertools.count():
-                new_ids = 0  # of segments that begin
-                for slot in self.answered_slots(now):
-                    if new_ids < MAX_NEW_IDS:
-                        new_ids += self.collect(slot)
-                    else:
-                        self.waiting[slot] = now + 1
-                idle = not (self.playing or self.starting or self.queue.todo)
-                if idle or now % DEAL_EVERY == 0:
-                    self.queue.deal(self.room())
-                num_resets = len(self.free) + self.resets_ahead
-                while self.queue.todo and len(self.starting) < num_resets:
-                    self.starting.append(self.queue.begin())
-                if not self.playing and not self.starting and self.queue.is_dealt():
-                    return self.engine.forwarded
-                self.fill_free_slots()
-                self.decode_step(now)
-
-    def answered_slots(self, now: int) -> list[int]:
-        """The slots whose answers are collected before the decode step `now`."""
-        all_wait = self.playing.keys() == self.waiting.keys()
-        if self.arrival_order:
-            if all_wait:
-                self.sleep_until_an_answer()
-            return [slot for slot in self.waiting if self.playing[slot].ready()]
-        last_due = now
-        if all_wait:  # nothing can be decoded before the first answer that is due
-            last_due = max(now, min(self.waiting.values(), default=now))
-        return [slot for slot, due in self.waiting.items() if due <= last_due]
-
-    def sleep_until_an_answer(self) -> None:
-        """Return at the first answer or deadline, or at once if there is something else to do.
-        After a second at most, because a deadline moves when an environment has been made."""
-        can_start = self.free and any(e.pending for e in self.starting)
-        if can_start or not (self.playing or self.starting):
-            return
-        episodes = [self.playing[slot] for slot in self.waiting]
-        if self.free:
-            episodes += self.starting
-        timeout = min(1.0, max(0.0, min(e.seconds_left() for e in episodes)))
-        concurrent.futures.wait([e.future for e in episodes], timeout,
-                                return_when=concurrent.futures.FIRST_COMPLETED)
-
-    def collect(self, slot: int) -> int:
-        """Take the answer for the episode in `slot`, which frees the slot if the trajectory ends.
-        -> the number of new ids, if a segment begins."""
-        del self.waiting[slot]
-        episode = self.playing[slot]
-        if not episode.take_answer():
-            self.queue.end(self.playing.pop(slot))
-            self.free.append(slot)
-        elif episode.begins:
-            ids = episode.pending
-            episode.pending = self.engine.begin(slot, ids, *self.engine.best_prefix(ids, slot))
-            return len(episode.pending)
-        return 0
-
-    def room(self) -> int:
-        """How many more trajectories this rank can take: some in advance, for slots that become
-        free before the next exchange."""
-        reserve = max(1, self.engine.slots // SLOTS_PER_SPARE)
-        taken = len(self.starting) + len(self.queue.todo)
-        return max(0, len(self.free) + reserve - taken)
-
-    def fill_free_slots(self) -> None:
-        """Give free slots to starting episodes. Each copies the longest prefix that a slot
-        holds."""
-        new_ids = 0
+        # Give free slots to episodes. Each copies the longest prefix that a slot holds.
         started = []  # the ids of the episodes that start in this decode step
-        for episode in list(self.starting):
-            if not self.free or new_ids >= MAX_NEW_IDS:
+        new_ids = 0
+        for episode in list(starting):
+            if not free or new_ids >= MAX_NEW_IDS:
                 break
-            if self.arrival_order and not episode.ready():
+            if arrival_order and not episode.ready():
                 continue
             # Its reset failed, or its first prompt does not fit.
-            if not episode.pending and not episode.take_answer():
-                self.starting.remove(episode)
-                self.queue.end(episode)
+            if not episode.pending and not queue.take_answer(episode):
+                starting.remove(episode)
                 continue
             ids = episode.pending
-            source, n = self.engine.best_prefix(ids)
+            source, n = engine.best_prefix(ids)
             # Another episode that starts in this step computes a longer prefix of these ids: wait
             # for the next step, and copy it then.
             if any(common_prefix_length(ids, other, n + MIN_PREFIX_GAIN) for other in started):
                 continue
+            slot = free.pop(0)
+            episode.pending = engine.begin(slot, ids, source, n)
             started.append(ids)
-            slot = self.free.pop(0)
-            episode.pending = self.engine.begin(slot, ids, source, n)
             new_ids += len(episode.pending)
-            self.playing[slot] = episode
-            self.starting.remove(episode)
+            starting.remove(episode)
+            playing[slot] = episode
 
-    def decode_step(self, now: int) -> None:
-        """One forward pass over all slots that have something new, and a token for each of them."""
-        feed = {slot: e.pending for slot, e in self.playing.items() if slot not in self.waiting}
-        if not feed:
-            return
-        logits = self.engine.forward(feed)
-        episodes = [self.playing[slot] for slot in feed]
-        sampled = self.queue.draw_tokens(logits, episodes)
-        for slot, episode, draw in zip(feed, episodes, sampled):
-            if episode.add_token(*draw):
-                self.waiting[slot] = now + 1 if episode.answers_at_once() else now + 2
+        # One forward pass, a token for each slot, and complete replies to the environments.
+        feed = {slot: e.pending for slot, e in playing.items() if slot not in waiting}
+        if feed:
+            logits = engine.forward(feed)
+            complete = queue.sample_tokens(logits, [playing[slot] for slot in feed])
+            for slot in itertools.compress(feed, complete):
+                waiting[slot] = now + 1 if playing[slot].answers_at_once() else now + 2

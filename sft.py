@@ -132,8 +132,8 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
     own = cfg.worlds[t.env]
     config = replace(cfg, max_length=own.max_length, invalid_penalty=0.0, worlds={})
     episode = Conversation(t, own.rounds[-1], config, chat)
-    answer = episode.advance(env)
-    while episode.take(answer):
+    episode.advance(env)
+    while episode.take():
         if episode.play.kind:
             raise envs.UserError(f"an expert has no {episode.play.kind} for agent {cfg.agent}")
         action = env.expert()
@@ -148,7 +148,7 @@ def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
                                                                thing_named(action))
         ids = chat.reply(text)
         t.append(ids, None if random_actions else [0.0] * len(ids))
-        answer = episode.advance(env, text, chat.final_message(ids[:-1]))
+        episode.advance(env, text, chat.final_message(ids[:-1]))
     episode.play.close()
     return t
 

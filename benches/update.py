@@ -86,7 +86,7 @@ def step_padded(model, optimizer, trajectories, micro_batches, width=0):
     for places in micro_batches:
         longest = max(len(trajectories[i].tokens) for i in places)
         batch = {name: pad(x[list(places), :longest], (0, max(0, width - longest)))
-                 for name, x in everything.items() if name != "lengths"}
+                 for name, x in everything.items()}
         logits = model(input_ids=batch["ids"], use_cache=False).logits.float()[:, :-1]
         next_ids = batch["ids"][:, 1:, None]
         logprobs = torch.log_softmax(logits, -1).gather(-1, next_ids).squeeze(-1)  # [B, T - 1]

@@ -4,8 +4,7 @@
 
 where sg stops the gradient: GSPO-token (arXiv 2507.18071, eq. 14), clipped as PPO's ratio is. The
 paper's mean over sequences is --set aggregation=sequence. A sequence is a trajectory, or with
-per=turn
-each reply.
+per=turn each reply.
 
     python train.py --loss gspo --loss_args per=turn --set aggregation=sequence
 """
@@ -24,7 +23,7 @@ def loss(part, clip_low: float = 3e-4, clip_high: float = 4e-4,
     several segments, which a micro-batch does not hold whole."""
     if per not in ("trajectory", "turn"):
         raise UserError(f"gspo has the ratio per trajectory or turn, not {per}")
-    if per == "trajectory" and "num_sampled" in part:
+    if per == "trajectory" and (part["num_sampled"] > part["mask"].sum(1)).any():
         raise UserError("gspo compares whole trajectories, and this agent's have several segments:"
                         " give --loss_args per=turn")
 

@@ -80,9 +80,11 @@ def item_information(trajectories: Sequence[Trajectory],
         num_items = len(chosen)
         pairs = [(i, j) for i in range(num_items) for j in range(num_items)
                  if categories[i] == categories[j]]
-        rows = [(prompts[j], replies[i]) for i, j in pairs]
-        batch = update.pad_rows([x + z for x, z in rows],
-                                [[False] * len(x) + [True] * len(z) for x, z in rows])
+        rows = [Trajectory("", world) for _ in pairs]
+        for row, (i, j) in zip(rows, pairs):
+            row.append(prompts[j])
+            row.append(replies[i], [0.0] * len(replies[i]))
+        batch = update.collate(rows)
         logprobs = torch.where(batch["mask"], logprobs_of(batch), 0.0)
         pair_logprobs = torch.full((num_items, num_items), math.nan)
         pair_logprobs[tuple(zip(*pairs))] = logprobs.sum(1)

@@ -5,7 +5,6 @@ It is the reference for the engine, and it plays the models whose attention cann
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from parallel import device_of
@@ -21,9 +20,13 @@ class Padded:
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy
         self.device = device_of(policy)
-        self.kv_cache = DynamicCache(config=policy.config.get_text_config())
-        self.attention_mask = None  # [B, columns] bool, True: a real token
         self.forwarded = 0  # token positions computed, padding included
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.kv_cache = DynamicCache(config=self.policy.config.get_text_config())
+        self.attention_mask: Tensor | None = None  # [B, columns] bool, True: a real token
 
     def start(self, chunks: list[list[int]]) -> Tensor:
         """`forward` at the start, when equal rows (the samples of an item) are computed once."""
@@ -37,10 +40,10 @@ class Padded:
     def forward(self, chunks: list[list[int]]) -> Tensor:
         """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
         [B, V] after the last column; those of a row that waits mean nothing."""
-        rows = [torch.tensor(chunk, dtype=torch.long) for chunk in chunks]
-        real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-        ids, is_real = (pad_sequence(columns, batch_first=True, padding_side="left").to(self.device)
-                        for columns in (rows, real))
+        width = max(map(len, chunks))
+        ids = [[0] * (width - len(chunk)) + [*chunk] for chunk in chunks]
+        is_real = [[False] * (width - len(chunk)) + [True] * len(chunk) for chunk in chunks]
+        ids, is_real = (torch.tensor(rows, device=self.device) for rows in (ids, is_real))
         before = is_real[:, :0] if self.attention_mask is None else self.attention_mask
         self.attention_mask = torch.cat([before, is_real], dim=1)
         positions = (self.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -61,47 +64,29 @@ class Padded:
 def decode_in_lockstep(policy: PreTrainedModel, queue: object, slots: int) -> int:
     """Play the episodes of a `rollout.TrajectoryQueue`: `slots` trajectories take their turns
     together, and wait for the slowest. -> number of token positions computed."""
-    forwarded = 0
+    cache = Padded(policy)
     while True:
-        queue.deal(max(0, slots - len(queue.todo)))
+        queue.deal(slots - len(queue.todo))
         if not queue.todo and queue.is_dealt():
-            return forwarded
-        cache = Padded(policy)
-        rows = [queue.begin() for _ in range(min(slots, len(queue.todo)))]  # of the cache
-        rows = [rows[place] for place in take_answers(rows, queue)]
-        while rows:
-            write_replies(cache, rows, queue)
-            if kept := take_answers(rows, queue):
-                cache.keep(kept)
+            return cache.forwarded
+        rows = [queue.begin() for _ in range(min(slots, len(queue.todo)))]
+        while kept := [place for place, e in enumerate(rows) if queue.take_answer(e)]:
             rows = [rows[place] for place in kept]
             if any(episode.begins for episode in rows):  # compute all rows anew
-                forwarded += cache.forwarded
-                cache = Padded(policy)
+                cache.clear()
                 for episode in rows:
                     episode.pending = episode.trajectory.segment()
-        forwarded += cache.forwarded
+            else:
+                cache.keep(kept)
+            write_replies(cache, rows, queue)
 
 
 def write_replies(cache: Padded, rows: list, queue: object) -> None:
     """Decode until the reply of the episode in every row is complete."""
-    forward = cache.forward if cache.forwarded else cache.start
-    logits = forward([e.pending for e in rows])
-    writing = list(rows)
-    while True:
-        logits = logits[[place for place, e in enumerate(rows) if e in writing]]
-        sampled = queue.draw_tokens(logits, writing)
-        writing = [e for e, draw in zip(writing, sampled) if not e.add_token(*draw)]
-        if not writing:
-            return
-        logits = cache.forward([e.pending if e in writing else [] for e in rows])
-
-
-def take_answers(episodes: list, queue: object) -> list[int]:
-    """Take the answers of the episodes' environments -> the places of those that go on."""
-    places = []
-    for place, episode in enumerate(episodes):
-        if episode.take_answer():
-            places.append(place)
-        else:
-            queue.end(episode)
-    return places
+    writing = rows
+    while writing:
+        forward = cache.start if cache.attention_mask is None else cache.forward
+        logits = forward([e.pending if e in writing else [] for e in rows])
+        logits = logits[[e in writing for e in rows]]
+        complete = queue.sample_tokens(logits, writing)
+        writing = [e for e, is_complete in zip(writing, complete) if not is_complete]

@@ -141,10 +141,10 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
         try:
             while t.status == Status.RUNNING:
                 future = worker.call(episode.advance, reply, (), True, cut)
-                answer, error = worker.outcome(future, config.deadline, config.create_deadline)
+                _, error = worker.outcome(future, config.deadline, config.create_deadline)
                 if error:
                     episode.end(Status.ENV_ERROR, error)
-                elif episode.take(answer) and tokens >= episode.max_length:
+                elif episode.take() and tokens >= episode.max_length:
                     episode.end(Status.LENGTH)
                 if t.status != Status.RUNNING:
                     break

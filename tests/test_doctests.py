@@ -73,5 +73,5 @@ def test_public_functions_say_what_they_take_and_give(name):
 def test_the_checks_of_public_functions_see_functions():
     names = {f.__qualname__ for f in public_functions(importlib.import_module("rollout"))}
     assert {"rollout", "Episode.add_token", "Episode.__init__"} <= names
-    assert "Episode._uniforms" not in names
+    assert "Episode._pass_on" not in names
     assert "split_item" not in names  # imported from another module

@@ -3,7 +3,6 @@ markup, and whatever the page offers works."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -111,21 +110,7 @@ def close_to(text, value):
 # ---- nothing that was written runs ----
 
 
-def test_nothing_runs_that_a_model_wrote(page):
-    page.fill("input[aria-label=step]", "1")
-    page.get_by_role("button", name="sample", exact=True).click()
-    rows_of(page).first.click()  # the first of the first group: its error and its reply
-    until(page, "document.querySelector('article .dim').textContent.includes('owned')")
-    assert EVIL in page.locator("article .dim").first.inner_text()
-    reply = page.locator("article .assistant").first.inner_text()
-    assert EVIL.replace(" ", "") in reply.replace(" ", "")
-    page.fill("#search", "onerror")  # the search's snippet
-    page.keyboard.press("Enter")
-    until(page, "document.querySelectorAll('#rows tr').length == 1")
-    assert page.title() == "evil" and page.locator("img").count() == 0
-
-
-def test_evil_text_in_every_field_of_a_run_stays_text(copied, opened, tmp_path):
+def test_evil_text_in_every_field_of_a_run_and_in_a_reply_stays_text(copied, opened, tmp_path):
     rows = played_in(copied, 2)
     for t in rows[:4]:
         t |= {"item": EVIL, "env": EVIL, "status": EVIL, "error": EVIL}
@@ -146,6 +131,15 @@ def test_evil_text_in_every_field_of_a_run_stays_text(copied, opened, tmp_path):
     wait_for_articles(page, 2)
     page.reload()  # by the address alone
     wait_for_articles(page, 2)
+    page.fill("input[aria-label=step]", "1")
+    page.get_by_role("button", name="sample", exact=True).click()
+    rows_of(page).first.click()  # the first of the first group: its error and its reply
+    until(page, "document.querySelector('article .dim').textContent.includes('owned')")
+    reply = page.locator("article .assistant").first.inner_text()
+    assert EVIL.replace(" ", "") in reply.replace(" ", "")
+    page.fill("#search", "onerror")  # the search's snippet
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('#rows tr').length == 1")
     assert page.title().startswith("<img") and page.locator("img").count() == 0
 
 
@@ -365,9 +359,6 @@ def test_tokens_are_coloured_and_say_their_probability_and_entropy(page):
     assert page.evaluate(colours) == 1  # green letters alone
     page.select_option("#colour", "logprob")
     until(page, f"{colours} > 3")
-    seen = page.evaluate(colours)
-    page.select_option("#colour", "advantage")
-    until(page, f"{colours} < {seen}")
     page.select_option("#colour", "entropy")
     until(page, f"{colours} > 3")
 
@@ -480,12 +471,6 @@ def test_a_bar_of_a_distribution_filters_the_table(page, table):
     chart("turns").locator("g.bar").last.click(position={"x": 5, "y": 60})
     assert set(column(page, "turns")) == {str(values[-1])}
     page.get_by_role("button", name="clear").click()
-    tokens = chart("tokens").locator("g.bar").last
-    low, high = re.match(r"tokens (\d+) to (\d+):", tokens.locator("title").text_content()).groups()
-    tokens.click(position={"x": 5, "y": 60})
-    assert 0 < rows_of(page).count() < len(table)
-    assert all(int(low) <= int(value) <= int(high) for value in column(page, "tokens"))
-    page.get_by_role("button", name="clear").click()
     chart("success by category").locator("g.bar").first.click()
     assert len(set(column(page, "category"))) == 1
 
@@ -544,14 +529,12 @@ def test_failed_environments_do_not_count_in_means(copied, opened):
     (21, 20_000), pytest.param(417, 2000, marks=pytest.mark.slow)])
 def test_many_trajectories_weigh_little_and_open_quickly_by_day_and_by_night(
         copied, opened, steps, most):
-    trajectories = played_in(copied)
-    first_row = read_jsonl(copied / "metrics.jsonl")[0]
-    metrics = []
-    for step in range(steps):
-        write_rows(copied, [t | {"group": k // 4, "sample": k % 4}
-                            for k, t in enumerate(trajectories)], step)
-        metrics.append(first_row | {"step": step, "trajectories": 48, "horizon": 3 + step // 10})
-    (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    played = [t | {"group": k // 4, "sample": k % 4} for k, t in enumerate(played_in(copied))]
+    row = read_jsonl(copied / "metrics.jsonl")[0] | {"trajectories": 48}
+    with (copied / "metrics.jsonl").open("w") as metrics:
+        for step in range(steps):
+            write_rows(copied, played, step)
+            metrics.write(json.dumps(row | {"step": step, "horizon": 3 + step // 10}) + "\n")
     path = view.write_page(copied, most)
     assert path.stat().st_size < 10e6
     seconds, backgrounds = [], set()

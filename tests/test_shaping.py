@@ -14,36 +14,26 @@ from worlds.textcraft import goal_depth, solution
 def play(env, item, choices):
     """Play actions, each given as an index into the valid ones -> (rewards, progress) by turn."""
     env.reset(item)
-    rewards = []
-    progress = []
+    steps = []
     for choice in choices:
         valid = env.valid_actions()
-        step = env.step(valid[choice % len(valid)])
-        rewards.append(step.reward)
-        progress.append(step.progress)
-        if step.done:
+        steps.append(env.step(valid[choice % len(valid)]))
+        if steps[-1].done:
             break
-    return rewards, progress
+    return [step.reward for step in steps], [step.progress for step in steps]
 
 
 def discounted_return(rewards, lengths, gamma):
     """Discount by token, with each reward on the last token of its reply: the slow way."""
-    total = 0.0
-    tokens_before = 0
-    for reward, length in zip(rewards, lengths):
-        total += gamma ** (tokens_before + length - 1) * reward
-        tokens_before += length
-    return total
+    return sum(gamma ** (sum(lengths[:k + 1]) - 1) * reward for k, reward in enumerate(rewards))
 
 
 def small_game(env):
     """The first item with a goal of depth 1 and 3 to 7 valid actions at the start."""
-    for item in range(544):
-        if goal_depth(item) == 1:
-            env.reset(item)
-            if 3 <= len(env.valid_actions()) <= 7:
-                return item
-    raise AssertionError("no such item")
+    for item in (item for item in range(544) if goal_depth(item) == 1):
+        env.reset(item)
+        if 3 <= len(env.valid_actions()) <= 7:
+            return item
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -89,15 +79,11 @@ def trajectory():
     return t
 
 
-@pytest.mark.parametrize(
-    "shaping, cost, rewards",
-    [
-        ("none", 0.0, [0, 0, 0, 0, 0, 0, 0, 1.0]),
-        ("potential", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 0.5]),
-        ("progress", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 1.5]),
-        ("none", 0.125, [0, 0, 0, -0.125, 0, 0, 0, 0.875]),
-    ],
-)
+@pytest.mark.parametrize("shaping, cost, rewards", [
+    ("none", 0.0, [0, 0, 0, 0, 0, 0, 0, 1.0]), ("none", 0.125, [0, 0, 0, -0.125, 0, 0, 0, 0.875]),
+    ("potential", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 0.5]),
+    ("potential", 0.125, [0, 0, 0, 0.375, 0, 0, 0, 0.375]),
+    ("progress", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 1.5])])
 def test_it_is_paid_where_a_turn_ends(shaping, cost, rewards):
     t = trajectory()
     shape_rewards([t], shaping, cost)

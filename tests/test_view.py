@@ -60,7 +60,7 @@ def write_evil_reply(row, tokenizer):
 
 def played_in(folder, step="*"):
     """The trajectories of a run, or of a step of it."""
-    files = sorted((folder / "trajectories").glob(f"step_*{step}.jsonl"))
+    files = sorted((folder / "trajectories").glob(f"step_*{step}.jsonl".replace("**", "*")))
     return [row for file in files for row in read_jsonl(file)]
 
 
@@ -226,18 +226,7 @@ def test_sentencepieces_spaces_and_bytes_are_kept():
     assert [piece(SentencePiece(), i) for i in (1, 2)] == [" left", [0xE2]]
 
 
-# ---- the command, the live page's run ----
-
-
-def test_the_command_writes_the_page_and_the_curves(copied):
-    for name in ("view.html", "curves.png"):
-        (copied / name).unlink()
-    done = run_script("view.py", copied)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{copied}/view.html\n"
-    assert (copied / "curves.png").stat().st_size > 10_000
-    assert len(run_of(copied / "view.html")["table"]) == 48
-    assert not list(copied.glob("*.tmp"))
+# ---- the live page's run ----
 
 
 @pytest.mark.parametrize("name, text, message", [
@@ -330,8 +319,10 @@ def damaged(out):
 
 def test_damaged_files_are_left_out_and_the_page_says_what(copied):
     expected = damaged(copied)
+    for name in ("view.html", "curves.png"):
+        (copied / name).unlink()
     done = run_script("view.py", copied)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{copied}/view.html\n"), done.stderr
     run = run_of(copied / "view.html")
     assert sorted(run["left_out"]) == sorted(expected)
     assert "view.py: left out: " in done.stderr
