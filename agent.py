@@ -256,8 +256,7 @@ class Play:
                 if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
                     raise
                 place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
-                file = Path(place.filename).name
-                raise ItemError(f"{e} ({file}, line {place.lineno})") from e
+                raise ItemError(f"{e} ({place.filename}, line {place.lineno})") from e
             str.encode(observation)  # raises if it is no text
         return observation
 

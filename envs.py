@@ -529,7 +529,6 @@ class EnvPool(AbstractContextManager):
         for worker in self.workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
         self.free.clear()
-        self.workers.clear()
 
     def _make(self, name, number):
         """Make environment `number` (0, 1, ...) of the world `name`.
