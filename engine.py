@@ -95,8 +95,7 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor, block_size: int = 64) -> Tens
     uniforms [B] float64 -> tokens [B] long; never a token of weight 0. The search finds a block of
     tokens first, then a token in it: in float64 sums are cheap, cumulative sums are not.
     """
-    padding = -weights.shape[1] % block_size
-    if padding:
+    if padding := -weights.shape[1] % block_size:
         weights = pad(weights, (0, padding))
     blocks = weights.view(len(weights), -1, block_size)  # [B, V / block_size, block_size]
     block_cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -140,16 +139,12 @@ class PrefillChunk(NamedTuple):
 
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-           attention_mask: Tensor | None, scaling: float | None = None,
-           ragged: "Ragged | None" = None, sliding_window: int | None = None,
-           softcap: float | None = None, s_aux: Tensor | None = None,
-           **_: object) -> tuple[Tensor, None]:
+           attention_mask: Tensor | None, ragged: "Ragged", **options: object,
+           ) -> tuple[Tensor, None]:
     """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
-    sliding_window, softcap, s_aux (sinks): see `models.packed.masked_attention`."""
+    options: those of `Ragged.attend`."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # float32 under autocast
-    out = ragged.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window,
-                        softcap, s_aux)
-    return out[None], None
+    return ragged.attend(module.layer_idx, query[0], key[0], value[0], **options)[None], None
 
 
 AttentionInterface.register("ragged", attend)
@@ -251,17 +246,16 @@ class Ragged:
         self.prefill_chunks = []
         self.prefill_layout = None
         for slot in decoding + prefilling:
-            new_ids = feed[slot]
-            past = len(self.ids[slot])
-            length = past + len(new_ids)
-            if len(new_ids) > 1:
-                row = slice(len(ids), len(ids) + len(new_ids))
-                self.prefill_chunks.append(PrefillChunk(row, slot, past, length, {}))
-            ids += new_ids
-            slots += [slot] * len(new_ids)
+            start, past = len(ids), len(self.ids[slot])
+            ids += feed[slot]
+            self.ids[slot] += feed[slot]
+            length = len(self.ids[slot])
+            slots += [slot] * len(feed[slot])
             positions += range(past, length)
             last_place[slot] = len(ids) - 1
-            self.ids[slot] += new_ids
+            if slot in prefilling:
+                chunk = PrefillChunk(slice(start, len(ids)), slot, past, length, {})
+                self.prefill_chunks.append(chunk)
         self.forwarded += len(ids)
 
         # One transfer to the device. token_slots, token_positions [N]: each token's cache entry.
@@ -382,18 +376,19 @@ class Ragged:
             return logits
         return replay
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None,
-               window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
+               scaling: float | None = None, sliding_window: int | None = None,
+               softcap: float | None = None, s_aux: Tensor | None = None, **_: object) -> Tensor:
         """Attention of one layer over the flat row: store the new keys and values, then read.
-        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v], sinks [H] -> [N, H, D_v]."""
+        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v] -> [N, H, D_v]. softcap, s_aux [H]
+        (sinks): see `models.packed.masked_attention`."""
         H, N, D = query.shape
         H_kv, D_v = len(key), value.shape[-1]
         keys, values = self._layer_cache(layer, key, value)  # each [slots, H_kv, capacity, D]
         keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
         values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
         out = query.new_empty(N, H, D_v)
-        if sinks is not None:
-            sinks = sinks.view(1, H_kv, H // H_kv, 1)
+        sinks = None if s_aux is None else s_aux.view(1, H_kv, H // H_kv, 1)
 
         # Decoding slots have one query each. The query heads that share a KV head stand where the
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
@@ -403,10 +398,10 @@ class Ragged:
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
             width = k.shape[2]
-            shown = None if window is None or window >= width else window
+            shown = sliding_window if (sliding_window or width) < width else None
             if shown not in view.masks:
                 view.masks[shown] = seen_keys(view.last_keys, width, shown, v)[:, None, None]
-            o = masked_attention(q, k, v, view.masks[shown], scale, softcap, sinks)
+            o = masked_attention(q, k, v, view.masks[shown], scaling, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
@@ -417,23 +412,23 @@ class Ragged:
             (slots, positions), spans = self._prefill_layout()
             k, v = (held[slots, :, positions] for held in (keys, values))
             out[self.decode_count :] = flash_attention(query[:, self.decode_count :], k, v, spans,
-                                                       scale, window)
+                                                       scaling, sliding_window)
             return out
         for chunk in self.prefill_chunks:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
-            sees_all = window is None or window >= chunk.length
+            sees_all = (sliding_window or chunk.length) >= chunk.length
             if not chunk.past and sees_all and is_plain:
-                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scale,
+                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
                                                  enable_gqa=H != H_kv)
             else:
-                if window not in chunk.masks:
+                if sliding_window not in chunk.masks:
                     last_keys = torch.arange(chunk.past, chunk.length, device=self.device)
-                    seen = seen_keys(last_keys, chunk.length, window, v)
-                    chunk.masks[window] = seen.repeat(H // H_kv, 1)
+                    seen = seen_keys(last_keys, chunk.length, sliding_window, v)
+                    chunk.masks[sliding_window] = seen.repeat(H // H_kv, 1)
                 sink = None if sinks is None else sinks.repeat_interleave(q.shape[1], 2)
-                o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[window], scale,
-                                     softcap, sink)
+                o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[sliding_window],
+                                     scaling, softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out
 

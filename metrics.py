@@ -31,15 +31,14 @@ def banner(run: Any) -> str:
               for world, own in cfg.worlds.items()]
     parameters = sum(p.numel() for p in run.policy.parameters()) / 1e6
     trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad) / 1e6
-    trajectories = cfg.items_per_step * cfg.rollouts_per_item
+    items, samples = cfg.items_per_step, cfg.rollouts_per_item
     turns = f" or {cfg.turns:,} turns" if cfg.turns else ""
     return "\n".join([
         f"worlds     {'; '.join(worlds)} ({cfg.horizon_schedule})",
         f"model      {cfg.model}, {parameters:,.1f}M parameters, {trained:,.1f}M of them trained, "
         f"{cfg.dtype}, {run.device.type}, processes: {run.num_ranks}",
-        f"training   {cfg.algo}, step {run.step} to {cfg.steps}{turns}, each {cfg.items_per_step} "
-        f"items x {cfg.rollouts_per_item} samples = {trajectories} trajectories, learning rate "
-        f"{cfg.lr:g}",
+        f"training   {cfg.algo}, step {run.step} to {cfg.steps}{turns}, each {items} items x "
+        f"{samples} samples = {items * samples} trajectories, learning rate {cfg.lr:g}",
         f"files      {cfg.out}/: metrics.jsonl, trajectories/, a checkpoint every {cfg.save_every} "
         f"steps; python view.py {cfg.out}",
         "stop       Ctrl-C saves; the same command with --resume goes on"])
@@ -94,11 +93,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Statistics of a step's trajectories. Failed environments are left out; their share is
     `env_error`. If all have failed, the row has only the shares of failures and the number of
     trajectories."""
+    total = len(trajectories)
     played = [t for t in trajectories if t.status != "env_error"]
-    failed = [t for t in trajectories if t.status == "env_error"]
-    common = {"env_error": len(failed) / len(trajectories), "trajectories": len(trajectories)}
-    kinds = Counter(t.error.split(":")[0] for t in failed)  # timeout | fault | crash
-    common |= {f"env_error/{kind}": kinds[kind] / len(trajectories) for kind in sorted(kinds)}
+    # timeout | fault | crash
+    kinds = Counter(t.error.split(":")[0] for t in trajectories if t.status == "env_error")
+    common = {"env_error": kinds.total() / total, "trajectories": total}
+    common |= {f"env_error/{kind}": kinds[kind] / total for kind in sorted(kinds)}
     if not played:
         return common
 
@@ -249,8 +249,8 @@ def draw_curves(run: str | Path) -> None:
     if not plots:
         raise ValueError(f"{run}/metrics.jsonl holds no row to draw")
     figure = Figure(figsize=(10.5, 5.8), layout="constrained")
-    shape = (-(-len(plots) // 3), min(3, len(plots)))
-    axes = list(figure.subplots(*shape, sharex=True, squeeze=False).flat)
+    axes = list(figure.subplots(math.ceil(len(plots) / 3), min(3, len(plots)), sharex=True,
+                                squeeze=False).flat)
     for ax, name in zip(axes, plots):
         draw_measure(ax, rows, name)
         draw_measure(ax, rows, DRAWN_BESIDE.get(name, ""))
@@ -274,18 +274,14 @@ def draw_measure(ax: Axes, rows: list[dict], name: str) -> None:
     steps in a dark one. A measure on held-out items, which only some rows have, is drawn as
     dots."""
     for i, key in enumerate(columns_of(name, all_columns(rows))):
-        found = [(row["step"], row[key] if is_number(row[key]) else math.nan)
-                 for row in rows if key in row]
-        steps, values = np.array(found).T
-        world = key.removeprefix(name).strip("/")
-        colour = f"C{i}"
+        steps, values = np.array([(row["step"], row[key] if is_number(row[key]) else math.nan)
+                                  for row in rows if key in row]).T
+        world, colour = key.removeprefix(name).strip("/"), f"C{i}"
         if key.startswith(("eval/", "held_out")):
             ax.plot(steps, values, "o-", color=colour, ms=4, lw=0.8)
         elif name == "horizon":
-            style = {"color": colour, "ls": ":"} if world else {"color": "0.6"}
-            ax.plot(steps, values, drawstyle="steps-post", **style)
-        elif len(values) < 5:
-            ax.plot(steps, values, color=colour, label=world or None)
+            ax.plot(steps, values, drawstyle="steps-post", color=colour if world else "0.6",
+                    ls=":" if world else "-")
         else:
             ax.plot(steps, values, color=colour, alpha=0.3)
             smooth = np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid")

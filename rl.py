@@ -7,8 +7,9 @@ other in one row, without padding, and each attends to itself alone.
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 import algos
 from envs import NOT_NEGATIVE, flag
 from models.packed import pack, use_attention
-from parallel import blocks, ranks, sharded, through
+from parallel import blocks, ranks, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -45,13 +46,10 @@ def model_path(name: str) -> str:
     """"tiny" and "smollm2" -> their folders; a folder, a GGUF file or a hub id stays as it is.
     Raises ValueError if there is no such folder or file."""
     path = {"tiny": TINY_MODEL, "smollm2": SMOLLM2_MODEL}.get(name, Path(name))
-    if (path / "metrics.jsonl").exists():
-        raise ValueError(f"'{name}' is the folder of a run: its model is {name}/final")
     is_hub_id = name.count("/") == 1 and not path.parent.is_dir()
-    if not path.exists() and not is_hub_id:
-        raise ValueError(f"no model '{name}': give 'tiny', 'smollm2' (run python "
-                         "data/get_smollm2.py first), a folder, a GGUF file, or a hub id such as "
-                         "Qwen/Qwen2.5-3B-Instruct")
+    if not path.exists() and not is_hub_id or (path / "metrics.jsonl").exists():
+        raise ValueError(f"no model '{name}': give 'tiny', 'smollm2' (of data/get_smollm2.py), the "
+                         "folder of a model such as RUN/final, a GGUF file, or a hub id")
     return str(path)
 
 
@@ -59,10 +57,9 @@ def location(path: str | Path) -> dict[str, str | bool]:
     """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
     model folder is never run."""
     path = Path(path)
-    found = {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
-    if path.suffix == ".gguf":
-        found |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return found
+    is_gguf = path.suffix == ".gguf"
+    return {"pretrained_model_name_or_path": str(path.parent if is_gguf else path),
+            "trust_remote_code": False} | ({"gguf_file": path.name} if is_gguf else {})
 
 
 @contextmanager
@@ -75,8 +72,8 @@ def one_line_error(what: str) -> Iterator[None]:
     except Exception as e:
         if is_lack_of_resources(e):
             raise
-        reason = next(iter(str(e).splitlines()), "")
-        raise ValueError(f"{what}: {type(e).__name__}: {reason}") from e
+        first_line = str(e).partition("\n")[0]
+        raise ValueError(f"{what}: {type(e).__name__}: {first_line}") from e
 
 
 def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
@@ -91,14 +88,13 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     """The tokenizer of `load_policy`. A GGUF file is checked first. chat_template: a file with a
     template that takes the place of the model's own. Raises ValueError for a file that cannot be
     read."""
-    source = location(model_path(name))
-    is_gguf = "gguf_file" in source
+    path = model_path(name)
     with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
-        split = gguf_split(model_path(name)) if is_gguf else ""
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        split = gguf_split(path) if path.endswith(".gguf") else None
+        tokenizer = AutoTokenizer.from_pretrained(**location(path))
         # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
         # those of another model.
-        ids = None if is_gguf else generation_eos_ids(source["pretrained_model_name_or_path"])
+        ids = generation_eos_ids(path) if split is None else []
     tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -133,12 +129,10 @@ def gguf_split(path: str) -> str:
     split = value("tokenizer.ggml.pre") if value("tokenizer.ggml.model") == "gpt2" else ""
     is_scaled = (value(f"{family}.rope.scaling.type") not in ("", "none")
                  or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors))
-    experts = value(f"{family}.expert_count") or 0
-    if (family not in ("llama", "qwen2", "qwen3") or experts or is_scaled
+    if (family not in ("llama", "qwen2", "qwen3") or is_scaled
             or split not in ("", "gpt-2", "qwen2", "smollm")):
-        raise ValueError(f"{path} is not supported: architecture {family}, {experts} experts, "
-                         f"pre-tokenizer {split}, {'scaled' if is_scaled else 'plain'} rotary "
-                         "embeddings")
+        raise ValueError(f"{path} is not supported: architecture {family}, pre-tokenizer {split}, "
+                         f"scaled rotary embeddings: {is_scaled}")
     return split
 
 
@@ -147,28 +141,20 @@ def load_model(name: str, device: str | torch.device = "cpu",
     """The causal LM of `load_policy`; `load_tokenizer` has checked a GGUF file, whose weights are
     de-quantised. dtype "auto": the one of the weights in the files, float32 for a GGUF file. Raises
     ValueError if the files lack a weight: transformers would fill it with random numbers."""
-    path = model_path(name)
-    source = location(path)
+    source = location(model_path(name))
     is_gguf = "gguf_file" in source
-    if is_gguf and dtype == "auto":
-        dtype = torch.float32
-    if dtype == "auto":
-        # transformers would prefer the dtype in config.json, and cast the weights to it.
-        with one_line_error(f"cannot load the model '{name}'"):
-            source["config"] = AutoConfig.from_pretrained(**source)
-        source["config"].dtype = None
     with one_line_error(f"cannot load the model '{name}'"):
+        if dtype == "auto" and not is_gguf:
+            # transformers would prefer the dtype in config.json, and cast the weights to it.
+            source["config"] = AutoConfig.from_pretrained(**source)
+            source["config"].dtype = None
         model, found = AutoModelForCausalLM.from_pretrained(
             **source, dtype=dtype, use_safetensors=True, output_loading_info=True)
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"the files of {path} lack {len(missing)} of the model's weights: "
-                         f"{missing[0]} ...")
-    if unused := sorted(found["unexpected_keys"]):
-        print(f"warning: {path}: {len(unused)} weights in its files are not part of the model that "
-              f"its config.json describes, and are left out: {unused[0]} ...", file=sys.stderr)
+    if missing := found["missing_keys"]:
+        raise ValueError(f"the files of {name} lack {len(missing)} of the model's weights: "
+                         f"{min(missing)} ...")
     # Files that hold a head of their own are read untied, whatever the config says.
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is not embeddings.weight:
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
     if is_gguf:  # a model that is marked as quantised can be neither cast nor saved
@@ -239,36 +225,27 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def recompute_blocks(model: nn.Module) -> None:
     """Gradient checkpointing, in place: a block keeps its input only, and is computed again in the
     backward pass."""
-    def recomputed(forward):
-        def run(*args, **kwargs):
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            # The model's attention function may have changed by the time of the backward pass.
-            attention_name = model.config._attn_implementation
-
-            def forward_again(*args, **kwargs):
-                with use_attention(model.config, attention_name):
-                    return forward(*args, **kwargs)
-            return checkpoint(forward_again, *args, use_reentrant=False, **kwargs)
-        return run
+    def run(forward, *args, **kwargs):
+        # The model's attention function may have changed by the time of the backward pass.
+        same_attention = use_attention(model.config, model.config._attn_implementation)
+        return checkpoint(forward, *args, use_reentrant=False,
+                          context_fn=lambda: (nullcontext(), same_attention), **kwargs)
 
     for block in blocks(model):
-        block.forward = recomputed(block.forward)
+        block.forward = partial(run, block.forward)
 
 
 class Critic(nn.Module):
     """PPO's value function: a separate model, initialised with the weights of the model `name`,
     with a linear head initialised to 0."""
 
-    def __init__(self, name: str, device: str | torch.device = "cpu",
-                 dtype: str | torch.dtype = torch.float32):
+    def __init__(self, name: str, dtype: str | torch.dtype = torch.float32):
         super().__init__()
         self.body = load_model(name, dtype=dtype).base_model
         self.config = self.body.config
         self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.to(device)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -302,8 +279,7 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     differentiated. Raises ValueError for a mask of another dtype, or True in the first column.
     """
     if mask.dtype != torch.bool or mask[:, 0].any():
-        raise ValueError("mask must be bool, and False in the first column: no logits precede its "
-                         "tokens")
+        raise ValueError("mask must be bool, and False in its first column: no logits precede it")
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
 
 
@@ -320,12 +296,9 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.get_text_config().vocab_size)
     parts = list(zip(hidden.split(chunk), ids[mask].split(chunk)))
     if len(parts) > 1:  # the logits of each part are computed again in the backward pass
-        parts = [checkpoint(head, *part, use_reentrant=False) for part in parts]
-    else:
-        parts = [head(*part) for part in parts]
-    logprobs = torch.zeros(mask.shape, device=ids.device)
-    entropies = torch.zeros(mask.shape, device=ids.device)
-    logprobs[mask], entropies[mask] = (torch.cat(column) for column in zip(*parts))
+        head = partial(checkpoint, head, use_reentrant=False)
+    logprobs, entropies = (torch.zeros(mask.shape, device=ids.device) for _ in range(2))
+    logprobs[mask], entropies[mask] = map(torch.cat, zip(*(head(*part) for part in parts)))
     return logprobs, entropies
 
 
@@ -336,11 +309,9 @@ def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     config = model.config.get_text_config()
     # (name in the config, whether logits are multiplied or divided): Cohere, Falcon-H1, Granite
     for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        factor = getattr(config, name, None) or 1
-        if factor != 1:
+        if factor := getattr(config, name, None):
             logits = logits * factor ** power
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if cap:
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
         logits = cap * torch.tanh(logits / cap)
     return logits
 
@@ -390,14 +361,15 @@ def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
     if its rotary embeddings change within them: the cached keys, and with them the log-probs of
     earlier tokens, would differ from those of a fresh forward pass. Warn of more tokens than it was
     trained for."""
-    trained_length = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    largest = min((kind.get("original_max_position_embeddings", trained_length)
-                   for kind in changing_rotary_embeddings(config)), default=math.inf)
-    if not getattr(config.get_text_config(), "rope_parameters", None):
-        largest = min(largest, trained_length)
-    if max_length > largest:
+    text = config.get_text_config()
+    trained_length = getattr(text, "max_position_embeddings", None) or math.inf
+    limits = [kind.get("original_max_position_embeddings", trained_length)
+              for kind in changing_rotary_embeddings(config)]
+    if not getattr(text, "rope_parameters", None):
+        limits.append(trained_length)
+    if limits and max_length > min(limits):
         raise ValueError(f"--max_length {max_length} is too long for {name}: its position "
-                         f"embeddings end or change beyond {largest} tokens")
+                         f"embeddings end or change beyond {min(limits)} tokens")
     if ranks()[0] == 0 and max_length > trained_length:
         print(f"warning: --max_length {max_length} is beyond the {trained_length} tokens that "
               f"{name} was trained for (max_position_embeddings in its config.json)",
@@ -438,23 +410,17 @@ def packs(model: "PreTrainedModel | Critic") -> bool:
 def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into the weights that they
     adapt; {} on the other ranks. Called by all ranks."""
-    if sharded(model):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)
-    elif ranks()[0] == 0:
-        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    else:
-        state = {}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
     # The weight of a Conv1D layer (GPT-2) is [in, out], that of nn.Linear [out, in].
     transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name in [name for name in state if ".lora_A." in name]:
-        base = name.split("lora_A")[0] + "base_layer.weight"
-        a = state.pop(name)
-        b = state.pop(name.replace("lora_A", "lora_B"))
+        layer = name.split("lora_A")[0] + "base_layer"
+        a, b = state.pop(name), state.pop(name.replace("lora_A", "lora_B"))
         change = LORA_SCALE * b @ a  # [out, in]
-        if base.removesuffix(".weight") in transposed:
-            change = change.T
-        state[base] = (state[base].float() + change).to(state[base].dtype)
+        weight = state[f"{layer}.weight"]
+        change = change.T if layer in transposed else change
+        state[f"{layer}.weight"] = (weight.float() + change).to(weight.dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)

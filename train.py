@@ -307,7 +307,7 @@ def load_for_training(
     policy = trained["policy"][0]
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
     if getattr(advantage, "needs_critic", False):
-        critic = rl.Critic(cfg.model, "cpu", own_dtype)
+        critic = rl.Critic(cfg.model, own_dtype)
         rl.set_compute_paths(critic, paths)
         trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
 

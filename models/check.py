@@ -88,8 +88,8 @@ def plain(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     for p, play in enumerate(plays):
         ids = torch.tensor([sum(play, [])], device=device_of(model))
         logits = model(input_ids=ids, use_cache=False).logits[0]
-        last = torch.tensor(ends_of(play), device=ids.device) - 1
-        found |= next_logprobs(logits[last], plays, [(p, k) for k in range(len(play) - 1)])
+        last = [end - 1 for end in ends_of(play)]
+        found |= next_logprobs(logits[last], plays, [(p, k) for k in range(len(last))])
     return found
 
 
@@ -97,13 +97,12 @@ def ragged(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
     """The engine, with fewer slots than plays. A slot begins a step after the one before it, so
     that some slots decode while others prefill, and a common beginning is copied."""
     decoder = engine.Ragged(model, 4)
-    running = {slot: iter([(p, k) for p in range(slot, len(plays), decoder.slots)
-                           for k in range(len(plays[p]) - 1)]) for slot in range(decoder.slots)}
+    running = [[(p, k) for p in range(slot, len(plays), decoder.slots)
+                for k in range(len(plays[p]) - 1)] for slot in range(decoder.slots)]
     found = {}
     with decoder.attention():
         for step in itertools.count():
-            feeds = {slot: next(left, None) for slot, left in running.items() if slot <= step}
-            feeds = {slot: feed for slot, feed in feeds.items() if feed is not None}
+            feeds = {slot: left.pop(0) for slot, left in enumerate(running[: step + 1]) if left}
             if not feeds:
                 return found
             new_ids = {slot: plays[p][k] for slot, (p, k) in feeds.items()}
@@ -146,13 +145,14 @@ def updated(model: PreTrainedModel, plays: list[Play], way: str) -> LogProbs:
     for p, play in enumerate(plays):
         mask[p, ends_of(play)] = True
     rl.set_compute_paths(model, rl.ComputePaths("padded", way, {}))
-    logprobs, _ = rl.token_logprobs(model, ids, mask)
-    return {(p, k): logprobs[p, end].item() for p, play in enumerate(plays)
+    logprobs = rl.token_logprobs(model, ids, mask)[0].tolist()
+    return {(p, k): logprobs[p][end] for p, play in enumerate(plays)
             for k, end in enumerate(ends_of(play))}
 
 
-ROLLOUT: dict[str, Way] = {"ragged": ragged, "padded": padded, "alone": alone}
-UPDATE: dict[str, Way] = {way: partial(updated, way=way) for way in ("packed", "padded")}
+WAYS: dict[str, dict[str, Way]] = {
+    "rollout": {"ragged": ragged, "padded": padded, "alone": alone},
+    "update": {way: partial(updated, way=way) for way in ("packed", "padded")}}
 
 
 def differences(way: Way, model: PreTrainedModel, plays: list[Play],
@@ -204,36 +204,37 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     """Try the ways in turn, the fastest first, until one is exact -> the exact ones, "" if none
     is.
 
-    In another `dtype` than float32 a way is compared with the plain forward pass in that dtype. The
-    mean gap may be LARGEST_MEAN_GAP, or as large as the mean gap between the plain pass in that
-    dtype and in float32: log-probs of unlikely tokens are large numbers, and rounding them alone
-    may cost more than LARGEST_MEAN_GAP.
+    In another `dtype` than float32 a way is also compared with the plain forward pass in that
+    dtype. The mean gap may be LARGEST_MEAN_GAP, or as large as the mean gap between the plain pass
+    in that dtype and in float32: log-probs of unlikely tokens are large numbers, and rounding them
+    alone may cost more than LARGEST_MEAN_GAP.
     """
-    limit = LARGEST_GAP_RECURRENT if is_recurrent(model.config) else LARGEST_GAP
     plays = make_plays(model.config.get_text_config().vocab_size)
     model.eval()
     oracle = plain(model, plays)
     if not math.isfinite(sum(oracle.values())):
         raise ValueError("the model's log-probs are not finite: its weights are damaged")
+    limit = LARGEST_GAP_RECURRENT if is_recurrent(model.config) else LARGEST_GAP
+    comparisons = [("float32", oracle, max, limit)]
     if dtype != "float32":
         with rl.compute_in(dtype, device_of(model)):
-            oracle_of_dtype = plain(model, plays)
-        rounding = statistics.mean(abs(oracle_of_dtype[feed] - oracle[feed]) for feed in oracle)
-    found = {"rollout": "", "update": ""}
+            rounded = plain(model, plays)
+        rounding = statistics.mean(abs(rounded[feed] - oracle[feed]) for feed in oracle)
+        comparisons.append((dtype, rounded, statistics.mean, max(LARGEST_MEAN_GAP, rounding)))
     gaps = {}
-    for what, ways in (("rollout", ROLLOUT), ("update", UPDATE)):
-        for name, way in ways.items():
-            gap = gaps[f"{what} {name}"] = max(differences(way, model, plays, oracle))
-            is_exact = gap <= limit
-            if is_exact and dtype != "float32":
-                with rl.compute_in(dtype, device_of(model)):
-                    mean = statistics.mean(differences(way, model, plays, oracle_of_dtype))
-                gaps[f"{what} {name} {dtype}"] = mean
-                is_exact = mean <= max(LARGEST_MEAN_GAP, rounding)
-            if is_exact:
-                found[what] = name
-                break
-    return rl.ComputePaths(**found, gaps=gaps)
+
+    def is_exact(what, name):
+        for in_dtype, expected, measure, limit in comparisons:
+            with rl.compute_in(in_dtype, device_of(model)):
+                gap = measure(differences(WAYS[what][name], model, plays, expected))
+            gaps[f"{what} {name}" + (f" {dtype}" if expected is not oracle else "")] = gap
+            if gap > limit:
+                return False
+        return True
+
+    exact = [next((name for name in ways if is_exact(what, name)), "")
+             for what, ways in WAYS.items()]
+    return rl.ComputePaths(*exact, gaps)
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -251,11 +252,11 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     # Lists with an entry a layer say of which kind each layer is.
     lists = {name: value for name, value in vars(text).items()
              if isinstance(value, list) and len(value) == depth}
-    count = max([2, *(1 + kinds.index(kind) for kinds in lists.values() for kind in kinds)])
-    count = min(depth, max(count, 1 + (getattr(text, "first_k_dense_replace", 0) or 0)))
+    firsts = [kinds.index(kind) for kinds in lists.values() for kind in kinds]
+    firsts += [1, getattr(text, "first_k_dense_replace", 0) or 0]
+    text.num_hidden_layers = count = min(depth, 1 + max(firsts))
     for name, kinds in lists.items():
         setattr(text, name, kinds[:count])
-    text.num_hidden_layers = count
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(text, name, None):
             setattr(text, name, SMALL_WINDOW)

@@ -4,7 +4,6 @@ that keeps each within itself."""
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -131,44 +130,36 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     what layers of some families say about their attention.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    grouped = query.shape[1] != key.shape[1]  # several query heads share a key
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     places = torch.cat([part.keys for part in parts])
+    counts, lengths = zip(*((part.count, len(part.keys)) for part in parts))
     if is_plain and fits_flash_attention(value):
         k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
-        spans = spans_of([part.count for part in parts], [len(part.keys) for part in parts],
-                         value.device)
+        spans = spans_of(counts, lengths, value.device)
         return flash_attention(query[0], k, v, spans, scaling, sliding_window)[None], None
     sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
     # One `index_select` and one `split` for all sequences: the gradient of a slice has the size of
     # the whole row, so slices would cost the number of sequences times the row.
-    counts, lengths = zip(*((part.count, len(part.keys)) for part in parts))
     keys, values = (x.index_select(2, places).split(lengths, 2) for x in (key, value))
     out = []
-    for q, k, v in zip(query.split(counts, 2), keys, values):
-        count, length = q.shape[2], k.shape[2]
+    for q, k, v, count, length in zip(query.split(counts, 2), keys, values, counts, lengths):
         if is_plain and count == length and (sliding_window or count) >= count:
-            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
-                                             enable_gqa=grouped)
+            out.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
+                                                    enable_gqa=q.shape[1] != k.shape[1]))
         else:  # it shares a beginning with the sequence before, or the model's attention is special
             last_keys = torch.arange(length - count, length, device=value.device)
             mask = seen_keys(last_keys, length, sliding_window, value)
-            o = masked_attention(q, k, v, mask, scaling, softcap, sinks)
-        out.append(o)
+            out.append(masked_attention(q, k, v, mask, scaling, softcap, sinks))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-@cache
-def has_flash_attention(device: torch.device) -> bool:
-    """Whether flash attention runs there: on GPUs of compute capability 8.0 (A100) and above."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def fits_flash_attention(value: Tensor) -> bool:
-    """Whether `flash_attention` can be called with values [..., D_v] like these."""
-    half_precision = value.dtype in (torch.bfloat16, torch.float16)
+    """Whether `flash_attention` can be called with values [..., D_v] like these: in half precision,
+    on a GPU of compute capability 8.0 (A100) or above."""
     size = value.shape[-1]
-    return half_precision and size % 8 == 0 and size <= 256 and has_flash_attention(value.device)
+    return (value.device.type == "cuda" and value.dtype in (torch.bfloat16, torch.float16)
+            and size % 8 == 0 and size <= 256
+            and torch.cuda.get_device_capability(value.device) >= (8, 0))
 
 
 class Spans(NamedTuple):
@@ -180,7 +171,7 @@ class Spans(NamedTuple):
     most_keys: int
 
 
-def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
+def spans_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Spans:
     """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
     ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
             for numbers in (counts, lengths)]

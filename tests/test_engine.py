@@ -1,10 +1,13 @@
 """The engine forwards each token once, in any batch, and agrees with the model's own attention."""
 
 import copy
+import itertools
 import math
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +28,11 @@ from rollout import rollout
 ITEMS = ["textcraft_0", "babyai_8", "textcraft_3", "babyai_50", "babyai_19"]
 
 
+@torch.no_grad()
 def reference(model, ids):
     """The logits after `ids` by the model's eager attention, without a cache."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, -1]
-    model.config._attn_implementation = before
-    return logits
+    with models.packed.use_attention(model.config, "eager"):
+        return model(torch.tensor([ids])).logits[0, -1]
 
 
 def trainer_logprobs(model, t, device="cpu"):
@@ -44,10 +44,8 @@ def trainer_logprobs(model, t, device="cpu"):
 
 def reply_spans(t):
     """-> [(start, end)] of the replies in a trajectory: runs of tokens that were sampled."""
-    edges = [False, *t.mask, False]
-    starts = [i for i in range(len(t.mask)) if t.mask[i] and not edges[i]]
-    ends = [i + 1 for i in range(len(t.mask)) if t.mask[i] and not edges[i + 2]]
-    return list(zip(starts, ends))
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *t.mask, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2]))
 
 
 def tokens_of(trajectories):
@@ -60,9 +58,8 @@ def tokens_of(trajectories):
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
 def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, family):
     """The oracle is Hugging Face's `generate`, without our cache, on all tokens before a reply."""
-    model, tokenizer = tiny
-    if family != "tiny":
-        model = random_model(family)
+    tokenizer = tiny[1]
+    model = tiny[0] if family == "tiny" else random_model(family)
     kw = dict(temperature=0, max_tokens=8, slots=4)
     played = rollout(model, tokenizer, pool, ITEMS, 8, **kw)
     padded = rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)
@@ -80,6 +77,13 @@ def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, 
         assert torch.allclose(trainer_logprobs(model, t), torch.tensor([t.logprobs]), atol=1e-4)
 
 
+def at_fixed_places(model, slots):
+    """An engine that takes, on a CPU, the steps that a GPU records."""
+    engine = Ragged(model, slots)
+    engine.use_graphs = True
+    return engine
+
+
 SLOW_FAMILIES = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "llama")]
 
 
@@ -87,9 +91,7 @@ SLOW_FAMILIES = [pytest.param(family, marks=pytest.mark.slow) for family in ("qw
 def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
     """The step that a GPU records as a CUDA graph: shared KV heads, idle slots, a growing cache."""
     model = random_model(family).double()
-    plain_engine = Ragged(model, 3)
-    graph_engine = Ragged(model, 3)
-    graph_engine.use_graphs = True
+    plain_engine, graph_engine = Ragged(model, 3), at_fixed_places(model, 3)
     plain, fixed = (rollout(model, tiny[1], pool, ITEMS, 8, samples=2, max_tokens=24, seed=3,
                             engine=engine) for engine in (plain_engine, graph_engine))
     assert tokens_of(plain) == tokens_of(fixed)
@@ -112,8 +114,7 @@ def test_a_step_that_cannot_be_recorded_runs_eagerly_and_nothing_is_lost(tiny, p
         return step
 
     monkeypatch.setattr(Ragged, "_record_step", fail)
-    graph_engine = Ragged(model, 3)
-    graph_engine.use_graphs = True
+    graph_engine = at_fixed_places(model, 3)
     kw = dict(max_tokens=24, seed=3)
     plain = rollout(model, tiny[1], pool, ITEMS[:4], 5, **kw, engine=Ragged(model, 3))
     with pytest.warns(UserWarning, match="when stream is capturing"):
@@ -175,17 +176,15 @@ def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, sc
     assert most_queries == query_ends.diff().max()
     assert most_keys == key_ends.diff().max()
     out = torch.empty_like(q)
-    for i in range(len(query_ends) - 1):
-        past = key_ends[i + 1] - key_ends[i] - (query_ends[i + 1] - query_ends[i])
-        for n in range(query_ends[i + 1] - query_ends[i]):
-            first, end = key_ends[i], key_ends[i] + past + n + 1
-            if window_size[0] >= 0:
-                first = max(first, end - 1 - window_size[0])
-            for head in range(q.shape[1]):
-                place = query_ends[i] + n
-                scores = k[first:end, head // repeats] @ q[place, head]
-                weights = torch.softmax(scores * (scale or q.shape[-1] ** -0.5), 0)
-                out[place, head] = weights @ v[first:end, head // repeats]
+    for i, (first, end) in enumerate(pairwise(key_ends.tolist())):
+        places = range(*query_ends[i : i + 2])
+        for n, head in itertools.product(range(len(places)), range(q.shape[1])):
+            last = end - len(places) + n  # the last key that this query sees
+            seen = slice(max(first, last - window_size[0]) if window_size[0] >= 0 else first,
+                         last + 1)
+            scores = k[seen, head // repeats] @ q[places[n], head]
+            weights = torch.softmax(scores * (scale or q.shape[-1] ** -0.5), 0)
+            out[places[n], head] = weights @ v[seen, head // repeats]
     return out
 
 
@@ -225,10 +224,8 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
 def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
-    model, tokenizer = tiny
-    if family != "tiny":
-        model = random_model(family)
-    model = copy.deepcopy(model).cuda()
+    tokenizer = tiny[1]
+    model = copy.deepcopy(tiny[0] if family == "tiny" else random_model(family)).cuda()
     kw = dict(temperature=0, max_tokens=8)
     played = rollout(model, tokenizer, pool, ITEMS, 8, slots=4, **kw)
     padded = rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)
@@ -263,22 +260,18 @@ def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
 
 def test_flash_attention_is_used_where_it_runs(monkeypatch):
     """A V100 (compute capability 7.0) and a T4 (7.5) do not have it."""
-    for capability, expected in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+    def fits(dtype=torch.bfloat16, size=64, capability=(8, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        models.packed.has_flash_attention.cache_clear()
-        assert models.packed.has_flash_attention(torch.device("cuda", 0)) == expected
-    models.packed.has_flash_attention.cache_clear()
-    monkeypatch.setattr(models.packed, "has_flash_attention", lambda device: True)
-    half = torch.zeros(1, 64, dtype=torch.bfloat16)
-    assert models.packed.fits_flash_attention(half)
-    assert not models.packed.fits_flash_attention(half.float())
-    assert not models.packed.fits_flash_attention(torch.zeros(1, 512, dtype=torch.bfloat16))
+        value = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, size))
+        return models.packed.fits_flash_attention(value)
+
+    assert fits() and fits(capability=(12, 0)) and not fits(capability=(7, 5))
+    assert not fits(torch.float32) and not fits(size=512) and not fits(size=20)
 
 
 def test_in_float64_a_trajectory_depends_neither_on_slots_nor_on_the_engine(pool):
     model, tokenizer = rl.load_policy("tiny", dtype=torch.float64)
-    graph_engine = Ragged(model, 4)
-    graph_engine.use_graphs = True  # on a CPU: the same step, not recorded
+    graph_engine = at_fixed_places(model, 4)
     ways = [dict(slots=7), dict(slots=64), dict(slots=4, arrival_order=True),
             dict(slots=4, engine="hf"), dict(engine=graph_engine)]
     kw = dict(samples=3, seed=5, max_tokens=10)
@@ -355,9 +348,7 @@ class Slow(Env):
     def step(self, action):
         self.turns += 1
         latency = self.scale * 0.002 * ((self.item * 7 + self.turns * 3) % 5)
-        if self.item == 7 and self.hang:
-            latency = self.hang
-        time.sleep(latency)
+        time.sleep(self.hang if self.item == 7 and self.hang else latency)
         return Step(f"Turn {self.turns}.", 0.0, 0.0, False, False)
 
 
@@ -377,16 +368,13 @@ def test_latencies_change_no_bit(tiny, slots):
 def test_in_arrival_order_one_hanging_environment_delays_only_itself(tiny):
     ended_after = {}  # item -> seconds
     start = time.monotonic()
-
-    def note(t):
-        ended_after[t.item] = time.monotonic() - start
-
     played = rollout(*tiny, EnvPool(make=lambda name: Slow(0.0, hang=30)),
                      [f"slow_{i}" for i in range(12)], 3, max_tokens=4, slots=4,
-                     action_format="plain", deadline=8, retries=0, arrival_order=True, on_end=note)
+                     action_format="plain", deadline=4, retries=0, arrival_order=True,
+                     on_end=lambda t: ended_after.update({t.item: time.monotonic() - start}))
     assert [t.status for t in played] == ["horizon"] * 7 + ["env_error"] + ["horizon"] * 4
     hanging = ended_after.pop("slow_7")
-    assert max(ended_after.values()) < 8 <= hanging < 20
+    assert max(ended_after.values()) < 4 <= hanging < 16
 
 
 def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):
@@ -397,12 +385,15 @@ def test_an_interrupted_rollout_leaves_no_thread_behind(tiny):
 
     with pytest.raises(KeyboardInterrupt):
         rollout(*tiny, EnvPool(), ITEMS, 4, samples=4, slots=8, max_tokens=8, on_end=stop)
+
+    def left():
+        return set(threading.enumerate()) - before
+
     until = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < until:
+    while len(left()) > 1 and time.monotonic() < until:
         time.sleep(0.05)
-    left = set(threading.enumerate()) - before
     # The environment whose trajectory had ended is free in the pool, for the next rollout.
-    assert len(left) <= 1
+    assert len(left()) <= 1
 
 
 @pytest.mark.slow
@@ -410,21 +401,16 @@ def test_memory_does_not_grow_with_the_number_of_rollouts(tiny, pool):
     resident_pages = []
     engine = Ragged(tiny[0], 8)
     for n in range(200):
-        chosen = engine if n % 2 else "ragged"
-        kw = dict(samples=2, seed=n, max_tokens=6, slots=8, engine=chosen)
-        rollout(*tiny, pool, ITEMS[:1], 2, **kw)
+        rollout(*tiny, pool, ITEMS[:1], 2, samples=2, seed=n, max_tokens=6, slots=8,
+                engine=engine if n % 2 else None)
         resident_pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
     assert resident_pages[-1] < resident_pages[40] * 1.03
 
 
 def test_worlds_are_made_as_often_as_slots_need_them(tiny):
     made = []
-
-    def make(name):
-        made.append(name)
-        return make_env(name)
-
-    rollout(*tiny, EnvPool(make=make), ["babyai_8"], 2, samples=20, slots=4, max_tokens=6)
+    pool = EnvPool(make=lambda name: made.append(name) or make_env(name))
+    rollout(*tiny, pool, ["babyai_8"], 2, samples=20, slots=4, max_tokens=6)
     assert len(made) <= 5  # four are played, one is being reset
 
 
@@ -461,11 +447,9 @@ def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
 def test_turns_whose_replies_reach_their_limit_are_recorded(tiny, pool):
     played = rollout(*tiny, pool, ITEMS, 4, samples=2, seed=3, max_tokens=7)
     for t in played:
-        cut = []
-        for turn, (start, end) in enumerate(reply_spans(t), 1):
-            if end - start == 7 and t.tokens[end - 1] != tiny[1].eos_token_id:
-                cut.append(turn)
-        assert t.cut_turns == cut
+        assert t.cut_turns == [
+            turn for turn, (start, end) in enumerate(reply_spans(t), 1)
+            if end - start == 7 and t.tokens[end - 1] != tiny[1].eos_token_id]
     assert any(t.cut_turns for t in played)
 
 

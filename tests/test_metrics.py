@@ -109,9 +109,9 @@ def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, caps
     now = [100.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     ended, playing = Trajectory("babyai_8", "babyai", turns=4), Trajectory("babyai_8", "babyai")
-    queue = SimpleNamespace(finished={}, alive=[SimpleNamespace(trajectory=playing)],
-                            stats={"busy": 640})
-    for shown in (True, False):
+    for shown in (False, True):  # a bar is cleared when it is closed
+        queue = SimpleNamespace(finished={}, alive=[SimpleNamespace(trajectory=playing)],
+                                stats={"busy": 640})
         with rollout_bar(5, shown=shown) as watch:
             watch(queue)  # too early
             queue.finished[0, 0] = ended

@@ -1,7 +1,7 @@
 """Token log-probs against the model's own forward pass, the critic, loading, and checkpoints."""
 
 import copy
-import doctest
+import itertools
 import json
 import shutil
 
@@ -89,23 +89,6 @@ def test_a_lack_of_memory_is_no_broken_model(folder, monkeypatch):
         rl.load_model(str(folder))
 
 
-def test_the_folder_of_a_run_and_a_missing_one_are_no_models(folder):
-    (folder / "metrics.jsonl").touch()
-    for name, says in ((str(folder), f"{folder}/final"), ("./missing", "missing"),
-                       ("/nowhere/model", "/nowhere/model"), ("missing", "missing")):
-        with pytest.raises(ValueError, match=says):
-            rl.load_policy(name)
-
-
-def test_weights_that_the_model_has_no_use_for_are_named(folder, capsys):
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] -= 1
-    config["layer_types"] = config.get("layer_types", [])[:-1] or None
-    (folder / "config.json").write_text(json.dumps(config))
-    rl.load_policy(str(folder))
-    assert "are not part of the model that its config.json describes" in capsys.readouterr().err
-
-
 def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_path):
     def add_head(weights):
         return weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}
@@ -122,28 +105,6 @@ def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_
 
 
 # ---- token log-probs ----
-
-
-def test_token_logprobs_and_entropies_against_a_plain_loop(tiny, trajectories):
-    """Some families scale their logits."""
-    ends = dict(pad_token_id=0, eos_token_id=0, bos_token_id=0)
-    scaled = [random_model("granite", logits_scaling=8.0, **ends),
-              random_model("cohere", logit_scale=0.0625, **ends),
-              random_model("gemma2", final_logit_softcapping=2.0, **ends)]
-    batch = update.collate(trajectories[:3])
-    for model in (tiny[0], *scaled):
-        logprobs, entropies = rl.token_logprobs(model, batch["ids"], batch["mask"], temperature=0.8)
-        for b, t in enumerate(trajectories[:3]):
-            with torch.no_grad():
-                logits = model(torch.tensor([t.tokens])).logits[0] / 0.8
-            logp = torch.log_softmax(logits, -1)  # [T, V]
-            for i, token in enumerate(t.tokens):
-                expected = (0.0, 0.0)
-                if t.mask[i]:
-                    expected = (logp[i - 1, token], -(logp[i - 1].exp() * logp[i - 1]).sum())
-                assert abs(logprobs[b, i] - expected[0]) < 1e-4
-                assert abs(entropies[b, i] - expected[1]) < 1e-4
-        assert (logprobs[~batch["mask"]] == 0).all()
 
 
 @pytest.mark.parametrize("mask", [[[0, 1, 1]], [[True, True, False]]])
@@ -163,24 +124,18 @@ def test_a_trajectory_without_tokens_may_stand_alone_in_its_batch(family):
     assert not entropies.any()
 
 
-def test_a_length_beyond_a_models_position_embeddings_is_refused():
-    model = random_model("gpt2", n_positions=64)
-    rl.check_length(model.config, 64, "gpt2")
-    model(torch.ones(1, 64, dtype=torch.long))
-    with pytest.raises(IndexError):  # what would come otherwise, in the middle of a run
-        model(torch.ones(1, 65, dtype=torch.long))
-    with pytest.raises(ValueError, match="--max_length 65 is too long for gpt2"):
-        rl.check_length(model.config, 65, "gpt2")
-
-
-def test_a_length_beyond_that_of_a_models_training_is_warned_of(capsys):
-    config = random_model("mistral", max_position_embeddings=64).config
+def test_a_length_beyond_a_models_position_embeddings_is_refused_and_one_beyond_its_training_named(
+        capsys):
+    gpt2 = random_model("gpt2", n_positions=64).config
+    mistral = random_model("mistral", max_position_embeddings=64).config
     capsys.readouterr()  # the first model that this process loads shows a progress bar
-    rl.check_length(config, 64, "mistral")
+    for config in (gpt2, mistral):
+        rl.check_length(config, 64, "it")
     assert capsys.readouterr().err == ""
-    rl.check_length(config, 65, "mistral")
-    assert "--max_length 65 is beyond the 64 tokens that mistral was trained for" in (
-        capsys.readouterr().err)
+    rl.check_length(mistral, 65, "it")
+    assert "65 is beyond the 64 tokens that it was trained for" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--max_length 65 is too long for it"):
+        rl.check_length(gpt2, 65, "it")
 
 
 def test_lengths_at_which_rotary_embeddings_change_are_known():
@@ -209,19 +164,22 @@ def test_lengths_at_which_rotary_embeddings_change_are_known():
 def plain_logprobs(model, ids, mask, temperature):
     """The oracle: the model's own forward pass over padded rows, all positions' logits at once."""
     logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1] / temperature, -1)
-    logprobs = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    entropies = -(logp.exp() * logp).sum(-1)
-    first = torch.zeros(len(ids), 1)
-    logprobs = torch.cat([first, logprobs], 1)
-    entropies = torch.cat([first, entropies], 1)
-    return logprobs * mask, entropies * mask
+    of_tokens = logp.gather(-1, ids[:, 1:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    return tuple(torch.nn.functional.pad(x, (1, 0)) * mask for x in of_tokens)
 
 
-@pytest.mark.parametrize("way", ["packed", "packed, the head in parts", "padded"])
-@pytest.mark.parametrize("family", ["tiny", "qwen3", "llama"])
+SCALED = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625},
+          "gemma2": {"final_logit_softcapping": 2.0}}  # families that scale their logits
+
+
+@pytest.mark.parametrize("family, way", [
+    *itertools.product(["tiny", "qwen3", "llama"], ["packed", "packed, the head in parts"]),
+    ("tiny", "padded"), *((family, "padded") for family in SCALED)])
 def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
         tiny, trajectories, family, way, monkeypatch):
-    model = copy.deepcopy(tiny[0]) if family == "tiny" else random_model(family)
+    ends = dict(pad_token_id=0, eos_token_id=0, bos_token_id=0)
+    model = (copy.deepcopy(tiny[0]) if family == "tiny"
+             else random_model(family, **SCALED.get(family, {}), **ends))
     padded = rl.ComputePaths("padded", "padded", {})
     rl.set_compute_paths(model, rl.FASTEST if "packed" in way else padded)
     batch = update.collate(trajectories)
@@ -247,11 +205,8 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
 
     actual = results(rl.token_logprobs)
     ((rows, columns),) = fed
-    if way == "padded":
-        assert (rows, columns) == (len(trajectories), ids.shape[1] - 1)
-    else:
-        assert rows == 1
-        assert columns < ids.numel()
+    assert rows == (len(trajectories) if way == "padded" else 1)
+    assert columns == ids.shape[1] - 1 if way == "padded" else columns < ids.numel()
     for ours, plain in zip(actual, expected, strict=True):
         assert plain.abs().max() > 0
         assert torch.allclose(ours, plain, atol=1e-5 * max(1, plain.abs().max()))
@@ -260,39 +215,37 @@ def test_packed_rows_and_parts_of_the_head_change_neither_loss_nor_gradient(
 # ---- the critic ----
 
 
-def test_critic_values_only_look_back(tiny, trajectories):
+@pytest.fixture
+def critic():
+    critic = rl.Critic("tiny").eval()
+    rl.set_compute_paths(critic, rl.FASTEST)
+    torch.nn.init.normal_(critic.head.weight)
+    return critic
+
+
+@torch.no_grad()
+def test_critic_values_only_look_back(critic, trajectories):
     """A value belongs to the state before its token.
 
     It must not change with that token or with any later one.
     """
-    critic = rl.Critic("tiny").eval()
-    rl.set_compute_paths(critic, rl.FASTEST)
-    torch.nn.init.normal_(critic.head.weight)
     t = trajectories[0]
     ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
     at = t.mask.index(True)
-    with torch.no_grad():
-        values = critic(ids, mask)
-        changed = ids.clone()
-        changed[0, at:] = 5
-        assert torch.allclose(critic(changed, mask)[0, at], values[0, at], atol=1e-6)
-        changed = ids.clone()
-        changed[0, at - 1] = 5
-        assert not torch.allclose(critic(changed, mask)[0, at], values[0, at], atol=1e-4)
+    values = critic(ids, mask)
     assert (values[~mask] == 0).all()
+    for first, changes in ((at, False), (at - 1, True)):
+        changed = ids.clone()
+        changed[0, first:] = 5
+        again = critic(changed, mask)
+        assert torch.allclose(again[0, at], values[0, at], atol=1e-6) != changes
 
 
-def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat16(trajectories):
-    critic = rl.Critic("tiny").eval()
-    rl.set_compute_paths(critic, rl.FASTEST)
-    torch.nn.init.normal_(critic.head.weight)
+@torch.no_grad()
+def test_the_critics_head_computes_in_float32_where_its_body_computes_in_bfloat16(
+        critic, trajectories):
     t = trajectories[0]
-    with torch.no_grad(), rl.compute_in("bfloat16", "cpu"):
+    with rl.compute_in("bfloat16", "cpu"):
         values = critic(torch.tensor([t.tokens]), torch.tensor([t.mask]))
     assert values.dtype == torch.float32
     assert not torch.equal(values, values.bfloat16().float())
-
-
-
-def test_the_documented_examples_hold():
-    assert doctest.testmod(rl).failed == 0

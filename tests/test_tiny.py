@@ -1,6 +1,7 @@
 """The built-in model is an honest base: it speaks the interface and knows nothing of the tasks."""
 
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -24,32 +25,24 @@ def random_policy(name, items, episodes):
     """make_tiny's random policy -> score of each item [n] (BabyAI and TextCraft: the success)."""
     env = envs.make_env(name)
     scores = []
-    for item in items:
-        for k in range(episodes):
-            read = [env.reset(envs.split_item(item)[1])]
-            rng = random.Random(f"{item} {k}")
-            for _ in range(HORIZON[name]):
-                _, action = make_tiny.draw(make_tiny.random_policy(env, name, read), rng)
-                step = env.step(action)
-                read.append(step.observation)
-                if step.done:
-                    break
-            scores.append(step.score)
+    for item, k in itertools.product(items, range(episodes)):
+        read = [env.reset(envs.split_item(item)[1])]
+        rng = random.Random(f"{item} {k}")
+        for _ in range(HORIZON[name]):
+            _, action = make_tiny.draw(make_tiny.random_policy(env, name, read), rng)
+            step = env.step(action)
+            read.append(step.observation)
+            if step.done:
+                break
+        scores.append(step.score)
     env.close()
     return np.array(scores).reshape(len(items), episodes).mean(1)
 
 
 def test_the_web_policy_acts_on_what_the_window_shows():
-    page = (
-        "OBSERVATION:\nTab 0 (current): Shop\n\n"
-        "[1] RootWebArea 'Shop' focused: True\n"
-        "\t[2] link 'My orders'\n"
-        "\t[3] searchbox 'Find'\n"
-        "\t[4] StaticText 'Hello.'\n"
-        "URL: http://shop.localhost/\n"
-        "OBJECTIVE: Show my orders.\n"
-        "PREVIOUS ACTION: None"
-    )
+    page = ("OBSERVATION:\nTab 0 (current): Shop\n\n[1] RootWebArea 'Shop' focused: True\n"
+            "\t[2] link 'My orders'\n\t[3] searchbox 'Find'\n\t[4] StaticText 'Hello.'\n"
+            "URL: http://shop.localhost/\nOBJECTIVE: Show my orders.\nPREVIOUS ACTION: None")
     policy = make_tiny.on_page(page)
     assert list(policy) == ["My orders", "Find", "Hello.", "nothing"]
     assert abs(sum(p for p, _ in policy.values()) - 1) < 1e-9
@@ -65,28 +58,18 @@ def test_the_targets_of_a_reply_are_the_policys_probabilities():
     # Thoughts: (1, 2), (1, 3) or (4,). Then an action: (5, 9) or (6, 9), where 9 ends the turn.
     levels = [{(1, 2): 0.5, (1, 3): 0.25, (4,): 0.25}, {(5, 9): 0.75, (6, 9): 0.25}]
     found = make_tiny.token_probabilities((1, 2, 5, 9), levels)
-    expected = [
-        (0, 1, 0.75), (0, 4, 0.25),
-        (1, 2, 2 / 3), (1, 3, 1 / 3),
-        (2, 5, 0.75), (2, 6, 0.25),
-        (3, 9, 1.0),
-    ]
+    expected = [(0, 1, 0.75), (0, 4, 0.25), (1, 2, 2 / 3), (1, 3, 1 / 3), (2, 5, 0.75),
+                (2, 6, 0.25), (3, 9, 1.0)]
     assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
     assert np.allclose([p for *_, p in found], [p for *_, p in expected])
 
 
-def test_ordinary_files_of_a_few_megabytes():
+def test_it_is_ordinary_files_of_a_few_megabytes_and_the_one_that_the_results_refer_to():
     files = {p.name: p.stat().st_size for p in rl.TINY_MODEL.iterdir()}
     assert sum(files.values()) < 10e6
-    needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert needed <= set(files)
     assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in files)
     config = json.loads((rl.TINY_MODEL / "config.json").read_text())
-    assert config["model_type"] == "qwen2"
-    assert config["max_position_embeddings"] == 8192
-
-
-def test_it_is_the_one_that_the_results_refer_to():
+    assert (config["model_type"], config["max_position_embeddings"]) == ("qwen2", 8192)
     digest = hashlib.sha256((rl.TINY_MODEL / "model.safetensors").read_bytes()).hexdigest()
     assert digest in (ROOT / "data/README.md").read_text()
 
@@ -110,37 +93,37 @@ def test_it_acts_validly_and_scores_as_much_as_the_random_policy(tiny, name):
     assert abs(difference.mean()) < 3 * error + 0.02, (ours.mean(), chance.mean())
 
 
-def test_no_transcript_uses_an_item_of_the_item_sets_or_has_a_held_out_task():
-    # make_tiny plays seeds from 100,000 on. Those of the sets are far below.
-    held_out = set()
-    for name, items_per_seed in (("babyai", 40), ("textcraft", 544)):
+@pytest.fixture(scope="module")
+def first_observations():
+    """(world, split) -> the first observations of its items."""
+    found = {}
+    for name, split in itertools.product(("babyai", "textcraft"), ("train", "test")):
         env = envs.make_env(name)
-        for split in ("train", "test"):
-            for item in envs.items(name, split):
-                assert envs.split_item(item)[1] // items_per_seed < 100_000
-        for item in envs.items(name, "test"):
-            held_out.add(make_tiny.task(env.reset(envs.split_item(item)[1])))
-    assert len(held_out) == 250 + 200
+        found[name, split] = {env.reset(envs.split_item(item)[1])
+                              for item in envs.items(name, split)}
+    return found
+
+
+def test_no_transcript_uses_an_item_of_the_item_sets_or_has_a_held_out_task(first_observations):
+    # make_tiny plays seeds from 100,000 on. Those of the sets are far below.
     worlds = ("babyai", "textcraft")
+    for name, items_per_seed in zip(worlds, (40, 544)):
+        for item in envs.items(name, "train") + envs.items(name, "test"):
+            assert envs.split_item(item)[1] // items_per_seed < 100_000
+    held_out = {make_tiny.task(observation) for name in worlds
+                for observation in first_observations[name, "test"]}
+    assert len(held_out) == 250 + 200
     talks = list(make_tiny.conversations(2000, seed=5, worlds=worlds))
     assert len(talks) == 2000
-    tasks = {make_tiny.task(turns[0][0]) for _, turns in talks}
-    assert not held_out & tasks
+    assert not held_out & {make_tiny.task(turns[0][0]) for _, turns in talks}
 
 
-@pytest.mark.parametrize("name", ["babyai", "textcraft"])
-def test_train_and_test_items_are_disjoint_by_their_first_observation(name):
-    env = envs.make_env(name)
-    first = {}
-    for split in ("train", "test"):
-        numbers = [envs.split_item(item)[1] for item in envs.items(name, split)]
-        first[split] = {env.reset(number) for number in numbers}
-    assert not first["train"] & first["test"]
-    assert len(envs.items(name, "test")) >= 200
-    if name == "babyai":
-        assert len(first["test"]) == 250
-        missions = {observation.split("\n")[0] for observation in first["test"]}
-        assert len(missions) >= 20
+def test_train_and_test_items_are_disjoint_by_their_first_observation(first_observations):
+    for name in ("babyai", "textcraft"):
+        assert not first_observations[name, "train"] & first_observations[name, "test"]
+        assert len(envs.items(name, "test")) >= 200
+    assert len(first_observations["babyai", "test"]) == 250
+    assert len({seen.split("\n")[0] for seen in first_observations["babyai", "test"]}) >= 20
 
 
 def test_exercises_are_in_no_worlds_format():
@@ -151,13 +134,8 @@ def test_exercises_are_in_no_worlds_format():
         texts += make_tiny.exercise(rng, words)
     for _ in range(500):
         first, pairs = make_tiny.repeating(rng, words)
-        texts.append(first)
-        for pair in pairs:
-            texts += pair
+        texts += [first, *itertools.chain(*pairs)]
     text = "\n".join(texts)
-    marks = [
-        "Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", '["',
-        "go to ", "pickup", "toggle", "Thought", "Action",
-    ]
-    for mark in marks:
+    for mark in ("Your goal", "Available actions", "Crafting commands", "Goal:", "There is a", '["',
+                 "go to ", "pickup", "toggle", "Thought", "Action"):
         assert mark not in text, mark
