@@ -161,7 +161,7 @@ def memory_gb(device: torch.device) -> float:
 MAX_LOGPROB_GAP = 0.1
 
 
-def alarm(row: dict, cfg) -> str:
+def alarm(row: dict, cfg: Any) -> str:
     """Why training cannot go on after a step with this row of metrics; "" if it can. cfg: has
     min_entropy and max_kl."""
     for name in ("loss", "grad_norm", "kl", "value_loss"):
