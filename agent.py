@@ -20,14 +20,15 @@ import json
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
-from envs import AgentError, Env, EnvError, Step, load_named, raise_if_item_unknown
-from envs import read_settings, split_item, with_settings
+from envs import AgentError, Env, EnvError, ItemError, Step, load_function, read_settings
+from envs import split_item
 from models.template import MARK, MARKS, Tokenizer, try_template, write
 
 # ---- texts that are shown to the agent ----
@@ -141,13 +142,12 @@ def _actions_in_json(reply: str) -> list[str]:
     """The actions of all JSON objects in a reply that call the function "act"."""
     found, end = [], 0
     while (start := reply.find("{", end)) >= 0:
-        try:
+        end = start + 1
+        with suppress(ValueError, RecursionError):  # no JSON object begins at this brace
             call, end = json.JSONDecoder().raw_decode(reply, start)
-        except (ValueError, RecursionError):  # no JSON object begins at this brace
-            call, end = None, start + 1
-        match call:
-            case {"name": "act", "arguments": {"action": str(action)}}:
-                found.append(action)
+            match call:
+                case {"name": "act", "arguments": {"action": str(action)}}:
+                    found.append(action)
     return found
 
 
@@ -176,8 +176,8 @@ def complaint(reply: str, action_format: str) -> str:
     There must be one action in your reply, but there are 2.
     Answer in the form that you were told at the start.
     """
-    num_actions = len(actions_in(reply, action_format))
-    seen = f"are {num_actions}" if num_actions > 1 else "is none"
+    count = len(actions_in(reply, action_format))
+    seen = f"are {count}" if count > 1 else "is none"
     hint = " Answer in the form that you were told at the start." if FORMATS[action_format] else ""
     return f"There must be one action in your reply, but there {seen}.{hint}"
 
@@ -234,9 +234,7 @@ class Play:
         self.kind = ""
         self.cut = False
         self._failure: Exception | None = None  # the environment's
-        make_agent = self.make_agent or react
-        self.is_instant = getattr(make_agent, "instant", False)
-        self.agent = make_agent(self)
+        self.agent = (self.make_agent or react)(self)
 
     # What an agent calls.
 
@@ -255,18 +253,20 @@ class Play:
             try:
                 observation = self.env.reset(self.number)
             except ValueError as e:
-                raise_if_item_unknown(e)
-                raise
+                if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
+                    raise
+                place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
+                file = Path(place.filename).name
+                raise ItemError(f"{e} ({file}, line {place.lineno})") from e
             str.encode(observation)  # raises if it is no text
         return observation
 
     def act(self, reply: str) -> Step:
         """Let the environment take the action in a reply. A reply without exactly one action does
         not reach it: the step is invalid, and its observation says why."""
-        if self.env.whole_reply:
-            return self.step(reply)
-        action = parse(reply, self.action_format, self.choose)
-        if action:
+        is_whole = self.env.whole_reply
+        action = reply if is_whole else parse(reply, self.action_format, self.choose)
+        if action or is_whole:
             return self.step(action)
         self.turn.valid = False
         return replace(self.turn, observation=complaint(reply, self.action_format), reward=0.0,
@@ -345,7 +345,12 @@ class Play:
 
     def _resume(self, function: Callable[..., Messages], argument: object) -> Messages | None:
         try:
-            return _checked(function(argument))
+            # A copy, since the agent may change its own: role and content, no more.
+            messages = [{"role": m["role"], "content": m["content"]} for m in function(argument)]
+            str.encode("".join(text for m in messages for text in m.values()))  # raises: no text
+            if not messages or messages[-1]["role"] == "assistant":
+                raise ValueError("the last message that an agent yields is one to the model")
+            return messages
         except StopIteration:
             if not self.turns:
                 raise AgentError("the agent has ended the episode before the first reply") from None
@@ -364,17 +369,6 @@ class Play:
             self.agent.close()
         except Exception as e:
             print(f"the agent's end failed: {type(e).__name__}: {e}", file=sys.stderr)
-
-
-def _checked(messages: Messages) -> Messages:
-    """A copy of the messages, since the agent may change its own: role and content, no more.
-    Raises ValueError or TypeError for messages of another form."""
-    copies = [{"role": m["role"], "content": m["content"]} for m in messages]
-    for message in copies:
-        str.encode(message["role"] + message["content"])  # raises if they are no text
-    if not copies or copies[-1]["role"] == "assistant":
-        raise ValueError("the last message that an agent yields is one to the model")
-    return copies
 
 
 # ---- agents ----
@@ -462,11 +456,10 @@ def load_agent(agent: str | Callable[..., Agent], agent_args: str = "") -> Calla
     ValueError for an agent that does not exist, and for a setting that it does not have or that is
     not of the type of its default.
     """
-    function = load_named(agent, AGENTS, "agent") if isinstance(agent, str) else agent
-    name = f"agent {agent if isinstance(agent, str) else agent.__name__}"
+    function = load_function(agent, AGENTS, "agent", agent_args)
     if not inspect.isgeneratorfunction(function):
-        raise ValueError(f"{name} is no generator function: it should yield messages")
-    return with_settings(function, read_settings(agent_args, "--agent_args"), name)
+        raise ValueError(f"agent {agent} is no generator function: it should yield messages")
+    return function
 
 
 def hash_of_sources(agent: str, agent_args: str = "") -> str:
@@ -477,8 +470,7 @@ def hash_of_sources(agent: str, agent_args: str = "") -> str:
     for word in [agent, *" ".join(map(str, settings)).split()]:
         where = word.rpartition(":")[0]
         if re.fullmatch(r"[\w.]+:\w+", word) and not where.endswith(".py"):  # a module's
-            spec = importlib.util.find_spec(where)
-            where = spec.origin if spec and spec.origin else ""
+            where = getattr(importlib.util.find_spec(where), "origin", None) or ""
         paths += [Path(word), Path(where)]
     sources = b"".join(path.read_bytes() for path in paths if path.is_file())
     return hashlib.sha256(sources).hexdigest() if sources else ""
@@ -489,7 +481,7 @@ def hash_of_sources(agent: str, agent_args: str = "") -> str:
 
 def _split(text: str, marked: str) -> list[str]:
     """A template's text, cut at the marks: text, mark, text, mark ... text. Raises ValueError if it
-    does not have the marks of messages that stand in `marked`."""
+    does not have the marks of messages that stand in `marked`, in their order."""
     if re.findall(MARK, text) != re.findall(MARK, marked):
         raise ValueError("this tokenizer's chat template does not show each message once, in order")
     return re.split(f"({MARK}|@thought[0-9]+@)", text)
@@ -532,7 +524,6 @@ class Chat:
         self.tried = getattr(tokenizer, "tried_template", None)
         if self.tried is None or self.tried["of"] != tokenizer.chat_template:  # it was replaced
             self.tried = tokenizer.tried_template = try_template(tokenizer)
-        self._outline = lru_cache(100)(self._outline)
 
         # to_reply: between a message and a reply that is not the policy's. to_user: between a reply
         # and a message. to_policy: the generation prompt, between a message and the policy's reply.
@@ -547,9 +538,8 @@ class Chat:
         special_ids = {*tokenizer.all_special_ids, *self.eos_ids, *control}
         if not self.to_user or self.to_user[0] not in special_ids:
             raise ValueError(
-                "this tokenizer's chat template ends a reply with "
-                f"{tokenizer.decode(self.to_user[:1])!r}, which is neither a special token nor an "
-                "end-of-sequence token: give another template with --chat_template")
+                f"this chat template ends a reply with {tokenizer.decode(self.to_user[:1])!r}, no "
+                "special and no end-of-sequence token: give another one with --chat_template")
         self.end_id = self.to_user[0]
 
         # The template writes a reply of the history after the generation prompt. With channels, it
@@ -606,6 +596,9 @@ class Chat:
         if messages[0]["role"] == "system" and messages[1:] and not self._shows_system:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
+        if tools and any(token in json.dumps(tools, ensure_ascii=False)
+                         for token in self.control_tokens):
+            raise ValueError("the tools of an agent hold a control token")
         written = write(self.tokenizer, messages, self.tried, tools)
         # A template may write something else around an empty message, or around a thought: it is
         # tried whether it leaves spaces and thoughts as they are.
@@ -619,21 +612,11 @@ class Chat:
                 if thinks and is_reply and is_changed:
                     mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
                 marked.append(message | {"content": mark})
-            parts = _matched(written, self._outline(
-                json.dumps([marked, tools], ensure_ascii=False)), messages)
-            if parts is not None:
+            text = write(self.tokenizer, marked, self.tried, tools)
+            outline = _split(text, "".join(message["content"] for message in marked))
+            if parts := _matched(written, outline, messages):
                 return parts
         raise EnvError("this tokenizer's chat template changes the text of a message")
-
-    def _outline(self, marked: str) -> list[str]:
-        """What the template writes around the marks "@message3@" and "@thought3@" of a
-        conversation, and the marks: text, mark, text, mark ... text. marked: the conversation and
-        the tools, as JSON."""
-        messages, tools = json.loads(marked)
-        if tools and any(token in marked for token in self.control_tokens):
-            raise ValueError("the tools of an agent hold a control token")
-        text = write(self.tokenizer, messages, self.tried, tools)
-        return _split(text, marked)
 
     @cached_property
     def _shows_system(self) -> bool:
@@ -690,7 +673,10 @@ class Chat:
 def _matched(text: str, outline: list[str],
              messages: Messages) -> list[tuple[str, dict[str, str] | None]] | None:
     """`text` cut into the template's parts (`outline`) and the messages between them, which may
-    lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text."""
+    lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text.
+
+    outline: what the template writes around the marks "@message3@" and "@thought3@" of a
+    conversation, and the marks: see `_split`."""
     parts = []
     for before, mark, after in zip(outline[::2], outline[1::2], outline[2::2]):
         message = messages[int(re.sub(r"\D", "", mark))]

@@ -13,7 +13,6 @@ To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line
 
 import argparse
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
@@ -26,11 +25,10 @@ import shlex
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -143,12 +141,12 @@ WORLDS = {  # name -> "module:class"
     "webarena": "worlds.webarena.env:WebArena",
     "textworld": "worlds.textworld:TextWorld",
 }
-# The clients that play worlds on servers: protocol -> "module:class". The class is made with the
-# world's name, the server's address and the arguments in --env_args.
-CLIENTS = {
-    "agentgym": "worlds.agentgym:RemoteEnv",  # plays WORLDS and the worlds of its own table
-    "openenv": "worlds.openenv:OpenEnv",  # plays the world "openenv", whatever the server's is
-}
+# World -> the client that plays it on a server, "module:class". It is made with the world's name,
+# the server's address and the arguments in --env_args.
+CLIENTS = dict.fromkeys(
+    [*WORLDS, "webshop", "sqlgym", "alfworld", "maze", "wordle", "weather", "todo", "movie",
+     "sheet", "academia"], "worlds.agentgym:RemoteEnv"
+) | {"openenv": "worlds.openenv:OpenEnv"}  # plays whatever world the server has
 _loading = threading.RLock()
 
 
@@ -167,7 +165,7 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
         if where.endswith(".py") and Path(where).is_file():
             with _loading:
                 module = _load_file(Path(where).resolve())
-        elif not where.startswith(".") and not where.endswith(".py"):
+        elif not where.startswith("."):
             module = importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
@@ -201,14 +199,15 @@ def read_settings(text: str, flag: str) -> dict[str, Any]:
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)
-        pairs = [part.partition("=") for part in shlex.split(text)]
+        settings = {}
+        for part in shlex.split(text):
+            name, equals, value = part.partition("=")
+            if not equals or not name.isidentifier():
+                raise ValueError(f"write NAME=VALUE or a JSON object, not {part!r}")
+            settings[name] = _read_value(value)
+        return settings
     except (ValueError, RecursionError) as e:
         raise UserError(f"cannot read {flag} '{text}': {e}") from e
-    for name, equals, _ in pairs:
-        if not equals or not name.isidentifier():
-            raise UserError(f"cannot read {flag} '{name}'; write NAME=VALUE, several with spaces "
-                            "between them, or a JSON object")
-    return {name: _read_value(value) for name, _, value in pairs}
 
 
 def _read_value(text):
@@ -263,11 +262,14 @@ def flag(default: Any, choices: Container | None = None, study: bool = False) ->
     return field(default=default, metadata={"choices": choices, "study": study})
 
 
-def load_function(name: str, table: dict[str, str], kind: str, settings: str) -> Callable[..., Any]:
-    """The advantage or loss (`kind`) that `name` stands for, with settings "NAME=VALUE ...". Raises
-    UserError: see `load_named`, `read_settings` and `with_settings`."""
-    return with_settings(load_named(name, table, kind), read_settings(settings, f"{kind} {name}"),
-                         f"{kind} {name}")
+def load_function(name: str | Callable[..., Any], table: dict[str, str], kind: str,
+                  settings: str) -> Callable[..., Any]:
+    """The agent, advantage or loss (`kind`) that `name` stands for, or the function `name` itself,
+    with settings "NAME=VALUE ...". Raises UserError: see `load_named`, `read_settings` and
+    `with_settings`."""
+    function = load_named(name, table, kind) if isinstance(name, str) else name
+    label = f"{kind} {name if isinstance(name, str) else name.__name__}"
+    return with_settings(function, read_settings(settings, f"settings of {label}"), label)
 
 
 def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
@@ -301,26 +303,12 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
 def world_class(name: str, url: str | Sequence[str] | None = None) -> type[Env]:
     """The class of the world `name`, with `url` that of its client. Raises UserError for an unknown
     name, and if a package that the class needs is missing."""
-    check_name(name, url)
-    with _missing_package_named(name):
-        if url:
-            return load_named(server_worlds()[name], CLIENTS, "protocol")
-        return load_named(WORLDS[name], {}, "world")
-
-
-def check_name(name: str, url: str | Sequence[str] | None = None) -> None:
-    """Raise UserError unless there is a world `name`; with `url`, one on a server."""
-    known = server_worlds() if url else WORLDS
-    if name not in known and name in server_worlds():
-        raise UserError(f"'{name}' is played on a server only: give --env_url")
+    known = CLIENTS if url else WORLDS
     if name not in known:
-        raise UserError(f"unknown environment '{name}'; choose from {', '.join(known)}")
-
-
-def server_worlds() -> dict[str, str]:
-    """World -> the protocol in which it is played on a server."""
-    agentgym = load_named("worlds.agentgym:PROTOCOLS", {}, "table")
-    return dict.fromkeys([*WORLDS, *agentgym], "agentgym") | {"openenv": "openenv"}
+        hint = "give --env_url" if name in CLIENTS else f"choose from {', '.join(known)}"
+        raise UserError(f"there is no world '{name}' {'on a server' if url else 'here'}: {hint}")
+    with _missing_package_named(name):
+        return load_named(name, known, "world")
 
 
 @contextmanager
@@ -362,7 +350,7 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
     """Item ids such as "babyai_17" of the split "train" or "test".
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
-    Raises UserError for an unknown split, and for a file that is missing, damaged or empty.
+    Raises OSError if there is no such file, and UserError if it is damaged or empty.
     """
     return _read_items(_item_file(env, split, data), env)
 
@@ -387,11 +375,10 @@ def category_of(item: str) -> str:
     >>> category_of("babyai_0")
     'GoToRedBallGrey'
     """
-    try:
+    with suppress(ValueError, LookupError):
         name, number = split_item(item)
         return world_class(name).category(number)
-    except (ValueError, LookupError):
-        return ""
+    return ""
 
 
 def split_item(item: str) -> tuple[str, int]:
@@ -404,27 +391,19 @@ def split_item(item: str) -> tuple[str, int]:
 
 
 def _item_file(env, split, data):
-    layout = {"train": "AgentItemId/{0}_train.json", "test": "AgentEval/{0}/{0}_test.json"}
-    if split not in layout:
-        raise UserError(f"unknown split '{split}'; choose from train, test")
+    layout = {"train": "AgentItemId/{0}_train.json", "test": "AgentEval/{0}/{0}_test.json"}[split]
     # The files of maze and wordle may have AgentGym's names or ours.
-    for name in (PREFIX + env, env):
-        path = Path(data or DATA) / layout[split].format(name)
-        if path.exists():
-            return path
-    raise UserError(f"no items for '{env}': {path} does not exist")
+    theirs, ours = (Path(data or DATA) / layout.format(name) for name in (PREFIX + env, env))
+    return theirs if theirs.exists() else ours
 
 
 def _read_items(path, env):
     try:
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
-        others = [name for name in names if split_item(name)[0] != env]
+        if {split_item(name)[0] for name in names} != {env}:
+            raise ValueError("it holds no items, or another world's")
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f'{path} is not a list of {{"item_id": "{env}_17"}}: {e}') from e
-    if others:
-        raise UserError(f"{path} holds the item {others[0]}; those of {env} are written {env}_17")
-    if not names:
-        raise UserError(f"{path} holds no items")
     return list(dict.fromkeys(names))  # some of AgentGym's files list an item twice
 
 
@@ -441,8 +420,8 @@ class Worker:
     def __init__(self, make: Callable[[], Env]):
         self.make = make
         self.env: Env | None = None
-        self.made = 0.0  # when the environment was made, by `time.monotonic`
-        self.began = 0.0  # when the last call began
+        # When the last call began, or when the environment was made if that is later.
+        self.began = 0.0
         self.inbox = queue.SimpleQueue()  # jobs; None ends the thread
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -460,19 +439,17 @@ class Worker:
             self.inbox.put((future, function, args))
         return future
 
-    def limit(self, deadline: float, create_deadline: float) -> float:
-        """The time, on the clock of `time.monotonic`, at which the last call times out. While the
-        environment is being made: `create_deadline` seconds after the call began. Then: `deadline`
-        seconds after the call began, or after the environment was made if that is later."""
-        if self.env is None:
-            return self.began + create_deadline
-        return max(self.began, self.made) + deadline
+    def seconds_left(self, deadline: float, create_deadline: float) -> float:
+        """How long the last call may still take: `create_deadline` seconds while the environment is
+        being made, then `deadline` seconds."""
+        limit = create_deadline if self.env is None else deadline
+        return self.began + limit - time.monotonic()
 
     def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
         """Wait for the last call -> (its result, "") or (None, what went wrong). AgentError and
         UserError pass: they are no faults of the environment."""
         while not future.done():
-            seconds_left = self.limit(deadline, create_deadline) - time.monotonic()
+            seconds_left = self.seconds_left(deadline, create_deadline)
             if seconds_left <= 0 and self.env is None:
                 return None, f"timeout: not made within {create_deadline:g} s"
             if seconds_left <= 0:
@@ -484,10 +461,9 @@ class Worker:
             return future.result(), ""
         if isinstance(error, (AgentError, UserError)):
             raise error
-        if isinstance(error, EnvError):
-            return None, f"fault: {error}"
         # A world's crash is an env_error of its episode alone.
-        return None, f"crash: {type(error).__name__}: {error}"
+        kind = "fault" if isinstance(error, EnvError) else f"crash: {type(error).__name__}"
+        return None, f"{kind}: {error}"
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -499,7 +475,7 @@ class Worker:
         try:
             if self.env is None:
                 env = self.make()
-                self.made = time.monotonic()
+                self.began = time.monotonic()
                 self.env = env
             future.set_result(function(self.env, *args))
         except (Exception, SystemExit) as e:  # whoever waits for the future gets it
@@ -515,11 +491,11 @@ class EnvPool(AbstractContextManager):
     server keeps an episode until it is closed.
     """
 
-    def __init__(self, urls: Sequence[str] | dict[str, list[str]] = (),
+    def __init__(self, urls: dict[str, list[str]] | None = None,
                  make: Callable[..., Env] = make_env, options: dict[str, dict] | None = None):
-        """urls: servers, or world -> its servers. Without any, a world is played in this process.
-        options: world -> keyword arguments of its class, for worlds that --env_args may name."""
-        self.urls = urls
+        """urls: world -> its servers. Without any, it is played in this process. options: world ->
+        keyword arguments of its class, for worlds that --env_args may name."""
+        self.urls = urls or {}
         self.make = make
         self.options = options or {}
         self.free: defaultdict[str, list[Worker]] = defaultdict(list)
@@ -527,17 +503,10 @@ class EnvPool(AbstractContextManager):
         # Environments are numbered from the rank on, so that ranks begin with different servers.
         self.next_number = int(os.environ.get("RANK", 0))
 
-    @property
-    def on_servers(self) -> bool:
-        """Whether any world is played on a server."""
-        return any(self.urls.values()) if isinstance(self.urls, dict) else bool(self.urls)
-
     def take(self, name: str) -> Worker:
         """Return a free worker of the world `name`, or a new one."""
-        try:
+        with suppress(IndexError):  # none is free
             return self.free[name].pop()
-        except IndexError:  # none is free
-            pass
         worker = Worker(functools.partial(self._make, name, self.next_number))
         self.next_number += 1
         self.workers.append(worker)
@@ -567,13 +536,12 @@ class EnvPool(AbstractContextManager):
 
         Servers take turns. If one fails, its environments are spread over the others, in turns.
         """
-        urls = self.urls.get(name) if isinstance(self.urls, dict) else self.urls
-        options = self.options.get(name, {})
+        urls, options = self.urls.get(name), self.options.get(name, {})
         if not urls:
             return self.make(name, **options)
-        shift, first = divmod(number, len(urls))
+        turn, first = divmod(number, len(urls))
         others = deque(urls[:first] + urls[first + 1:])
-        others.rotate(-shift)
+        others.rotate(-turn)
         for url in [urls[first], *others]:
             try:
                 return self.make(name, url=url, **options)
@@ -593,19 +561,6 @@ def close_quietly(env: Env) -> None:
         print(f"{type(env).__name__}.close failed: {type(e).__name__}: {e}", file=sys.stderr)
 
 
-def raise_if_item_unknown(exception: BaseException | None) -> None:
-    """Raise ItemError if `exception`, of a reset, means that there is no such item.
-
-    Only a plain ValueError means that. A subclass, as for a page that is not JSON, is a fault of
-    the environment. The message names the file and line that raised, as a bug in a world's `reset`
-    may be the cause.
-    """
-    if type(exception) is ValueError:
-        place = traceback.extract_tb(exception.__traceback__)[-1]
-        raise ItemError(f"{exception} ({Path(place.filename).name}, line {place.lineno})"
-                        ) from exception
-
-
 # ---- the command ----
 
 
@@ -618,14 +573,11 @@ class CommandParser(argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    usage = __doc__.split("\n\n")[-1]
-    parser = argparse.ArgumentParser("envs.py", argparse.SUPPRESS, usage,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["serve", "play"], help="both have a --help")
-    command = parser.parse_args(sys.argv[1:2]).command
+    command = "serve" if sys.argv[1:2] == ["serve"] else "play"
     try:
         with _missing_package_named(command):
             main = load_named(f"worlds.{command}:main", {}, "command")
     except UserError as e:
-        parser.error(str(e))
+        print(f"envs.py: {e}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main())

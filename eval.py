@@ -51,7 +51,7 @@ class EvalConfig(Setup):
     # trajectories of each item: the k of avg@k and pass@k
     samples: int = flag(1, ABOVE_0)
     # test (held out) | train
-    split: str = flag("test")
+    split: str = flag("test", ("train", "test"))
     # number of items, drawn from the split by --seed; default: all
     items: int | None = flag(None, ABOVE_0)
     # for --model openai:NAME: an OpenAI-compatible server, http://host:port/v1; a key is taken from

@@ -19,7 +19,6 @@ segment begins with the whole new prompt. A token is sampled, and trained on, in
 import itertools
 import math
 import sys
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -263,13 +262,14 @@ class Episode(Conversation):
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        limit = self.worker.limit(self.config.deadline, self.config.create_deadline)
-        return self.future.done() or time.monotonic() >= limit
+        seconds_left = self.worker.seconds_left(self.config.deadline, self.config.create_deadline)
+        return self.future.done() or seconds_left <= 0
 
     def answers_at_once(self) -> bool:
         """Whether the answer is taken before the next forward pass. On a GPU it never is: the
         environment computes while the GPU does."""
-        return self.on_cpu and self.worker.env.instant and self.play.is_instant
+        is_instant = getattr(self.play.make_agent, "instant", False)
+        return self.on_cpu and self.worker.env.instant and is_instant
 
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Append a token that the policy sampled. -> whether the reply is complete: then the
@@ -470,7 +470,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
             else:
                 engine.clear(max(config.of_world("max_length", t.env) for t in trajectories))
                 with engine.attention():
-                    forwarded = decode(engine, queue, envs.on_servers)
+                    forwarded = decode(engine, queue, any(envs.urls.values()))
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted

@@ -16,6 +16,7 @@ import base64
 import gzip
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -66,8 +67,7 @@ def contents(folder: str | Path, most: int) -> dict:
         raise ValueError(f"{folder} has not ended its first step")
     every, every_drawn = choose_groups(run.metrics, most)
     chunks, chunk = [], []
-    held = 0
-    num_drawn = 0
+    held = num_drawn = 0
     vocabulary = {}
     for file in tqdm(run.unread, desc="view", unit="step"):
         first = len(run.rows)
@@ -134,12 +134,9 @@ def write_page(folders: str | Path | list, most: int = 20_000,
 
 def serve(folders: list[str], port: int) -> None:
     """Serve the page of runs on this machine until Ctrl-C."""
-    with Server(folders, port, render) as server:
+    with Server(folders, port, render) as server, suppress(KeyboardInterrupt):
         print(f"http://{HOST}:{server.server_port}/   (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            pass
+        server.serve_forever()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -101,15 +101,15 @@ THEIR_WORLDS = {  # name -> its server, our --env_args for it, the policy, wheth
                 "from reasoning_gym_env.server.reasoning_gym_environment import *",
         make="ReasoningGymEnvironment()",
         action="ReasoningGymAction", observation="ReasoningGymObservation",
-        options=dict(reset='{"dataset_name":"leg_counting","dataset_config":{},"size":1}'),
+        options=dict(reset={"dataset_name": "leg_counting", "dataset_config": {}, "size": 1}),
         policy=answer, wins=True),
     "echo (tools)": dict(
         imports="from openenv.core.env_server.mcp_types import CallToolAction\n"
                 "from openenv.core.env_server.mcp_types import CallToolObservation\n"
                 "from echo_env.server.echo_environment import EchoEnvironment",
         make="EchoEnvironment()", action="CallToolAction", observation="CallToolObservation",
-        options=dict(action='{"type":"call_tool","tool_name":"echo_message",'
-                            '"arguments":{"message":"$"}}'),
+        options=dict(action={"type": "call_tool", "tool_name": "echo_message",
+                             "arguments": {"message": "$"}}),
         policy=echo, wins=False),
 }
 

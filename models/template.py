@@ -4,12 +4,10 @@ It is tried once, in a child process with limits. Then it runs in this process, 
 sandbox (`write`).
 """
 
-import inspect
 import json
 import multiprocessing
 import re
 import resource
-import signal
 from contextlib import suppress
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -46,7 +44,8 @@ def try_template(tokenizer: Tokenizer, system: str = "", chat_args: str = "") ->
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: take its Instruct version, or give a "
                          "file with --chat_template")
-    tried = {"of": tokenizer.chat_template, "template": with_fixed_time(tokenizer),
+    tried = {"of": tokenizer.chat_template,
+             "template": with_fixed_time(tokenizer.get_chat_template()),
              "arguments": read_settings(chat_args, "--chat_args"), "system": system}
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
@@ -59,7 +58,6 @@ def try_template(tokenizer: Tokenizer, system: str = "", chat_args: str = "") ->
             answer = receiver.recv()
     child.kill()
     child.join()
-    receiver.close()
     if isinstance(answer, str):
         raise ValueError(f"this tokenizer's chat template {answer}")
     tried["marks"], tried["thought"] = answer
@@ -68,19 +66,15 @@ def try_template(tokenizer: Tokenizer, system: str = "", chat_args: str = "") ->
     return tried
 
 
-def with_fixed_time(tokenizer: Tokenizer) -> str:
-    """The chat template, which shows the present time at any later time, too: the prompts of a run
-    do not change at midnight. Raises ValueError for a form of the time that is not a literal."""
-    template = tokenizer.get_chat_template()
-    if "strftime_now(" not in template:
-        return template
-    forms = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", template)
-    if len(forms) < template.count("strftime_now("):
-        raise ValueError("this tokenizer's chat template computes how it shows the time")
+def with_fixed_time(template: str) -> str:
+    """The template, which shows the present time at any later time, too: the prompts of a run do
+    not change at midnight. Raises ValueError for a form of the time that is not a literal."""
     now = datetime.now()
-    times = json.dumps({form: now.strftime(form) for _, form in forms})
-    macro = f"{{%- macro strftime_now(form) -%}}{{{{ {times}[form] }}}}{{%- endmacro %}}"
-    return macro + "{{ '' }}" + template  # '': a line feed that the template begins with stays
+    fixed = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+                   lambda match: json.dumps(now.strftime(match[2])), template)
+    if "strftime_now(" in fixed:
+        raise ValueError("this tokenizer's chat template computes how it shows the time")
+    return fixed
 
 
 def write(tokenizer: Tokenizer, messages: list[dict[str, str]], tried: dict[str, Any],
@@ -93,9 +87,8 @@ def write(tokenizer: Tokenizer, messages: list[dict[str, str]], tried: dict[str,
 
 def _send_texts(tokenizer: Tokenizer, tried: dict[str, Any], sender: Connection) -> None:
     """In the child process: send the texts of both conversations, or what is wrong."""
-    # The timer's signal ends the process, also within one long operation on a number or a string.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    # The limit ends the process, also within one long operation on a number or a string.
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     try:
         with suppress(OSError, ValueError):  # only Linux has /proc; there is a smaller limit
             pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -103,16 +96,14 @@ def _send_texts(tokenizer: Tokenizer, tried: dict[str, Any], sender: Connection)
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         names = {text for _, kind, text in Environment().lex(tokenizer.get_chat_template())
                  if kind == "name"}
-        given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        for name in tried["arguments"]:
-            if name not in names - given:
-                raise ValueError(f"--chat_args: it has no switch '{name}'")
+        if unknown := tried["arguments"].keys() - names:
+            raise ValueError(f"--chat_args: it has no switch {', '.join(unknown)}")
         start = [{"role": "system", "content": tried["system"]}] if tried["system"] else []
         answer = [write(tokenizer, start + [{"role": role, "content": mark}
                                             for mark, role in marks.items()], tried)
                   for marks in (MARKS, THOUGHT)]
         if max(len(text.encode()) for text in answer) > LENGTH:
-            answer = f"writes more than {LENGTH} bytes around three words"
+            raise ValueError(f"it writes more than {LENGTH} bytes around three words")
     except Exception as e:  # whatever the template's program raises
         answer = f"fails: {type(e).__name__} {str(e)[:300]}"
     sender.send(answer)

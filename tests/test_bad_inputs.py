@@ -20,6 +20,8 @@ def taught(step, coach: str = ""): ...
 taught.needs_models = ("coach",)
 def pairs(step): ...
 pairs.compares_samples = True
+def needing(play, that):
+    yield
 """
 
 

@@ -8,8 +8,6 @@ slow loops over the sampled tokens.
 import copy
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,9 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from conftest import ROOT, random_model, run_script
-from test_train import ENV, SMALL, metrics
+from test_rollout import scripted
+from test_train import SMALL, TINIEST, metrics
 from test_train import run as run_train
 
 import agent
@@ -32,7 +32,7 @@ import update
 from agent import Chat, Play, assistant, user
 from config import parse_config
 from envs import AgentError, Env, EnvPool, ItemError, Step
-from rollout import Rollouts, rollout
+from rollout import rollout
 from trajectory import Status
 
 HERE = Path(__file__)
@@ -158,19 +158,6 @@ def thinking(request):
     return model, tokenizer
 
 
-def scripted(monkeypatch, replies):
-    """Let the policy write these ids, whatever the logits are."""
-    rest = iter([token for ids in replies for token in ids])
-
-    def sample(logits, uniforms, *_):
-        tokens = torch.tensor([next(rest) for _ in uniforms])
-        numbers = torch.log_softmax(logits, -1).gather(-1, tokens[:, None]).squeeze(1)
-        return tokens, numbers, numbers * 0
-
-    monkeypatch.setattr(rollouts, "sample", sample)
-    return rest
-
-
 class Echo(Env):
     """Answers with what it was told. "look" ends nothing, "stop" does."""
 
@@ -185,6 +172,12 @@ class Echo(Env):
                     action == "stop", True)
 
 
+@pytest.fixture(scope="module")
+def echoes():
+    with EnvPool(make=lambda _: Echo()) as pool:
+        yield pool
+
+
 SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look", "",
         "<think>\nenough\n</think>", "stop"]
 
@@ -192,7 +185,7 @@ SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look
 @pytest.mark.parametrize("name", ["react", "window", "last_two"])
 @pytest.mark.parametrize("template_args", ["", "enable_thinking=false"])
 def test_every_prompt_is_what_the_template_writes(
-        thinking, monkeypatch, request, name, template_args):
+        thinking, echoes, monkeypatch, request, name, template_args):
     """As text, and as ids: the scripted replies have the ids that the tokenizer gives them."""
     model, tokenizer = thinking
     tokenizer = copy.deepcopy(tokenizer)
@@ -202,25 +195,19 @@ def test_every_prompt_is_what_the_template_writes(
     arguments = agent.read_settings(template_args, "")
     asked = []  # the messages of every prompt
     send = Play.send
-
-    def noted(self, *how):
-        messages = send(self, *how)
-        asked.append(messages)
-        return messages
-
-    monkeypatch.setattr(Play, "send", noted)
+    monkeypatch.setattr(Play, "send", lambda *how: asked.append(send(*how)) or asked[-1])
     end = tokenizer.encode(tokenizer.eos_token)
     assert len(end) == 1
     chat = Chat(tokenizer)
     assert chat.drops_thoughts and chat.history == "template"
     assert chat._encode(SAYS[0]) == tokenizer.encode(SAYS[0])
-    rest = scripted(monkeypatch, [tokenizer.encode(text) + end for text in SAYS])
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 9, max_tokens=60, action_format="plain",
-                       parse="strict", **AGENTS[name])
+    written = [tokenizer.encode(text) + end for text in SAYS]
+    rest = scripted(monkeypatch, sum(written, []))
+    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 9, max_tokens=60, action_format="plain",
+                   parse="strict", **AGENTS[name])
     assert next(rest, None) is None and t.turns == len(SAYS) and t.status == Status.DONE
     spans = update.reply_spans(t.mask)
-    assert [t.tokens[a:b] for a, b in spans] == [tokenizer.encode(text) + end for text in SAYS]
+    assert [t.tokens[a:b] for a, b in spans] == written
     control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for (place, _), messages in zip(spans, asked):
         start = max(s for s in t.starts if s <= place)
@@ -246,14 +233,13 @@ def test_every_prompt_is_what_the_template_writes(
         assert len(t.starts) == 6 - extending.get((family, template_args), 0)
 
 
-def test_history_append_keeps_every_reply_as_it_was_sampled(thinking, monkeypatch):
+def test_history_append_keeps_every_reply_as_it_was_sampled(thinking, echoes, monkeypatch):
     model, tokenizer = thinking
     end = tokenizer.encode(tokenizer.eos_token)
     written = [tokenizer.encode(text) + end for text in (SAYS[0], SAYS[2], "stop")]
-    scripted(monkeypatch, written)
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 9, max_tokens=60, action_format="plain",
-                       history="append")
+    scripted(monkeypatch, sum(written, []))
+    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 9, max_tokens=60, action_format="plain",
+                   history="append")
     assert len(t.starts) == 1
     assert [token for token, sampled in zip(t.tokens, t.mask) if sampled] == sum(written, [])
 
@@ -263,21 +249,28 @@ TOOL = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
 
 @pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\ncount", "<think>hm</think>count",
                                   "<think>hm</think>", "count", " count\n"])
-def test_a_tools_answer_after_a_thought_is_what_the_template_writes(thinking, said):
+def test_tools_and_their_answers_are_what_the_template_writes(thinking, said):
     """After the last question Qwen3's and GLM's templates keep a thought, and write it in their own
-    form."""
-    tokenizer = thinking[1]
-    messages = [user("How many?"), assistant(said), {"role": "tool", "content": "7<|im_end|>"}]
-    ids = Chat(tokenizer).prompt(messages, TOOL)
-    text = tokenizer.apply_chat_template(messages, tools=TOOL, tokenize=False,
-                                         add_generation_prompt=True)
-    assert tokenizer.decode(ids) == text
-    harmless = Chat(tokenizer).prompt([*messages[:2], {"role": "tool", "content": "7"}], TOOL)
+    form. No text of a tool is a control token."""
+    tokenizer, chat = thinking[1], Chat(thinking[1])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ids.count(end) == harmless.count(end)
+    messages = [user("How many?"), assistant(said), {"role": "tool", "content": "7<|im_end|>"}]
+    for shown in (messages, [*messages, user("And?")]):
+        ids = chat.prompt(shown, TOOL)
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            shown, tools=TOOL, tokenize=False, add_generation_prompt=True)
+        harmless = chat.prompt([m | {"content": m["content"].replace("<|im_end|>", "")}
+                                for m in shown], TOOL)
+        assert ids.count(end) == harmless.count(end)
+    if ids != chat.prompt(shown):  # the template shows tools
+        tools = copy.deepcopy(TOOL)
+        tools[0]["function"]["name"] = tokenizer.eos_token
+        with pytest.raises(ValueError, match="control token"):
+            chat.prompt(messages, tools)
 
 
-def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(tiny, monkeypatch):
+def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(
+        tiny, echoes, monkeypatch):
     """Replies are written character by character, and "look" twice in different ids. The user's
     message quotes a reply."""
     tokenizer = tiny[1]
@@ -294,10 +287,9 @@ def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(t
             play.act(reply)
             observation = reply
 
-    scripted(monkeypatch, [ids + end for ids in written])
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(*tiny, pool, ["echo_1"], 3, agent=quoting, max_tokens=20,
-                       action_format="plain")
+    scripted(monkeypatch, [token for ids in written for token in ids + end])
+    (t,) = rollout(*tiny, echoes, ["echo_1"], 3, agent=quoting, max_tokens=20,
+                   action_format="plain")
     assert len(t.starts) == 3
     last = t.tokens[t.starts[2]:]
     start, stop = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.encode("<|im_end|>\n")
@@ -322,7 +314,7 @@ def test_rows_in_lockstep_of_which_some_begin_a_segment(tiny, pool):
         assert other.logprobs == pytest.approx(t.logprobs, abs=2e-4)
 
 
-def test_other_tools_begin_a_segment(thinking, monkeypatch):
+def test_other_tools_begin_a_segment(thinking, echoes, monkeypatch):
     model, tokenizer = thinking
     if "tools" not in tokenizer.chat_template:
         pytest.skip("this template shows no tools")
@@ -333,24 +325,22 @@ def test_other_tools_begin_a_segment(thinking, monkeypatch):
             play.tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
             messages += [assistant((yield messages)), user("More.")]
 
-    end = tokenizer.encode(tokenizer.eos_token)
-    scripted(monkeypatch, [tokenizer.encode("look") + end] * 3)
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 3, agent=changing, max_tokens=9,
-                       history="append")
+    scripted(monkeypatch, (tokenizer.encode("look") + tokenizer.encode(tokenizer.eos_token)) * 3)
+    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 3, agent=changing, max_tokens=9,
+                   history="append")
     assert len(t.starts) == 2
     assert "weigh" in tokenizer.decode(t.segment())
 
 
-def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(channels, monkeypatch):
+def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(
+        channels, echoes, monkeypatch):
     model, tokenizer = channels
     analysis = "<|channel|>analysis<|message|>left or right?<|end|>"
     final = "<|start|>assistant<|channel|>final<|message|>"
     replies = [analysis + final + "look<|return|>", final[18:] + "stop<|return|>"]
-    scripted(monkeypatch, [tokenizer.encode(reply) for reply in replies])
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(model, tokenizer, pool, ["echo_1"], 4, max_tokens=60, engine="hf",
-                       action_format="plain")
+    scripted(monkeypatch, sum(map(tokenizer.encode, replies), []))
+    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 4, max_tokens=60, engine="hf",
+                   action_format="plain")
     assert len(t.starts) == 2 and t.success
     first, second = (tokenizer.decode(t.tokens[a:b]) for a, b in t.spans())
     assert "left or right?" in first and "left or right?" not in second
@@ -373,20 +363,6 @@ def test_a_system_message_stands_where_the_template_has_it_or_before_the_first_m
         Chat(without).prompt(SYSTEM))
 
 
-def test_tools_reach_the_template_and_hold_no_control_token(thinking):
-    chat = Chat(thinking[1])
-    tools = copy.deepcopy(TOOL)
-    messages = [user("Go."), assistant("<think>a</think>count"), {"role": "tool", "content": "7"},
-                user("And?")]
-    shown = thinking[1].decode(chat.prompt(messages, tools))
-    assert shown == thinking[1].apply_chat_template(messages, tools=tools, tokenize=False,
-                                                    add_generation_prompt=True)
-    tools[0]["function"]["name"] = thinking[1].eos_token
-    if shown != thinking[1].decode(chat.prompt(messages)):  # the template shows tools
-        with pytest.raises(ValueError, match="control token"):
-            chat.prompt(messages, tools)
-
-
 # ---- what is learnt ----
 
 
@@ -397,15 +373,14 @@ def segmented(tiny, pool):
         return [*play(tiny, pool, "window"), *play(tiny, pool, "two_calls", step=1)]
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence"])
-@pytest.mark.parametrize("microbatch", [1, 400, 10**6])
+@pytest.mark.parametrize("mode, microbatch", [("token", 1), ("sequence", 400), ("token", 10**6)])
 def test_an_update_takes_the_step_of_the_plain_loss_of_each_segment_alone(
         tiny, segmented, mode, microbatch):
     cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--kl_coef", "0",
                         "--microbatch_tokens", str(microbatch), "--entropy_coef", "0.2",
                         "--set", "max_grad_norm=1e9", f"aggregation={mode}"])
     generator = torch.Generator().manual_seed(0)
-    played = copy.deepcopy(segmented)
+    played = copy.deepcopy(segmented[::2])
     for number, t in enumerate(played):
         t.group = number
         noise = torch.randn(len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
@@ -492,8 +467,8 @@ def test_grpo_gives_a_trajectorys_advantage_to_the_sampled_tokens_of_all_its_seg
         assert not any(a for a, sampled in zip(row, t.mask) if not sampled)
 
 
-WINDOWED = [*SMALL, "--horizon", "3", "--agent", "window", "--agent_args", "keep=0",
-            "--save_every", "1", "--algo", "ppo"]
+WINDOWED = [*TINIEST, "--steps", "2", "--horizon", "3", "--agent", "window",
+            "--agent_args", "keep=0", "--save_every", "1", "--algo", "ppo"]
 
 
 def test_a_run_in_segments_repeats_resumes_and_is_that_of_two_processes(tmp_path):
@@ -503,23 +478,16 @@ def test_a_run_in_segments_repeats_resumes_and_is_that_of_two_processes(tmp_path
     assert all(row["segments"] > 2 and row["logprob_gap"] < 1e-4 for row in rows)
     assert all(row["forwarded_per_kept"] < 1.1 for row in rows)  # repeated prompts count once
 
-    args = ["--out", str(tmp_path / "b"), *WINDOWED]
-    child = subprocess.Popen([sys.executable, "train.py", *args], cwd=ROOT, env=ENV,
-                             stderr=subprocess.DEVNULL)
-    while not (tmp_path / "b/checkpoints/step_000001/state.json").exists():
-        time.sleep(0.02)
-        assert child.poll() is None, "the run ended before it could be killed"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    done = run_train(*args, "--resume")
-    assert done.returncode == 0, done.stderr
+    for more in (["--steps", "1"], ["--resume"]):
+        done = run_train(*WINDOWED, "--out", str(tmp_path / "b"), *more)
+        assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "b") == rows
-    for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
+    for name in ("trajectories/step_000001.jsonl", "final/model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
     two = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "train.py"]
-    done = run_train(*WINDOWED, "--out", str(tmp_path / "c"), launcher=two)
+    done = run_train(*WINDOWED, "--steps", "1", "--out", str(tmp_path / "c"), launcher=two)
     assert done.returncode == 0, done.stderr
     first, other = rows[0], metrics(tmp_path / "c")[0]
     for name in ("loss", "grad_norm", "reward", "segments", "value_loss"):
@@ -527,10 +495,6 @@ def test_a_run_in_segments_repeats_resumes_and_is_that_of_two_processes(tmp_path
 
 
 # ---- agents and their faults ----
-
-
-def playing(function, env=None, horizon=5):
-    return Play(env or Echo(), "echo_1", horizon, agent.load_agent(function))
 
 
 def test_what_an_agent_does_between_two_replies_is_the_last_replys():
@@ -544,7 +508,7 @@ def test_what_an_agent_does_between_two_replies_is_the_last_replys():
         reply = yield [*messages, assistant(reply), user("more")]
         play.act(reply)
 
-    episode = playing(several)
+    episode = Play(Echo(), "echo_1", 5, agent.load_agent(several))
     episode.send()
     episode.send("look")
     assert episode.turn.reward == 1.25 and episode.turn.score == 0.25 and episode.turns == 1
@@ -554,7 +518,7 @@ def test_what_an_agent_does_between_two_replies_is_the_last_replys():
 
 
 def test_a_message_that_the_agent_writes_itself_extends_the_segment_and_is_not_learnt(
-        tiny, monkeypatch):
+        tiny, echoes):
     def guided(play):
         messages = [*play.start(), user(play.reset())]
         for said in ("jump", "hop"):
@@ -564,23 +528,24 @@ def test_a_message_that_the_agent_writes_itself_extends_the_segment_and_is_not_l
             messages += [user(play.step("look").observation)]
         yield messages
 
-    with EnvPool(make=lambda _: Echo()) as pool:
-        (t,) = rollout(*tiny, pool, ["echo_1"], 3, agent=guided, max_tokens=5)
+    (t,) = rollout(*tiny, echoes, ["echo_1"], 3, agent=guided, max_tokens=5)
     assert t.starts == [0] and t.turns == 3 and len(update.reply_spans(t.mask)) == 3
     text = tiny[1].decode([token for token, mask in zip(t.tokens, t.mask) if not mask])
     assert text.count("assistant\njump<|im_end|>") == text.count("assistant\nhop<|im_end|>") == 1
 
 
+def yields(*prompts):
+    """An agent that yields these prompts, and then ends the episode."""
+    def agent(play):
+        play.reset()
+        for prompt in prompts:
+            _ = yield prompt
+    return agent
+
+
 def broken(play):
-    messages = [*play.start(), user(play.reset())]
-    yield messages
+    yield [user(play.reset())]
     raise KeyError("a bug")
-
-
-def silent(play):
-    play.reset()
-    return
-    yield
 
 
 def early(play):
@@ -589,34 +554,17 @@ def early(play):
     yield [user("Go.")]
 
 
-def wordless(play):
-    yield []
-
-
-def backwards(play):
-    yield [user("Go."), assistant("I went.")]
-
-
-def odd(play):
-    yield [{"role": "user", "content": None}]
-
-
-def later(play):
-    messages = [*play.start(), user(play.reset())]
-    reply = yield messages
-    yield [*messages, assistant(reply), {"role": "user", "content": "\ud800"}]
-
-
 @pytest.mark.parametrize("function, says", [
-    (odd, "TypeError"), (later, "UnicodeEncodeError"),
-    (broken, "KeyError: 'a bug'"), (silent, "before the first reply"),
-    (early, "belongs to no reply"), (wordless, "the last message"),
-    (backwards, "the last message")])
+    (yields([{"role": "user", "content": None}]), "TypeError"),
+    (yields([user("Go.")], [user("\ud800")]), "UnicodeEncodeError"),
+    (broken, "KeyError: 'a bug'"), (yields(), "before the first reply"),
+    (early, "belongs to no reply"), (yields([]), "the last message"),
+    (yields([user("Go."), assistant("I went.")]), "the last message")])
 @pytest.mark.parametrize("is_instant", [True, False])
-def test_a_bug_of_an_agent_ends_the_run(tiny, function, says, is_instant):
+def test_a_bug_of_an_agent_ends_the_run(tiny, echoes, function, says, is_instant):
     function.instant = is_instant
-    with EnvPool(make=lambda _: Echo()) as pool, pytest.raises(AgentError, match=says):
-        rollout(*tiny, pool, ["echo_1"], 4, agent=function, max_tokens=5)
+    with pytest.raises(AgentError, match=says):
+        rollout(*tiny, echoes, ["echo_1"], 4, agent=function, max_tokens=5)
 
 
 class Faulty(Echo):
@@ -662,22 +610,19 @@ def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
     closed = []
 
     def closing(play):
-        messages = [*play.start(), user(play.reset())]
         try:
             while True:
-                messages.append(assistant((yield messages)))
-                messages.append(user("More."))
+                yield [user(play.reset())]
         finally:
             play.reset()  # the environment is still its own
             closed.append(threading.current_thread() is threading.main_thread())
 
+    def interrupt(queue):
+        raise KeyboardInterrupt
+
     closing.instant = True
     with EnvPool(make=lambda _: Echo()) as pool:
         rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=closing, max_tokens=3, samples=2)
-
-        def interrupt(queue):
-            raise KeyboardInterrupt
-
         with pytest.raises(KeyboardInterrupt):
             rollout(*tiny, pool, ["echo_3"], 2, agent=closing, max_tokens=3, on_step=interrupt)
     assert closed == [False] * 5
@@ -687,38 +632,18 @@ def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
     in_main_thread = []
 
     def waiting(play):
-        messages = [*play.start(), user(play.reset())]
         while True:
             in_main_thread.append(threading.current_thread() is threading.main_thread())
-            reply = yield messages
+            yield [user(play.reset())]
             if play.number == 2:
-                time.sleep(4)
-            messages += [assistant(reply), user(play.act(reply).observation)]
+                time.sleep(2.5)
 
     began = time.monotonic()
-    with EnvPool(make=lambda _: Echo()) as pool:
-        played = rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=waiting, max_tokens=3,
-                         deadline=1.0, retries=0)
-        assert time.monotonic() - began < 4
+    played = rollout(*tiny, EnvPool(make=lambda _: Echo()), ["echo_1", "echo_2"], 2, agent=waiting,
+                     max_tokens=3, deadline=0.5, retries=0)
+    assert time.monotonic() - began < 2.5
     assert [t.status for t in played] == [Status.HORIZON, Status.ENV_ERROR]
     assert "timeout" in played[1].error and in_main_thread and not any(in_main_thread)
-
-
-def needing(play, that):
-    yield []
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--agent", "nobody"], "'nobody'"),
-    (["--agent", "examples/tools.py:nobody"], "nobody"),
-    (["--agent", "agent:parse"], "is no generator"),
-    (["--agent", f"{HERE}:needing"], "'that'"),
-    (["--agent", "window", "--agent_args", "plan=true"], "'plan'"),
-])
-def test_an_agent_that_does_not_exist_or_a_setting_that_it_lacks_is_one_line(flags, says, tmp_path):
-    done = run_train(*SMALL, *flags, "--out", str(tmp_path / "r"))
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_it(tmp_path):
@@ -806,40 +731,29 @@ def test_a_program_that_fails_costs_its_own_episode(tiny, name, error):
             assert t.to_json() == before.to_json()
 
 
-def late(url, item):
-    with open(os.environ["URLS"], "a") as f:
-        f.write(url + "\n")
-    return fine(url, item)
-
-
-def test_requests_after_the_end_get_410_and_change_nothing(tiny, tmp_path, monkeypatch):
-    pytest.importorskip("openai")
-    monkeypatch.setenv("URLS", str(tmp_path / "urls"))
-    played = foreign(tiny, "late", horizon=2)  # the third request comes after the horizon
-    assert {(t.status, t.turns, t.reward) for t in played} == {(Status.HORIZON, 2, 0.0)}
-    assert {ask(url) for url in (tmp_path / "urls").read_text().split()} == {410}
-
-
 def both(url, item):
     """Two requests at once, of which the horizon lets one through."""
     with ThreadPoolExecutor() as threads:
         codes = threads.map(ask, [url] * 2)
-    with open(os.environ["URLS"], "a") as f:
-        f.write(f"{sorted(codes)}\n")
-    return 0.0
+    with open(os.environ["CODES"], "a") as f:
+        f.write(f"{sorted(codes)} {url}\n")
+    return 1.0
 
 
 def ask(url):
-    import requests
     body = {"messages": [user("x")]}
     return requests.post(f"{url}/chat/completions", json=body, timeout=30).status_code
 
 
-def test_of_two_requests_at_once_the_horizon_may_let_one_through(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("URLS", str(tmp_path / "codes"))
+def test_requests_after_the_end_get_410_and_change_nothing(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "codes"
+    path.touch()
+    monkeypatch.setenv("CODES", str(path))
     played = foreign(tiny, "both", horizon=1)
-    wait_for(lambda: (tmp_path / "codes").exists()
-             and (tmp_path / "codes").read_text() == "[200, 410]\n" * len(played))
+    assert {(t.status, t.turns, t.reward) for t in played} == {(Status.HORIZON, 1, 0.0)}
+    wait_for(lambda: path.read_text().count("\n") == len(played))
+    for line in path.read_text().splitlines():
+        assert line.startswith("[200, 410] http") and ask(line.split()[-1]) == 410
 
 
 def wait_for(holds):
@@ -854,7 +768,6 @@ def early_end(url, item):
 
 
 def bad_role(url, item):
-    import requests
     body = {"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}
     answer = requests.post(f"{url}/chat/completions", json=body, timeout=30)
     return float(answer.status_code == 400 and fine(url, item) >= 0)
@@ -910,7 +823,6 @@ ASKS = {"messages": [user("x")]}
     ("[" * 10**5, "RecursionError"), ("{", "JSONDecodeError"), (2**40, "at most"),
 ])
 def test_a_request_that_the_endpoint_does_not_take_is_told_why(body, says):
-    import requests
     server = envs.load_named("examples/foreign.py:server", {}, "server")()
     how = {"json": body} if isinstance(body, dict) else {"data": body}
     if isinstance(body, int):
@@ -920,16 +832,12 @@ def test_a_request_that_the_endpoint_does_not_take_is_told_why(body, says):
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_program_in_a_process_of_its_own_is_trained_unchanged(tmp_path):
+def test_a_program_in_a_process_of_its_own_is_played_unchanged(tiny):
     program = f"command='{sys.executable} examples/their_agent.py {{url}} {{item}}'"
-    flags = ["--items_per_step", "2", "--rollouts_per_item", "2", "--horizon", "6", "--steps", "2",
-             "--max_tokens", "24", "--agent", "examples/foreign.py:agent", "--agent_args", program]
-    done = subprocess.run([sys.executable, "train.py", *flags, "--out", str(tmp_path / "r")],
-                          cwd=ROOT, env=ENV | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for row in metrics(tmp_path / "r"):
-        assert row["env_error"] == 0 and row["logprob_gap"] < 1e-4
+    played = foreign(tiny, "", agent_args=program, samples=1, max_tokens=24)
+    assert {t.status for t in played} == {Status.DONE} and max(t.turns for t in played) == 4
+    for t in played:
+        check_logprobs(tiny[0], t, 1e-4)
 
 
 def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_path):
@@ -949,7 +857,6 @@ def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_pat
 def test_an_example_needs_no_more_than_its_file():
     for name in EXAMPLES:
         assert agent.load_agent(f"examples/{name}.py:agent").instant
-    assert Rollouts(agent="examples/tools.py:agent").load_agent()
     calculate = envs.load_named("examples/tools.py:calculate", {}, "function")
     assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]
     for text in ("__import__('os')", "9 ** 9 ** 9", "1 / 0", "(" * 500, "x"):

@@ -82,6 +82,7 @@ def trajectory():
 @pytest.mark.parametrize("shaping, cost, rewards", [
     ("none", 0.0, [0, 0, 0, 0, 0, 0, 0, 1.0]), ("none", 0.125, [0, 0, 0, -0.125, 0, 0, 0, 0.875]),
     ("potential", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 0.5]),
+    ("potential", 0.125, [0, 0, 0, 0.375, 0, 0, 0, 0.375]),
     ("progress", 0.0, [0, 0, 0, 0.5, 0, 0, 0, 1.5])])
 def test_it_is_paid_where_a_turn_ends(shaping, cost, rewards):
     t = trajectory()

@@ -13,11 +13,11 @@ Source: meta-pytorch/OpenEnv at 685de41 (2026-05-01), src/openenv/core: env_clie
 env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22).
 """
 
-import contextlib
 import functools
 import json
 import random
 import re
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ SLOT = '"$"'  # in a template of an action, a JSON text: the place of the agent'
 
 
 class InvalidAction(EnvError):
-    """The server's schema refuses the action. The episode goes on."""
+    """The text is no action, or the server's schema refuses it. The episode goes on."""
 
 
 class Disconnected(EnvError):
@@ -54,43 +54,40 @@ class OpenEnv(Env):
 
     remote = True
 
-    def __init__(
-        self,
-        name: str,  # "openenv"
-        url: str,  # http://host:port or ws://host:port
-        # How the agent's text becomes an action: the name of a field, found from the server's
-        # schema if there is only one; an object with "$" in the text's place, such as
-        # {"type":"call_tool","tool_name":"guess","arguments":{"word":"$"}}; or "json": the agent
-        # itself writes the object.
-        action: Any = None,
-        # The fields of the observation that the agent sees: "prompt,messages.content" (the content
-        # of every message). Empty: all, one a line.
-        observation: str = "",
-        prompt: str = "",  # the instructions, or FILE.txt or FILE.md; empty: the server's own
-        success: float = 1.0,  # an episode that ends with this reward is a success
-        reset: Any = None,  # an object: what /ws's reset gets besides the seed
-        whole_reply: bool = False,  # send the agent's whole reply, not the parsed action
-        timeout: float = 300.0,  # seconds for one reply; a rollout's own deadline is shorter
-    ):
+    def __init__(self, name: str, url: str, action: Any = None, observation: str = "",
+                 prompt: str = "", success: float = 1.0, reset: Any = None,
+                 whole_reply: bool = False, timeout: float = 300.0):
         """Read the server's description. Raises EnvError if there is none, and UserError for
-        arguments that do not fit it."""
-        self.name = name
+        arguments that do not fit it.
+
+        name: "openenv". url: http://host:port or ws://host:port.
+        action: how the agent's text becomes an action: the name of a field, found from the server's
+            schema if there is only one; an object with "$" in the text's place, such as
+            {"type":"call_tool","tool_name":"guess","arguments":{"word":"$"}}; or "json": the agent
+            itself writes the object.
+        observation: the fields of the observation that the agent sees: "prompt,messages.content"
+            (the content of every message). Empty: all, one a line.
+        prompt: the instructions, or FILE.txt or FILE.md; empty: the server's own.
+        success: an episode that ends with this reward is a success.
+        reset: an object: what /ws's reset gets besides the seed.
+        whole_reply: send the agent's whole reply, not the parsed action.
+        timeout: seconds for one reply; a rollout's own deadline is shorter.
+        """
         self.url = re.sub("^ws", "http", url).rstrip("/")
-        self.schema, description = describe(self.url)
-        self.template, self.kinds = self._read_action(action)
+        schema, description = describe(self.url)
+        self.template, self.kinds = self._read_action(action, schema.get("action", {}))
         self.paths = [path for path in observation.split(",") if path]
-        known = self.schema.get("observation", {}).get("properties")
-        for path in self.paths:
-            if known and path.split(".")[0] not in known:
-                raise UserError(f"{name}.observation={path}: the observations of {self.url} have "
-                                f"the fields {', '.join(known)}")
+        known = schema.get("observation", {}).get("properties")
+        if known and not {path.split(".")[0] for path in self.paths} <= known.keys():
+            raise UserError(f"{name}.observation={observation}: the observations of {self.url} "
+                            f"have the fields {', '.join(known)}")
         is_file = " " not in prompt and prompt.endswith((".txt", ".md"))
         self.prompt = Path(prompt).read_text() if is_file else prompt or description
         self.success = success
         self.reset_extras = reset or {}
         self.whole_reply = whole_reply
         self.timeout = timeout
-        self.connection = contextlib.ExitStack()  # its end closes the socket
+        self.connection = ExitStack()  # its end closes the socket
         self.socket = None
         self.total = 0.0  # sum of the episode's rewards
 
@@ -109,17 +106,12 @@ class OpenEnv(Env):
 
     def step(self, action: str) -> Step:
         """Send the action -> the Step that the server's reply means."""
-        score = min(1.0, max(0.0, self.total))
         if self.socket is None:
             raise EnvError(f"{self.url}: step without a connection")
         try:
-            message = self._action(action)
-        except (ValueError, RecursionError) as e:
-            return Step(f"The action cannot be read: {e}", score=score, valid=False)
-        try:
-            text, reward, done, metadata = self._ask("step", message)
+            text, reward, done, metadata = self._ask("step", self._action(action))
         except InvalidAction as e:
-            return Step(str(e), score=score, valid=False)
+            return Step(str(e), score=min(1.0, max(0.0, self.total)), valid=False)
         self.total += reward
         told = {"score": min(1.0, max(0.0, self.total)), "success": done and reward >= self.success}
         if metadata.keys() == set(STEP_FIELDS):  # from our own server: the protocol lacks them
@@ -128,55 +120,45 @@ class OpenEnv(Env):
 
     def close(self) -> None:
         """End the connection, and with it the episode. Never raises; may be called twice."""
-        if self.socket is None:
-            return
-        try:
-            try:
+        if self.socket is not None:
+            with suppress(WebSocketException, OSError):  # then the episode is gone, too
                 self.socket.send('{"type": "close"}')
-            finally:
+            with suppress(WebSocketException, OSError):
                 self.connection.close()
-        except (WebSocketException, OSError):
-            pass  # the episode is gone with its connection
         self.socket = None
 
-    def _read_action(self, action):
+    def _read_action(self, action, schema):
         """-> (the server's action as a JSON text with "$" in the place of the agent's text, the
         JSON types that this place may have)."""
-        schema = self.schema.get("action", {})
-        fields = schema.get("properties", {})
-        if action is None:
-            candidates = [f for f in schema.get("required") or fields if f not in NOT_SHOWN]
-            if len(candidates) != 1:
-                raise UserError(f"an action of {self.url} has {', '.join(candidates) or 'no field'}"
-                                f": say what the agent's text is with {self.name}.action=FIELD")
-            action = candidates[0]
         if action == "json":
             return SLOT, {"object"}
-        if isinstance(action, dict):
-            if SLOT not in json.dumps(action):
-                raise UserError(f"{self.name}.action={action}: no value in it is {SLOT}, the "
-                                "place of the agent's text")
+        if isinstance(action, dict) and SLOT in json.dumps(action):
             return json.dumps(action), {"string"}
-        if fields and action not in fields:
-            raise UserError(f"{self.name}.action={action}: the actions of {self.url} have the "
-                            f"fields {', '.join(fields)}")
-        field = fields.get(action, {})
-        return json.dumps({action: "$"}), {kind.get("type") for kind in field.get("anyOf", [field])}
+        fields = schema.get("properties", {})
+        names = [name for name in schema.get("required") or fields if name not in NOT_SHOWN]
+        names = names if action is None else [action]
+        if len(names) != 1 or (fields and names[0] not in list(fields)):
+            raise UserError(f"an action of {self.url} has the fields {', '.join(fields)}: "
+                            f"give openenv.action=FIELD, or an object with {SLOT} in the place of "
+                            "the agent's text")
+        field = fields.get(names[0], {})
+        kinds = {kind.get("type") for kind in field.get("anyOf", [field])}
+        return json.dumps({names[0]: "$"}), kinds
 
     def _action(self, text):
-        """The agent's text as the server's action. Raises ValueError and RecursionError."""
+        """The agent's text as the server's action. Raises InvalidAction."""
         value = text
         if self.kinds & {"integer", "number", "boolean", "array", "object"}:
             try:
                 value = json.loads(text)
                 # Python reads NaN, Infinity and 1e999, too, which no JSON text can hold.
                 json.dumps(value, allow_nan=False)
-            except ValueError:
+            except (ValueError, RecursionError) as e:
                 if "string" not in self.kinds:
-                    raise
+                    raise InvalidAction(f"The action cannot be read: {e}") from e
                 value = text
         if self.template == SLOT and not isinstance(value, dict):
-            raise ValueError("it is no JSON object")
+            raise InvalidAction("The action cannot be read: it is no JSON object")
         return json.loads(self.template.replace(SLOT, json.dumps(value)))
 
     def _ask(self, kind, data):
@@ -185,27 +167,23 @@ class OpenEnv(Env):
         After a failure the connection is closed: a late reply must not answer the next message.
         """
         try:
-            return self._exchange(kind, data)
+            if self.socket is None:
+                # Without pings: the deadlines here are those of the replies.
+                socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
+                                 close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
+                self.socket = self.connection.enter_context(socket)
+            with suppress(ConnectionClosed):  # a server that has no room says so before it closes
+                self.socket.send(json.dumps({"type": kind, "data": data}))
+            return self._read(json.loads(self.socket.recv(timeout=self.timeout)))
         except InvalidAction:
             raise
-        except (EnvError, WebSocketException, OSError, ValueError, RecursionError, LookupError,
-                TypeError, AttributeError) as e:  # from ValueError on: the reply is malformed
+        except Exception as e:  # the reply may be malformed in any way
             self.close()
             is_lost = isinstance(e, (WebSocketException, OSError))
             error = Disconnected if is_lost and not isinstance(e, TimeoutError) else EnvError
             raise error(f"{self.url}: {kind}: {type(e).__name__}: {e}") from e
 
-    def _exchange(self, kind, data):
-        if self.socket is None:
-            # Without pings: the deadlines here are those of the replies.
-            socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
-                             close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
-            self.socket = self.connection.enter_context(socket)
-        try:
-            self.socket.send(json.dumps({"type": kind, "data": data}))
-        except ConnectionClosed:
-            pass  # a server that has no room says so before it closes
-        reply = json.loads(self.socket.recv(timeout=self.timeout))
+    def _read(self, reply):
         data = reply["data"]
         if reply["type"] == "error":
             code = data.get("code")
@@ -226,15 +204,12 @@ class OpenEnv(Env):
 def describe(url: str) -> tuple[dict, str]:
     """Ask a server for its schemas and its description -> (schemas, text), empty for what it does
     not have. Raises EnvError if there is no server, within about 10 s. url: http://..."""
-    replies = []
-    for path in ("schema", "metadata"):
-        try:
-            reply = requests.get(f"{url}/{path}", timeout=5)
-            replies.append(reply.json() if reply.ok else {})
-        except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
-            raise EnvError(f"no OpenEnv server answers at {url}/{path} "
-                           f"({type(e).__name__}); start one or drop --env_url") from e
-    schema, metadata = replies
+    try:
+        replies = [requests.get(f"{url}/{path}", timeout=5) for path in ("schema", "metadata")]
+        schema, metadata = (reply.json() if reply.ok else {} for reply in replies)
+    except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
+        raise EnvError(f"no OpenEnv server answers at {url} ({type(e).__name__}); "
+                       "start one or drop --env_url") from e
     return schema, metadata.get("description") or ""
 
 
@@ -261,9 +236,9 @@ def _look_up(value, path):
     """The value at the end of `path`; of a list, the values at the ends of its elements' paths."""
     if isinstance(value, list):
         return [_look_up(element, path) for element in value]
-    if not path:
-        return value
-    return _look_up(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
+    if path:
+        return _look_up(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
+    return value
 
 
 def _as_text(value):
@@ -302,43 +277,37 @@ class Session:
         data = message.get("data", {}) if isinstance(message, dict) else None
         if not isinstance(data, dict):
             return _error("VALIDATION_ERROR", "a message is an object; so is its data")
-        kind = message.get("type")
+        kind, seed, action = message.get("type"), data.get("seed"), data.get("message")
         try:
-            if kind == "reset":
-                return self.reset(data.get("seed"), data.get("episode_id"))
-            if kind == "step":
-                return self.step(data.get("message"))
-        except ValueError as e:  # an unknown item
-            return _error("EXECUTION_ERROR", str(e))
-        except Exception as e:  # a world's crash is its own episode's alone
+            if kind == "reset" and (seed is None or type(seed) is int and seed >= 0):
+                return self.reset(seed, data.get("episode_id"))
+            if kind == "step" and isinstance(action, str):
+                return self.step(action)
+        except Exception as e:  # an unknown item, or a world's crash, is its own episode's alone
             self.close()
             return _error("EXECUTION_ERROR", f"{type(e).__name__}: {e}")
         if kind == "state":
             return {"type": "state", "data": self.state}
+        if kind in ("reset", "step"):
+            return _error("VALIDATION_ERROR", 'a seed is 0, 1, 2 ..., an action {"message": TEXT}')
         return None if kind == "close" else _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     def reset(self, seed: int | None, episode_id: str | None = None) -> dict:
         """Begin item number `seed`; None: any training item."""
         name = self.store.name
-        if seed is None:
-            seed = split_item(random.choice(items(name, "train")))[1]
-        if type(seed) is not int or seed < 0:
-            return _error("VALIDATION_ERROR", f"seed should be 0, 1, 2 ..., not {seed!r:.80}")
+        item = random.choice(items(name, "train")) if seed is None else f"{name}_{seed}"
         if self.number not in self.store.episodes:  # the first one, or closed because it was idle
             if self.store.is_full():
                 return _error("CAPACITY_REACHED", "all episodes are taken")
             self.number = self.store.create()
-        text = self.store.reset(self.number, seed)["text"]
-        item = f"{name}_{seed}"
+        text = self.store.reset(self.number, split_item(item)[1])["text"]
         self.state = {"episode_id": episode_id or item, "step_count": 0, "item": item}
         return _observation(text, 0.0, False, {"item": item})
 
-    def step(self, message: str | None) -> dict:
+    def step(self, message: str) -> dict:
         """Take the action. The reply's metadata has the fields of `Step` that OpenEnv lacks."""
-        if not isinstance(message, str):
-            return _error("VALIDATION_ERROR", 'an action is {"message": TEXT}')
         if self.number is None:
-            return _error("EXECUTION_ERROR", "step before reset")
+            raise EnvError("step before reset")
         with self.store.use(self.number) as episode:
             step = episode.env.step(message)
         self.state["step_count"] += 1
@@ -394,7 +363,7 @@ def build_app(store: Any, max_threads: int) -> Any:
                 if reply is None:
                     await socket.close()
                     break
-                await socket.send_text(json.dumps(reply))
+                await socket.send_json(reply)
         except WebSocketDisconnect:
             pass  # the client left before its reply came
         finally:
