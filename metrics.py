@@ -179,7 +179,7 @@ def alarm(row: dict, cfg: Any) -> str:
     return ""
 
 
-def reporter(cfg, step: int = 0) -> Callable[[dict], object]:
+def reporter(cfg: Any, step: int = 0) -> Callable[[dict], object]:
     """-> a function that sends a step's row of metrics to where --report_to says. cfg: the run's
     flags. step: the next one; TensorBoard then hides what an earlier process wrote from there
     on."""
