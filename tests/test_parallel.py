@@ -204,7 +204,6 @@ def test_ranks_that_ask_first_leave_a_share_to_the_others(num_ranks, rooms, expe
     if len(rooms) < num_ranks:
         dealers = [dealers[0]] * num_ranks
     shares = [dealer.deal(room) for dealer, room in zip(dealers, rooms)]
-    signals.end()
     assert [len(share) for share in shares] == expected
     assert sorted(itertools.chain(*shares)) == list(range(128))
 

@@ -99,6 +99,7 @@ def assert_same(out, reference):
     assert metrics(out) == metrics(reference)
     for name in ("trajectories/step_000002.jsonl", "final/model.safetensors"):
         assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert not list(out.glob("**/*.partial"))
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +194,7 @@ def test_help_lists_flags_fields_of_studies_and_presets():
 def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(reference, tmp_path):
     out = tmp_path / "b"
     args = ["--out", str(out), "--save_every", "1", *SMALL]
-    child = begin(*args[2:], out=out, until="checkpoints/step_000001/state.json",
-                  stderr=subprocess.DEVNULL)
+    child = begin(*args[2:], out=out, until="checkpoints/step_000001/state.json")
     child.kill()
     child.wait()
     assert not (out / "final").exists()
@@ -395,7 +395,7 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     for folder in (out, bare):
         printed = completed("--out", folder, "--resume", *flags, limit)
         assert printed == f"{folder} is finished (2 steps)\n"
-    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, f"turns={sum(played)}")
+    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, f"turns={round(sum(played))}")
     completed("--out", out, "--resume", *flags, f"turns={round(sum(played))}")
     assert metrics(out) == rows
 
@@ -403,13 +403,9 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
 # ---- algorithms, worlds and settings ----
 
 
-@pytest.mark.parametrize("algo, flags", [
-    ("ppo", []),
-    ("rloo", ["--kl_coef", "0.01"]),
-    ("reinforce_pp", ["--kl_coef", "0.01", "--kl_in", "reward", "--set", "kl_type=k1"]),
-])
-def test_every_algorithm_runs_and_learns_something(algo, flags, tmp_path):
-    completed("--out", tmp_path / "r", "--algo", algo, *flags, *SMALL)
+def test_rewards_less_the_kl_are_learnt_from(tmp_path):
+    completed("--out", tmp_path / "r", "--algo", "reinforce_pp", "--kl_coef", "0.01", "--kl_in",
+              "reward", "--set", "kl_type=k1", *SMALL)
     rows = metrics(tmp_path / "r")
     assert len(rows) == 3 and all(r["grad_norm"] > 0 for r in rows)
     assert abs(rows[0]["kl"]) < 0.5 and rows[0]["logprob_gap"] < 1e-4
@@ -468,6 +464,7 @@ def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
 def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_columns(tmp_path):
     out = tmp_path / "r"
     completed("--env", "babyai:2,textcraft", "--items_per_step", "4", "--rollouts_per_item", "2",
+              "--algo", "rloo", "--kl_coef", "0.01",
               "--steps", "2", "--max_tokens", "8", "--horizon", "babyai=1,2 textcraft=3,5",
               "--horizon_steps", "1", "--out", out)
     penalties = {"babyai": 0.05, "textcraft": 0.0}
