@@ -256,8 +256,7 @@ class Play:
                 if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
                     raise
                 place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
-                file = Path(place.filename).name
-                raise ItemError(f"{e} ({file}, line {place.lineno})") from e
+                raise ItemError(f"{e} ({place.filename}, line {place.lineno})") from e
             str.encode(observation)  # raises if it is no text
         return observation
 
@@ -383,34 +382,30 @@ def react(play: Play, plan: bool = False, reflect: bool = False) -> Agent:
     after an invalid action and after a failed episode, which is then played once more. Both only if
     at least one turn is left to act in after them.
     """
-    observation = play.reset()
+    observation, kind, attempts = play.reset(), "", 1
     messages = play.start()
-
-    def ask(text: str, kind: str = "") -> Generator[Messages, str, str]:
-        messages.append(user(text))
+    if plan and play.horizon > 1:
+        observation, kind = observation + PLAN, "PLAN"
+    while True:
+        messages.append(user(observation))
         play.kind = kind
         reply = yield messages
         messages.append(assistant(reply))
-        return reply
-
-    if plan and play.horizon > 1:
-        yield from ask(observation + PLAN, "PLAN")
-        observation = ACT
-    attempts = 1
-    while True:
-        step = play.act((yield from ask(observation)))
+        if kind:  # it was asked for words
+            observation = AGAIN + play.reset() if kind == "RETRY" else ACT
+            kind = ""
+            continue
+        step = play.act(reply)
         observation = step.observation
         reflects = reflect and play.horizon - play.turns > 1
         if reflects and step.done and not step.success and attempts == 1:
             attempts += 1
             play.forget()
-            yield from ask(observation + REFLECT_ON_ALL, "RETRY")
-            observation = AGAIN + play.reset()
+            observation, kind = observation + REFLECT_ON_ALL, "RETRY"
         elif step.done:
             return
         elif reflects and not step.valid:
-            yield from ask(observation + REFLECT, "REFLECT")
-            observation = ACT
+            observation, kind = observation + REFLECT, "REFLECT"
 
 
 def window(play: Play, keep: int = 2) -> Agent:
@@ -658,11 +653,8 @@ class Chat:
         """The part of a reply that the environment gets: all of it or, with channels, what follows
         the final channel's header; [] if there is none."""
         size = len(self.final_header)
-        if not size:
-            return reply
-        starts = [start for start in range(size, len(reply) + 1)
-                  if reply[start - size : start] == self.final_header]
-        return reply[starts[-1]:] if starts else []
+        ends = (i for i in range(size, len(reply) + 1) if reply[i - size : i] == self.final_header)
+        return reply[max(ends, default=len(reply)):] if size else reply
 
     def is_ended(self, reply: list[int]) -> bool:
         """Whether the last of these tokens ends the reply."""

@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -161,8 +160,9 @@ def class_of(world: str) -> type[envs.Env]:
 
 def presets(model: str, world: str) -> dict[str, Any]:
     """-> setting -> its default for this model (made of "tiny", or any other), this world and this
-    machine, where it is not the class's. What a model was trained with is among them: the action
-    format, the system message, the arguments of the chat template, the texts of --prompts."""
+    machine, where it is not the class's; "eval_horizon" is the horizon of an evaluation. What a
+    model was trained with is among them: the action format, the system message, the arguments of
+    the chat template, the texts of --prompts."""
     run = run_of(model)
     if run.get("first_model", model) == "tiny":
         values = TINY | class_of(world).tiny
@@ -170,12 +170,12 @@ def presets(model: str, world: str) -> dict[str, Any]:
         values = class_of(world).real | {"dtype": "bfloat16" if has_bfloat16() else "float32"}
         if not torch.cuda.is_available() and not model.startswith("openai:"):  # not computed here
             values |= ON_CPU
+    values.setdefault("eval_horizon", values.get("horizon", Setup.horizon).split(",")[-1])
+    kept = ["system", "chat_args", "prompt_texts"]
     # The prompts of some worlds say what a reply looks like: --action_format has no effect there.
-    trained_on = mixture(run["env"]) if run else {}
-    if not has_own_format(world) and not all(map(has_own_format, trained_on)):
-        values["action_format"] = run["action_format"]
-    return values | {name: run[name] for name in ("system", "chat_args", "prompt_texts")
-                     if name in run}
+    if not has_own_format(world) and not all(map(has_own_format, run.get("worlds", []))):
+        kept.append("action_format")
+    return values | {name: run[name] for name in kept if name in run}
 
 
 def has_own_format(world: str) -> bool:
@@ -214,81 +214,66 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
                description: str) -> dict[str, Any]:
     """argv (default: sys.argv) -> the flags that it gives, and their values. Raises ValueError for
     an unknown one. --help has a group of flags for each class that `config_class` inherits from."""
-    presets_as_text = [f"defaults with --model tiny: {TINY}",
-                       f"with another model on a machine without CUDA: {ON_CPU}",
-                       *(f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
-                         for world in envs.WORLDS)]
+    presets_as_text = [f"defaults with --model tiny: {TINY}", f"with others on a CPU: {ON_CPU}"]
+    presets_as_text += [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
+                        for world in envs.WORLDS]
     parser = argparse.ArgumentParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]",
         description=description, epilog="\n".join(presets_as_text), allow_abbrev=False,
-        exit_on_error=False, argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    hints = get_type_hints(config_class)
-    helps, groups = {}, {}
-    for owner in config_class.__mro__[:-1]:
-        group = parser.add_argument_group(owner.__doc__)
-        for name, text in comments_of(owner).items():
-            helps.setdefault(name, text)
-            groups.setdefault(name, group)
+        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = refuse
+    owners = config_class.__mro__[:-1]
+    groups = [parser.add_argument_group(owner.__doc__) for owner in owners]
     of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
-    for f in fields(config_class):
-        if not f.metadata:
-            continue
-        is_study, choices = f.metadata.get("study"), f.metadata["choices"]
-        text = helps[f.name]
-        if isinstance(choices, dict):
-            text, choices = f"{' | '.join(choices)}, {text}", None
-        if f.default not in (None, False, ""):
-            text += f" (default: {f.default})"
-        kind = (get_args(hints[f.name]) or [hints[f.name]])[0]  # of "int | None": int
-        group, prefix = (of_studies, "--set ") if is_study else (groups[f.name], "--")
-        group.add_argument(
-            prefix + f.name, dest=f.name, choices=choices, help=text.replace("%", "%%"),
-            type=string_to_bool if kind is bool else kind,
-            metavar="|".join(choices) if isinstance(choices, tuple) else kind.__name__,
-            **dict(nargs="?", const=True) if kind is bool else {})
+    hints = get_type_hints(config_class)
+    flags = {f.name: f for f in fields(config_class) if f.metadata}
+    for owner, group in zip(owners, groups):
+        for comment, name in re.findall(r"^((?:    #.*\n)*)    (\w+):", inspect.getsource(owner),
+                                        re.MULTILINE):
+            if name not in flags:  # no flag, or one that was declared anew
+                continue
+            f = flags.pop(name)
+            choices = f.metadata["choices"]
+            text = " ".join(re.findall("# (.*)", comment))
+            if isinstance(choices, dict):
+                text, choices = f"{' | '.join(choices)}, {text}", None
+            if f.default not in (None, False, ""):
+                text += f" (default: {f.default})"
+            kind = (get_args(hints[name]) or [hints[name]])[0]  # of "int | None": int
+            where, prefix = (of_studies, "--set ") if f.metadata.get("study") else (group, "--")
+            where.add_argument(
+                prefix + name, dest=name, choices=choices, help=text.replace("%", "%%"),
+                type=string_to_bool if kind is bool else kind,
+                metavar="|".join(choices) if isinstance(choices, tuple) else kind.__name__,
+                **dict(nargs="?", const=True) if kind is bool else {})
 
-    words, after_set = [], False
-    for word in sys.argv[1:] if argv is None else argv:
-        after_set = word == "--set" or after_set and not word.startswith("--")
-        if word != "--set":
-            words += [f"--set {part}" for part in word.split()] if after_set else [word]
-    try:
-        given, unknown = parser.parse_known_args(words)
-    except argparse.ArgumentError as e:
-        raise ValueError(str(e)) from e
-    if unknown:
-        raise ValueError(f"unknown argument {unknown[0]}; python {program} --help lists all")
-    return vars(given)
+    of_studies.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE")
+    given = parser.parse_args(argv)
+    given = parser.parse_args([f"--set {x}" for words in given.set for x in words.split()], given)
+    return {name: value for name, value in vars(given).items() if name != "set"}
 
 
-def comments_of(owner: type) -> dict[str, str]:
-    """Name of a field of a class -> the comment above it."""
-    found, comment = {}, []
-    for line in map(str.strip, inspect.getsource(owner).splitlines()):
-        if line.startswith("#"):
-            comment.append(line.strip("# "))
-        else:
-            found[line.partition(":")[0]] = " ".join(comment)
-            comment = []
-    return found
+def refuse(message: str) -> None:
+    """What argparse calls for a command line that it cannot read."""
+    raise ValueError(message)
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
     """train.py's command line, checked and with every default filled in. Raises ValueError with one
     clear line."""
-    given = read_flags(Config, argv, "train.py", "Multi-turn reinforcement learning of an LLM "
-                       "agent: torchrun train.py --env babyai --algo grpo")
-    cfg = fill_in(Config, given, re.sub(r"\W+", "_", given.get("algo", Config.algo)))
+    cfg = fill_in(Config, read_flags(Config, argv, "train.py", "Multi-turn reinforcement learning "
+                                     "of an LLM agent: torchrun train.py --env babyai --algo grpo"))
     check(cfg)
     return cfg
 
 
-def fill_in(config_class: type[RunConfig], given: dict[str, Any], algo: str) -> Any:
-    """-> the settings of a run: those that are given, and the defaults, or what a resumed run was
-    started with. algo: for the name of the run folder. Raises ValueError."""
+def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
+    """-> the settings of a run. A setting has the value that is given, or else the preset of its
+    world and model, or else the class's default; a resumed run has what it was started with.
+    Raises ValueError."""
     env, model = given.get("env", RunConfig.env), given.get("model", RunConfig.model)
-    names = [re.sub(r"[^a-z0-9.]+", "_", env), algo, *model_label(model)]
+    names = [re.sub(r"[^a-z0-9.]+", "_", env),
+             re.sub(r"\W+", "_", given.get("algo", config_class.algo)), *model_label(model)]
     out = given.get("out") or f"runs/{'_'.join(names)}_s{given.get('seed', 0)}"
     if given.get("resume"):
         return resumed(config_class, given, out)
@@ -296,65 +281,57 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any], algo: str) -> 
     # Each world's settings.
     weights = mixture(env)
     urls = servers(given.get("env_url", ""), weights)
-    defaults = vars(Config()) | vars(config_class())
-    own = {world: defaults | presets(model, world) | given for world in weights}
-    worlds = {}
-    for world, values in own.items():
+    own, worlds = {}, {}
+    for world, weight in weights.items():
+        own[world] = values = vars(Config()) | vars(config_class()) | presets(model, world) | given
         rounds = list(schedule.parse_rounds(values["horizon"], world))
         if "horizon" not in given and config_class is not Config:  # sft.py
-            rounds = [values.get("eval_horizon", rounds[-1])]
+            rounds = [int(values["eval_horizon"])]
         elif "horizon" not in given and values["horizon_schedule"] == "fixed":
             rounds = rounds[-1:]
-        limits = {name: values[name] for name in LIMITS}
-        worlds[world] = WorldSettings(weights[world], rounds, **limits)
+        worlds[world] = WorldSettings(weight, rounds, *(values[name] for name in LIMITS))
     if others := set(re.findall(r"(\w+)=", given.get("horizon", ""))) - weights.keys():
         raise ValueError(f"--horizon names {others.pop()}, which is not in --env {env}")
 
-    # The run's: the first world's, but the smallest number of slots, and the largest limits.
-    run = dict(next(iter(own.values())))
-    formats = [own[world]["action_format"] for world in weights if not has_own_format(world)]
-    run["action_format"] = [*formats, run["action_format"]][0]
-    if "items_per_step" not in given:
-        run["items_per_step"] *= len(weights)
-    run["slots"] = min(values["slots"] for values in own.values())
-    run |= {name: max(values[name] for values in own.values()) for name in LIMITS}
-    of_worlds = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
-    run["env_args"] = " ".join([*of_worlds, given.get("env_args", "")]).strip()  # the last one wins
-    if "horizon" not in given:
-        run["horizon"] = " ".join(f"{world}={','.join(map(str, settings.rounds))}"
-                                  for world, settings in worlds.items())
+    # The run's: what is given, or else follows from those of all worlds, or else the first world's.
+    run = next(iter(own.values()))
+    args = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
+    run = run | {name: max(values[name] for values in own.values()) for name in LIMITS} | {
+        "action_format": own[min(own, key=has_own_format)]["action_format"],
+        "arrival_order": bool(run["env_url"]),
+        "horizon": " ".join(f"{world}={','.join(map(str, settings.rounds))}"
+                            for world, settings in worlds.items()),
+        "items_per_step": run["items_per_step"] * len(weights),
+        "shard": torch.cuda.is_available() and not run["lora_rank"],
+        "slots": min(values["slots"] for values in own.values()),
+    } | given | {
+        "agent_sha256": hash_of_sources(run["agent"], run["agent_args"]),
+        "env_args": " ".join([*args, given.get("env_args", "")]).strip(),  # the last one wins
+        "first_model": run_of(model).get("first_model", model),
+        "out": out,
+        "worlds": worlds,
+    }
     if "prompts" in given:
         run["prompt_texts"] = read_prompts(given["prompts"], weights)
-    if run["shard"] is None:
-        run["shard"] = torch.cuda.is_available() and not run["lora_rank"]
-    if run["arrival_order"] is None:
-        run["arrival_order"] = bool(run["env_url"])
     load_agent(run["agent"], run["agent_args"])  # raises ValueError
-    run |= {"out": out, "worlds": worlds, "first_model": run_of(model).get("first_model", model),
-            "agent_sha256": hash_of_sources(run["agent"], run["agent_args"])}
     return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
 
 def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> Any:
     """The settings of the run in `out`, and those of `given` that may change. Raises ValueError for
     one that may not."""
-    path = Path(out) / "config.json"
-    if not path.exists():
-        raise ValueError(f"nothing to resume: there is no {path}")
-    saved = read_json(path)
-    worlds = {world: WorldSettings(**own) for world, own in saved["worlds"].items()}
-    for name in given.keys() - MAY_CHANGE:
-        for owner in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
-            if owner[name] != given[name]:
-                raise ValueError(
-                    f"{out} was started with --{name} {owner[name]}, not {given[name]}")
-    settings = saved | given | {"out": out, "worlds": worlds}
-    cfg = config_class(**{f.name: settings[f.name] for f in fields(config_class)})
-    if cfg.env_url and not saved["env_url"]:
+    saved = read_json(f"{out}/config.json")
+    sources = {"agent_sha256": hash_of_sources(saved["agent"], saved["agent_args"])}
+    for name, value in (given | sources).items():
+        for started in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
+            if name not in MAY_CHANGE and started.get(name) != value:
+                raise ValueError(f"{out} was started with --{name} {started.get(name)}, "
+                                 f"not {value}")
+    if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
-    if hash_of_sources(cfg.agent, cfg.agent_args) != cfg.agent_sha256:
-        raise ValueError(f"{out} was started with another source of agent {cfg.agent}")
-    return cfg
+    worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
+    run = saved | given | {"out": out, "worlds": worlds}
+    return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
 
 # ---- the parts of --env, --env_url, --env_args, --horizon, --prompts, --model ----
@@ -367,14 +344,13 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
     >>> servers("babyai=http://a:1,http://b:1", ["babyai", "textcraft"])
     {'babyai': ['http://a:1', 'http://b:1'], 'textcraft': []}
     """
-    names = list(names)
     found = {name: [] for name in names}
-    if env_url and "=" not in env_url and len(names) == 1:
-        env_url = f"{names[0]}={env_url}"
     for part in env_url.split():
-        name, _, urls = part.partition("=")
+        name, urls = re.fullmatch(r"(?:(\w+)=)?(.*)", part).groups()
+        if name is None and len(found) == 1:
+            name = [*found][0]
         if found.get(name) != [] or not urls.strip(","):
-            raise ValueError(f"cannot read --env_url '{part}'; write {names[0]}=http://host:port")
+            raise ValueError(f"cannot read --env_url '{part}'; write {[*found][0]}=http://host:port")
         found[name] = [url for url in urls.split(",") if url]
     return found
 
@@ -385,13 +361,11 @@ def mixture(env: str) -> dict[str, float]:
     >>> mixture("babyai:2,textcraft")
     {'babyai': 2.0, 'textcraft': 1.0}
     """
-    weights = {}
-    for part in env.split(","):
-        match = re.fullmatch(r"(\w+)(?::(\d+(?:\.\d+)?))?", part.strip())
-        if not match or match[1] in weights or float(match[2] or 1) == 0:
-            raise ValueError(f"cannot read --env '{env}'; "
-                             "write babyai, or babyai:2,textcraft:1 with weights above 0")
-        weights[match[1]] = float(match[2] or 1)
+    parts = [re.fullmatch(r"(\w+)(?::(\d+(?:\.\d+)?))?", part.strip()) for part in env.split(",")]
+    weights = {part[1]: float(part[2] or 1) for part in parts if part}
+    if len(weights) < len(parts) or not all(weights.values()):
+        raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1 with "
+                         "weights above 0")
     return weights
 
 
@@ -399,26 +373,22 @@ def items_per_world(cfg: RunConfig, total_items: int) -> dict[str, int]:
     """World -> how many of `total_items` items are its own: in proportion to the weights, rounded
     down; the items that are left over go to the first worlds, one each."""
     # Fractions: in floating point 16 * 0.3 / (0.1 + 0.3) is below 12.
-    weights = {world: Fraction(str(own.weight)) for world, own in cfg.worlds.items()}
-    counts = {world: int(total_items * weight / sum(weights.values()))
-              for world, weight in weights.items()}
-    left_over = total_items - sum(counts.values())
-    for world in list(counts)[:left_over]:
-        counts[world] += 1
-    return counts
+    weights = [Fraction(str(own.weight)) for own in cfg.worlds.values()]
+    counts = [total_items * weight // sum(weights) for weight in weights]
+    for place in range(total_items - sum(counts)):
+        counts[place] += 1
+    return dict(zip(cfg.worlds, counts))
 
 
 def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
     """The file --prompts: world -> {"prompt": str, "reply": str}; {} for the path "". Raises
     ValueError for a file of another form, or without texts for any of `worlds`."""
-    if not path:
-        return {}
-    texts = read_json(path)
+    texts = read_json(path) if path else {}
     for world, own in texts.items():
         if not isinstance(own, dict) or own.keys() != {"prompt", "reply"} or not all(
                 isinstance(text, str) and text for text in own.values()):
             raise ValueError(f'{path}: {world} must be {{"prompt": a text, "reply": a text}}')
-    if not texts.keys() & set(worlds):
+    if path and not texts.keys() & set(worlds):
         raise ValueError(f"--prompts: {path} has no texts for {', '.join(worlds)}")
     return texts
 

@@ -267,8 +267,8 @@ def load_function(name: str | Callable[..., Any], table: dict[str, str], kind: s
     """The agent, advantage or loss (`kind`) that `name` stands for, or the function `name` itself,
     with settings "NAME=VALUE ...". Raises UserError: see `load_named`, `read_settings` and
     `with_settings`."""
+    label = f"{kind} {getattr(name, '__name__', name)}"
     function = load_named(name, table, kind) if isinstance(name, str) else name
-    label = f"{kind} {name if isinstance(name, str) else name.__name__}"
     return with_settings(function, read_settings(settings, f"settings of {label}"), label)
 
 
@@ -350,7 +350,7 @@ def items(env: str, split: str, data: str | Path | None = None) -> list[str]:
     """Item ids such as "babyai_17" of the split "train" or "test".
 
     data: a folder in the layout of AgentGym-RL-Data-ID (default: this project's item sets).
-    Raises OSError if there is no such file, and UserError if it is damaged or empty.
+    Raises UserError for a file that is missing, damaged or empty.
     """
     return _read_items(_item_file(env, split, data), env)
 
@@ -402,7 +402,7 @@ def _read_items(path, env):
         names = [entry["item_id"] for entry in json.loads(path.read_text())]
         if {split_item(name)[0] for name in names} != {env}:
             raise ValueError("it holds no items, or another world's")
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f'{path} is not a list of {{"item_id": "{env}_17"}}: {e}') from e
     return list(dict.fromkeys(names))  # some of AgentGym's files list an item twice
 
@@ -529,7 +529,6 @@ class EnvPool(AbstractContextManager):
         for worker in self.workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
         self.free.clear()
-        self.workers.clear()
 
     def _make(self, name, number):
         """Make environment `number` (0, 1, ...) of the world `name`.

@@ -161,7 +161,7 @@ def memory_gb(device: torch.device) -> float:
 MAX_LOGPROB_GAP = 0.1
 
 
-def alarm(row: dict, cfg) -> str:
+def alarm(row: dict, cfg: Any) -> str:
     """Why training cannot go on after a step with this row of metrics; "" if it can. cfg: has
     min_entropy and max_kl."""
     for name in ("loss", "grad_norm", "kl", "value_loss"):
@@ -179,7 +179,7 @@ def alarm(row: dict, cfg) -> str:
     return ""
 
 
-def reporter(cfg, step: int = 0) -> Callable[[dict], object]:
+def reporter(cfg: Any, step: int = 0) -> Callable[[dict], object]:
     """-> a function that sends a step's row of metrics to where --report_to says. cfg: the run's
     flags. step: the next one; TensorBoard then hides what an earlier process wrote from there
     on."""

@@ -400,8 +400,7 @@ def compute_paths_of(model: "PreTrainedModel | Critic") -> ComputePaths | None:
 
 def packs(model: "PreTrainedModel | Critic") -> bool:
     """Whether the update packs sequences into one row. False if the model was not checked."""
-    paths = compute_paths_of(model)
-    return paths is not None and paths.update == "packed"
+    return getattr(compute_paths_of(model), "update", "") == "packed"
 
 
 # ---- the weights of a policy ----

@@ -72,7 +72,7 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     given = read_flags(SFTConfig, argv, "sft.py", __doc__.split("\n\n")[0])
     if not given.get("resume"):
         given = {"lr": SFTConfig.lr} | given  # and not that of a preset
-    cfg = fill_in(SFTConfig, given, "sft")
+    cfg = fill_in(SFTConfig, given)
     if not cfg.demos and not cfg.trajectories:
         raise ValueError("nothing to learn from: give --demos or --trajectories")
     if cfg.min_reward is not None and not cfg.trajectories:

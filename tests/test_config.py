@@ -136,7 +136,7 @@ def test_a_run_is_not_resumed_elsewhere_or_from_an_earlier_version(tmp_path):
     saved = json.loads((tmp_path / "r/config.json").read_text())
     with pytest.raises(ValueError, match="--env_url"):
         parse_config([*flags, "--env_url", "http://127.0.0.1:9"])
-    for change, says in (({"agent_sha256": "0"}, "another source of agent"),
+    for change, says in (({"agent_sha256": "0"}, "was started with --agent_sha256 0"),
                          ({"plan": False}, "before-4050")):
         (tmp_path / "r/config.json").write_text(json.dumps(saved | change))
         with pytest.raises(ValueError, match=says):

@@ -66,19 +66,14 @@ def test_the_script_prints_what_the_rendered_notebook_shows():
     assert numbers == pytest.approx(shown_numbers, abs=0.01), MAKE_AGAIN
 
 
-def test_every_cell_of_the_rendered_notebook_ran_in_order_and_without_an_error():
+def test_the_rendered_notebook_ran_in_order_without_an_error_and_its_pictures_are_small():
     assert [cell["execution_count"] for cell in CODE] == list(range(1, len(CODE) + 1))
     kinds = {output["output_type"] for cell in CODE for output in cell["outputs"]}
     assert kinds == {"stream", "display_data"}  # an error would be a third kind
-
-
-def test_the_pictures_of_the_rendered_notebook_are_there_and_small():
     for cell in CODE:
-        shown = "".join(cell["source"]).count("plt.show()")
-        assert len(pictures(cell)) == shown
+        assert len(pictures(cell)) == "".join(cell["source"]).count("plt.show()")
     files = [picture for cell in CODE for picture in pictures(cell)]
-    assert len(files) == 2
-    assert all(file.startswith(b"\x89PNG") for file in files)
+    assert len(files) == 2 and all(file.startswith(b"\x89PNG") for file in files)
     assert sum(map(len, files)) < 150_000
 
 
@@ -86,7 +81,6 @@ def test_the_rendered_notebook_is_one_that_jupyter_opens():
     """What nbformat 4.5 requires of every cell; nothing in it tells where or when it was made."""
     assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     assert NOTEBOOK["metadata"]["kernelspec"]["name"] == "python3"
-    ids = [cell["id"] for cell in CELLS]
-    assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in ids)
+    ids = {cell["id"] for cell in CELLS}
+    assert len(ids) == len(CELLS) and all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", i) for i in ids)
     assert not any(cell["metadata"] for cell in CELLS)

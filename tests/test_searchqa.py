@@ -278,7 +278,8 @@ def test_a_retrieval_server_is_asked_in_search_r1s_protocol():
     assert split_contents('"A "b" c"\ntext\nmore') == ('A "b" c', "text\nmore")
 
 
-BODIES = {"garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}', "deep": b"[" * 100_000}
+BODIES = {"500": b'{"result": [[]]}', "garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}',
+          "deep": b"[" * 100_000}
 
 
 @pytest.mark.parametrize("fault", ["500", "garbage", "other", "deep", "slow", "gone"])

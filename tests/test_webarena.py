@@ -678,11 +678,6 @@ def official(intent, start="__SHOPPING__", **check):
             "intent": intent, "require_reset": False, "intent_template_id": 0, "eval": check}
 
 
-def says(intent, **references):
-    """A task whose answer is checked."""
-    return official(intent, eval_types=["string_match"], reference_answers=references)
-
-
 def on_page(intent, url, locator, prepare=(), **contents):
     """A task that is checked by what a page holds. locator: a CSS selector, or JavaScript."""
     if locator.startswith("."):
@@ -700,15 +695,11 @@ AUTHOR = "func:shopping_get_sku_latest_review_author('{}')"
 RATING = "func:shopping_get_sku_latest_review_rating('{}')"
 EITHER = official(
     "either of two", eval_types=["string_match", "url_match"],
-    reference_answers={"must_include": ["roots"]}, reference_url=WISHES, url_note="GOLD in PRED")
-GO_THERE = official("go there", eval_types=["url_match"],
-                    reference_url="__SHOPPING__/wishlist |OR| __SHOPPING__/nowhere")
+    reference_answers={"must_include": ["roots"]},
+    reference_url=f"{WISHES} |OR| __SHOPPING__/nowhere", url_note="GOLD in PRED")
 A_POST = "/f/books/59421/a-title"
 OFFICIAL = [  # task, the path to open first, the right answer, a wrong answer or None
-    (says("exact", exact_match="12"), "/", "12", "13"),
     (EITHER, "/wishlist/", "Roots", "leaves"),
-    (GO_THERE, "/wishlist/", "", None),
-    (says("unachievable", fuzzy_match="N/A"), "/", "N/A", "yes"),
     (on_page("the wish list", WISHES, ".products-grid.wishlist",
              must_include=["2 Orchid Roots & Bulbs |OR| nothing"]), "/", "", None),
     (on_page("a number that is 0", WISHES, "document.querySelectorAll('table').length",
@@ -766,8 +757,6 @@ def test_official_tasks_are_played_on_sites_of_the_users_own(tmp_path, monkeypat
             seen = env.reset(item)
             assert "URL: http://onestopmarket.com/" in seen and url not in seen
             assert f"OBJECTIVE: {task['intent']}" in seen
-            if task is GO_THERE:
-                assert score_now(env, right) == 0
             if path != "/":
                 assert env.step(f"```goto [http://onestopmarket.com{path}]```").valid
             assert wrong is None or score_now(env, wrong) == 0
