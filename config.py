@@ -321,12 +321,13 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     """The settings of the run in `out`, and those of `given` that may change. Raises ValueError for
     one that may not."""
     saved = read_json(f"{out}/config.json")
-    sources = {"agent_sha256": hash_of_sources(saved["agent"], saved["agent_args"])}
-    for name, value in (given | sources).items():
+    for name, value in given.items():
         for started in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
             if name not in MAY_CHANGE and started.get(name) != value:
                 raise ValueError(f"{out} was started with --{name} {started.get(name)}, "
                                  f"not {value}")
+    if hash_of_sources(saved["agent"], saved["agent_args"]) != saved["agent_sha256"]:
+        raise ValueError(f"{out} was started with another source of agent {saved['agent']}")
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
