@@ -18,16 +18,16 @@ exact way is used. A model without an exact way is refused.
 import copy
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import engine
 import rl
+from engine import Ragged
 from models.lockstep import Padded
 from parallel import device_of
 
@@ -41,27 +41,21 @@ RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "lstm",
 # The turns of one trajectory, as a rollout feeds them: first the prompt, then each token of a reply
 # by itself, the last one together with the observation that follows.
 Play = list[list[int]]
-LogProbs = dict[tuple[int, int], float]  # (play, feed) -> of the token that follows the feed
-Way = Callable[[PreTrainedModel, list[Play]], LogProbs]
 
 
 def make_plays(vocab_size: int) -> list[Play]:
     """Six plays of two or three turns. The second begins like the first; others end earlier."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(count):
-        return torch.randint(vocab_size, (count,), generator=generator).tolist()
-
-    beginning = draw(23)
     plays = []
     #                  prompt, reply, observation, reply, ...
-    for lengths in ((9, 4, 7, 3, 12, 5), (3, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
+    for lengths in ((32, 4, 7, 3, 12, 5), (3, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
                     (17, 2, 5, 6), (2, 3, 30, 5, 3, 3)):
-        play = [(beginning if len(plays) < 2 else []) + draw(lengths[0])]
+        sizes = [lengths[0]]  # of the feeds
         for reply, observation in zip(lengths[1::2], [*lengths[2::2], 0]):
-            play += [draw(1) for _ in range(reply)]
-            play[-1] += draw(observation)
-        plays.append(play)
+            sizes += [1] * (reply - 1) + [1 + observation]
+        ids = torch.randint(vocab_size, (sum(sizes),), generator=generator)
+        plays.append([feed.tolist() for feed in ids.split(sizes)])
+    plays[1][0] = plays[0][0][:23] + plays[1][0]
     return plays
 
 
@@ -71,52 +65,53 @@ def ends_of(play: Play) -> list[int]:
     return list(itertools.accumulate(map(len, play[:-1])))
 
 
-def next_logprobs(logits: Tensor, plays: list[Play], feeds: list[tuple[int, int]]) -> LogProbs:
-    """The log-probs of the tokens that follow feed k of play p, for each (p, k) of `feeds`.
-    logits [len(feeds), V]."""
-    logprobs = torch.log_softmax(logits.float(), -1)
-    return {(p, k): float(row[plays[p][k + 1][0]]) for row, (p, k) in zip(logprobs, feeds)}
-
-
 # ---- the ways ----
+# Each computes the log-probs [S] float64 of the tokens that follow the feeds: in the order of the
+# plays, and of the feeds within a play.
+
+
+def next_logprobs(logits: dict[tuple[int, int], Tensor], plays: list[Play]) -> Tensor:
+    """logits: (play, feed) -> [V] after this feed, for all feeds but a play's last -> log-probs
+    [S]."""
+    logprobs = [torch.log_softmax(logits[p, k].float(), -1)[plays[p][k + 1][0]].item()
+                for p, k in sorted(logits)]
+    return torch.tensor(logprobs, dtype=torch.float64)
 
 
 @torch.no_grad()
-def plain(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
+def plain(model: PreTrainedModel, plays: list[Play]) -> Tensor:
     """The oracle: the model's plain forward pass over each whole sequence."""
-    found = {}
+    logits = {}
     for p, play in enumerate(plays):
         ids = torch.tensor([sum(play, [])], device=device_of(model))
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        last = [end - 1 for end in ends_of(play)]
-        found |= next_logprobs(logits[last], plays, [(p, k) for k in range(len(last))])
-    return found
+        of_sequence = model(input_ids=ids, use_cache=False).logits[0]
+        logits |= {(p, k): of_sequence[end - 1] for k, end in enumerate(ends_of(play))}
+    return next_logprobs(logits, plays)
 
 
-def ragged(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
+def ragged(model: PreTrainedModel, plays: list[Play]) -> Tensor:
     """The engine, with fewer slots than plays. A slot begins a step after the one before it, so
     that some slots decode while others prefill, and a common beginning is copied."""
-    decoder = engine.Ragged(model, 4)
-    running = [[(p, k) for p in range(slot, len(plays), decoder.slots)
-                for k in range(len(plays[p]) - 1)] for slot in range(decoder.slots)]
-    found = {}
-    with decoder.attention():
-        for step in itertools.count():
-            feeds = {slot: left.pop(0) for slot, left in enumerate(running[: step + 1]) if left}
+    engine = Ragged(model, 4)
+    left = [[(p, k) for p in range(slot, len(plays), engine.slots)
+             for k in range(len(plays[p]) - 1)] for slot in range(engine.slots)]
+    logits = {}
+    with engine.attention():
+        for step in itertools.count(1):
+            feeds = {slot: feeds.pop(0) for slot, feeds in enumerate(left[:step]) if feeds}
             if not feeds:
-                return found
+                return next_logprobs(logits, plays)
             new_ids = {slot: plays[p][k] for slot, (p, k) in feeds.items()}
-            for slot, (_, k) in feeds.items():
-                if k == 0:
-                    prefix = decoder.best_prefix(new_ids[slot])
-                    new_ids[slot] = decoder.begin(slot, new_ids[slot], *prefix)
-            found |= next_logprobs(decoder.forward(new_ids), plays, list(feeds.values()))
+            for slot, ids in new_ids.items():
+                if feeds[slot][1] == 0:
+                    new_ids[slot] = engine.begin(slot, ids, *engine.best_prefix(ids))
+            logits |= zip(feeds.values(), engine.forward(new_ids))
 
 
-def padded(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
+def padded(model: PreTrainedModel, plays: list[Play]) -> Tensor:
     """The model's own attention and cache, all plays in lockstep."""
     cache = Padded(model)
-    found = {}
+    logits = {}
     rows = list(range(len(plays)))  # the plays in the cache
     for k in range(max(map(len, plays)) - 1):
         alive = [p for p in rows if k < len(plays[p]) - 1]
@@ -124,48 +119,30 @@ def padded(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
             cache.keep([rows.index(p) for p in alive])
             rows = alive
         forward = cache.forward if k else cache.start
-        logits = forward([plays[p][k] if p in alive else [] for p in rows])
-        places = [rows.index(p) for p in alive]
-        found |= next_logprobs(logits[places], plays, [(p, k) for p in alive])
-    return found
+        of_rows = forward([plays[p][k] if p in alive else [] for p in rows])
+        logits |= {(p, k): of_rows[rows.index(p)] for p in alive}
+    return next_logprobs(logits, plays)
 
 
-def alone(model: PreTrainedModel, plays: list[Play]) -> LogProbs:
+def alone(model: PreTrainedModel, plays: list[Play]) -> Tensor:
     """The same with one play at a time."""
-    return {(p, k): logprob for p, play in enumerate(plays)
-            for (_, k), logprob in padded(model, [play]).items()}
+    return torch.cat([padded(model, [play]) for play in plays])
 
 
 @torch.no_grad()
-def updated(model: PreTrainedModel, plays: list[Play], way: str) -> LogProbs:
+def updated(model: PreTrainedModel, plays: list[Play], way: str) -> Tensor:
     """The log-probs that the update computes."""
-    rows = [torch.tensor(sum(play, [])) for play in plays]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device_of(model))
+    ids = pad_sequence([torch.tensor(sum(play, [])) for play in plays], batch_first=True)
     mask = torch.zeros_like(ids, dtype=torch.bool)
-    for p, play in enumerate(plays):
-        mask[p, ends_of(play)] = True
+    for row, play in zip(mask, plays):
+        row[ends_of(play)] = True
     rl.set_compute_paths(model, rl.ComputePaths("padded", way, {}))
-    logprobs = rl.token_logprobs(model, ids, mask)[0].tolist()
-    return {(p, k): logprobs[p][end] for p, play in enumerate(plays)
-            for k, end in enumerate(ends_of(play))}
+    device = device_of(model)
+    return rl.token_logprobs(model, ids.to(device), mask.to(device))[0].cpu()[mask].double()
 
 
-WAYS: dict[str, dict[str, Way]] = {
-    "rollout": {"ragged": ragged, "padded": padded, "alone": alone},
-    "update": {way: partial(updated, way=way) for way in ("packed", "padded")}}
-
-
-def differences(way: Way, model: PreTrainedModel, plays: list[Play],
-                oracle: LogProbs) -> list[float]:
-    """The differences of a way's log-probs from the oracle's; [inf] if the way fails."""
-    try:
-        found = way(model, plays)
-    except Exception as e:  # what a model's code raises when it is used in a way not made for it
-        if rl.is_lack_of_resources(e):  # which says nothing about the way
-            raise
-        return [math.inf]
-    gaps = [abs(found[feed] - oracle[feed]) for feed in oracle]
-    return gaps if math.isfinite(sum(gaps)) else [math.inf]
+WAYS = {"rollout": {"ragged": ragged, "padded": padded, "alone": alone},
+        "update": {way: partial(updated, way=way) for way in ("packed", "padded")}}
 
 
 # ---- the check ----
@@ -209,38 +186,43 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     in that dtype and in float32: log-probs of unlikely tokens are large numbers, and rounding them
     alone may cost more than LARGEST_MEAN_GAP.
     """
-    plays = make_plays(model.config.get_text_config().vocab_size)
-    model.eval()
+    text = model.config.get_text_config()
+    plays = make_plays(text.vocab_size)
     oracle = plain(model, plays)
-    if not math.isfinite(sum(oracle.values())):
+    if not oracle.isfinite().all():
         raise ValueError("the model's log-probs are not finite: its weights are damaged")
-    limit = LARGEST_GAP_RECURRENT if is_recurrent(model.config) else LARGEST_GAP
-    comparisons = [("float32", oracle, max, limit)]
-    if dtype != "float32":
-        with rl.compute_in(dtype, device_of(model)):
-            rounded = plain(model, plays)
-        rounding = statistics.mean(abs(rounded[feed] - oracle[feed]) for feed in oracle)
-        comparisons.append((dtype, rounded, statistics.mean, max(LARGEST_MEAN_GAP, rounding)))
+    kinds = f"{model.config.model_type} {getattr(text, 'layer_types', '')}"
+    is_recurrent = any(word in kinds for word in RECURRENT)
+    limit = LARGEST_GAP_RECURRENT if is_recurrent else LARGEST_GAP
+    with rl.compute_in(dtype, device_of(model)):
+        rounded = plain(model, plays)
+    mean_limit = max(LARGEST_MEAN_GAP, (rounded - oracle).abs().mean())
     gaps = {}
 
     def is_exact(what, name):
-        for in_dtype, expected, measure, limit in comparisons:
-            with rl.compute_in(in_dtype, device_of(model)):
-                gap = measure(differences(WAYS[what][name], model, plays, expected))
-            gaps[f"{what} {name}" + (f" {dtype}" if expected is not oracle else "")] = gap
-            if gap > limit:
-                return False
-        return True
+        gap = differences(WAYS[what][name], model, plays, oracle).max().item()
+        gaps[f"{what} {name}"] = gap
+        if gap > limit or dtype == "float32":
+            return gap <= limit
+        with rl.compute_in(dtype, device_of(model)):
+            gap = differences(WAYS[what][name], model, plays, rounded).mean().item()
+        gaps[f"{what} {name} {dtype}"] = gap
+        return gap <= mean_limit
 
     exact = [next((name for name in ways if is_exact(what, name)), "")
              for what, ways in WAYS.items()]
     return rl.ComputePaths(*exact, gaps)
 
 
-def is_recurrent(config: PreTrainedConfig) -> bool:
-    """Whether some layers keep a state, and not keys and values."""
-    kinds = [config.model_type, *(getattr(config.get_text_config(), "layer_types", None) or [])]
-    return any(word in kind for word in RECURRENT for kind in kinds)
+def differences(way: Callable, model: PreTrainedModel, plays: list[Play],
+                oracle: Tensor) -> Tensor:
+    """The differences [S] of a way's log-probs from the oracle's; [inf] if the way fails."""
+    try:
+        return (way(model, plays) - oracle).abs().nan_to_num(math.inf, math.inf)
+    except Exception as e:  # what a model's code raises when it is used in a way not made for it
+        if rl.is_lack_of_resources(e):  # which says nothing about the way
+            raise
+        return torch.tensor([math.inf])
 
 
 def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -260,8 +242,7 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(text, name, None):
             setattr(text, name, SMALL_WINDOW)
-    forked = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=forked), device:
+    with torch.random.fork_rng(devices=[]), device:  # no result depends on a GPU's generator
         small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = model.state_dict()
     small.load_state_dict({name: weights[name] for name, own in small.state_dict().items()

@@ -130,3 +130,13 @@ def random_model(family, **config):
         num_key_value_heads=2, intermediate_size=96, head_dim=16, initializer_range=0.3,
         tie_word_embeddings=True)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size | config)).eval()
+
+
+def plain_logprobs(model, ids, mask, temperature=1.0):
+    """An oracle for `rl.token_logprobs`: the model's own forward pass over padded rows, all
+    positions' logits at once."""
+    import torch
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1] / temperature
+    logp = torch.log_softmax(logits, -1)
+    found = logp.gather(-1, ids[:, 1:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    return tuple(torch.nn.functional.pad(x, (1, 0)) * mask for x in found)

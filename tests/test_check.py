@@ -1,40 +1,43 @@
 """The ways in which a model is computed: the fastest exact one, or a refusal."""
 
 import json
-import math
 
 import pytest
 import torch
-from conftest import random_model, run_script
+from conftest import plain_logprobs, random_model, run_script
 
 import rl
-from models import packed
 from experiments.families import tiny_model
-from models import check
+from models import check, packed
 from rollout import Rollouts, rollout
 
 # One of each kind: plain, windows, soft caps, sinks and experts, nested configuration, keys and
 # values of different sizes; not through attention functions; recurrent layers.
-EXPECTED = {
-    "llama": ("ragged", "packed"),
-    "mistral, window": ("ragged", "packed"),
-    "gemma2, strong caps": ("ragged", "packed"),
-    "gpt_oss": ("ragged", "packed"),
-    "gemma3, nested": ("ragged", "packed"),
-    "deepseek_v3": ("ragged", "packed"),
-    "stablelm": ("padded", "padded"),
-    "mpt": ("alone", "padded"),
-    "lfm2": ("alone", "padded"),
-}
+EXPECTED = dict.fromkeys(
+    ["llama", "mistral, window", "gemma2, strong caps", "gpt_oss", "gemma3, nested", "deepseek_v3"],
+    ("ragged", "packed")) | {
+        "stablelm": ("padded", "padded"), "mpt": ("alone", "padded"), "lfm2": ("alone", "padded")}
 
 
 def test_a_lack_of_memory_says_nothing_of_a_way():
-    def raising(message):
-        raise RuntimeError(message)
+    def gaps_of(message):
+        def way(*_):
+            raise RuntimeError(message)
+        return check.differences(way, None, [], torch.zeros(2))
 
-    assert check.differences(lambda *_: raising("shapes differ"), None, [], {}) == [math.inf]
+    assert gaps_of("shapes differ").isposinf().all()
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        check.differences(lambda *_: raising("CUBLAS_STATUS_ALLOC_FAILED"), None, [], {})
+        gaps_of("CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def check_rollout(model, tokenizer, *args, **settings):
+    """The rollout and the update have the log-probs of the model's own forward pass."""
+    for t in rollout(model, tokenizer, *args, **settings):
+        ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
+        expected, _ = plain_logprobs(model, ids, mask)
+        again = rl.token_logprobs(model, ids, mask)[0]
+        torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -42,21 +45,7 @@ def test_each_family_is_computed_in_the_fastest_exact_way(name, pool):
     model, tokenizer = tiny_model(name)
     paths = check.find_paths(model)
     assert (paths.rollout, paths.update) == EXPECTED[name]
-    for t in rollout(model, tokenizer, pool, ["babyai_8", "babyai_50"], 3, max_tokens=7):
-        ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
-        expected = plain_logprobs(model, ids, mask)
-        again = rl.token_logprobs(model, ids, mask)[0].detach()
-        torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def plain_logprobs(model, ids, mask):
-    """The oracle: the log-probs of the sampled tokens in the model's own forward pass."""
-    assert mask.any()
-    logits = model(input_ids=ids, use_cache=False).logits
-    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return torch.cat([torch.zeros(1, 1), logprobs], 1) * mask
+    check_rollout(model, tokenizer, pool, ["babyai_8", "babyai_50"], 3, max_tokens=7)
 
 
 @pytest.mark.parametrize("name", ["mpt", "mistral, window"])
@@ -64,9 +53,7 @@ def test_the_engine_hf_plays_a_model_that_was_not_checked_in_its_exact_way(name,
     model, tokenizer = tiny_model(name)  # padding would change its log-probs
     items = ["babyai_8", "textcraft_3", "babyai_50", "textcraft_0"]
     short = {"babyai": Rollouts(max_tokens=5)}
-    for t in rollout(model, tokenizer, pool, items, 3, max_tokens=17, engine="hf", worlds=short):
-        expected = plain_logprobs(model, torch.tensor([t.tokens]), torch.tensor([t.mask]))
-        torch.testing.assert_close(torch.tensor([t.logprobs]), expected, atol=1e-4, rtol=0)
+    check_rollout(model, tokenizer, pool, items, 3, max_tokens=17, engine="hf", worlds=short)
 
 
 def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
@@ -90,8 +77,7 @@ def test_in_bfloat16_the_mean_gap_counts_too(monkeypatch):
     ragged = check.WAYS["rollout"]["ragged"]
 
     def wrong_in_bfloat16(model, plays):
-        error = 0.1 if torch.is_autocast_enabled("cpu") else 0.0
-        return {feed: x + error for feed, x in ragged(model, plays).items()}
+        return ragged(model, plays) + 0.1 * torch.is_autocast_enabled("cpu")
 
     small = check.first_layers(model, torch.device("cpu"))
     with monkeypatch.context() as patch:
