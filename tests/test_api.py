@@ -7,10 +7,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from conftest import run_script
+from serving import serving
 
 import agent
 import eval as evaluation
@@ -25,34 +25,18 @@ LOOK = "Action: inventory"  # a reply with an action that is always valid in Tex
 def server(answer):
     """answer(body, headers) -> (status, the reply as a string, or the whole JSON: a dict, or
     bytes)"""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = 404, {}
-            if self.path == "/v1/chat/completions":
-                status, reply = answer(body, self.headers)
-            if isinstance(reply, str):
-                message = {"role": "assistant", "content": reply}
-                reply = {"choices": [{"message": message, "finish_reason": "stop"}],
-                         "usage": {"total_tokens": 9}}
-            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.send_response(status)
-            if status == 429:
-                self.send_header("Retry-After", "1")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def respond(request):
+        status, reply = 404, {}
+        if request.path == "/v1/chat/completions":
+            status, reply = answer(json.loads(request.body), request.headers)
+        if isinstance(reply, str):
+            choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
+            reply = {"choices": [choice], "usage": {"total_tokens": 9}}
+        headers = {"Retry-After": "1"} if status == 429 else {}
+        return status, headers, reply if isinstance(reply, bytes) else json.dumps(reply)
 
-        def log_message(self, *_):
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}/v1"
-    finally:
-        running.shutdown()
-        running.server_close()
+    with serving(respond) as port:
+        yield f"http://127.0.0.1:{port}/v1"
 
 
 @pytest.fixture
@@ -301,55 +285,40 @@ def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_
 # ---- the command ----
 
 
-def test_the_command_writes_the_same_table_and_never_the_key(tmp_path, monkeypatch):
+def test_every_setting_reaches_the_server_and_the_key_is_never_written(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    heard = []
-    reply = "Thought: I look.\nAction: inventory"
+    heard, keys = [], set()
 
     def answer(body, headers):
-        heard.append(headers["Authorization"])
-        return 200, reply
-
-    with server(answer) as url:
-        done = run_script("eval.py", "--env", "textcraft", "--model", "openai:some/model",
-                          "--base_url", url, "--items", "6", "--horizon", "2",
-                          "--out", tmp_path / "r.json", "--trajectories", tmp_path / "t.jsonl")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert (result["success"], result["turns"], result["valid_actions"]) == (0, 2, 1)
-    assert result["config"]["model"] == "openai:some/model"
-    assert set(heard) == {"Bearer sk-secret"}
-    written = [path.read_text() for path in tmp_path.iterdir()]
-    assert len(written) == 2
-    assert not any("secret" in text for text in (done.stdout, done.stderr, *written))
-    (line, *_) = (tmp_path / "t.jsonl").read_text().splitlines()
-    assert json.loads(line)["messages"][3]["content"] == reply
-
-
-def test_every_setting_reaches_the_server_and_the_dialogue(tmp_path):
-    heard = []
-
-    def answer(body, _):
         heard.append(body)
+        keys.add(headers["Authorization"])
         return 200, "get"
 
     with server(answer) as url:
-        assert evaluation.main([
-            "--env", "textcraft", "--model", "openai:m", "--base_url", url, "--items", "2",
-            "--samples", "2", "--horizon", "4", "--temperature", "0.5", "--top_p", "0.25",
-            "--max_tokens", "7", "--max_length", "5", "--agent_args", "plan=true",
-                "--action_format",
-            "plain", "--trajectories", str(tmp_path / "t.jsonl")]) == 0
+        done = run_script(
+            "eval.py", "--env", "textcraft", "--model", "openai:some/model", "--base_url", url,
+            "--items", "2", "--samples", "2", "--horizon", "4", "--temperature", "0.5",
+            "--top_p", "0.25", "--max_tokens", "7", "--max_length", "5", "--agent_args",
+            "plan=true", "--action_format", "plain", "--out", tmp_path / "r.json",
+            "--trajectories", tmp_path / "t.jsonl")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["success"], result["turns"]) == (0, 1)
+    assert result["config"]["model"] == "openai:some/model"
     played = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     # The server counts 9 tokens, which is above --max_length, after the first turn.
     assert [(t["group"], t["sample"], t["turns"], t["status"]) for t in played] == [
         (group, sample, 1, "length") for group in range(2) for sample in range(2)]
     assert len(heard) == 4 == len({body["seed"] for body in heard})
     for body in heard:
-        sampling = (body["temperature"], body["top_p"], body["max_tokens"])
-        assert sampling == (0.5, 0.25, 7)
+        sampling = (body["model"], body["temperature"], body["top_p"], body["max_tokens"])
+        assert sampling == ("some/model", 0.5, 0.25, 7)
         assert body["messages"][2]["content"].endswith(agent.PLAN.strip())
         assert "Thought:" not in body["messages"][0]["content"]
+    assert keys == {"Bearer sk-secret"}
+    written = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(written) == 2
+    assert not any("secret" in text for text in (done.stdout, done.stderr, *written))
 
 
 def test_an_evaluation_whose_server_fails_goes_on_later(tmp_path, capsys):
