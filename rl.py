@@ -329,11 +329,9 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     place = torch.arange(ids.shape[1], device=ids.device)
     lengths = (place * mask).amax(1).clamp(min=1).tolist()  # the last sampled token is not fed
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths)]
-    packed, parts, index = pack(rows, ids.shape[1])
-    packed, index = packed.to(ids.device), index.to(ids.device)
-    parts = [part._replace(keys=part.keys.to(ids.device)) for part in parts]
+    (packed, positions), parts, index = pack(rows, ids.shape[1], ids.device)
     with use_attention(body.config, "within"):
-        out = body(input_ids=packed[None, :, 0], position_ids=packed[None, :, 1], use_cache=False,
+        out = body(input_ids=packed[None], position_ids=positions[None], use_cache=False,
                    parts=parts)
     return out.last_hidden_state[0][index[mask.roll(-1, 1)]]
 

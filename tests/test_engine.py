@@ -239,12 +239,11 @@ def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool,
 @pytest.mark.parametrize("shared", [1, 2])
 def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
     rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a prefix
-    packed, parts, _ = pack(rows, 73)
-    parts = [part._replace(keys=part.keys.cuda()) for part in parts]
+    packed, parts, _ = pack(rows, 73, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
 
     def make(heads):
-        shape = (1, heads, len(packed), 64)
+        shape = (1, heads, packed.shape[1], 64)
         return torch.randn(shape, device="cuda", generator=generator).requires_grad_()
 
     qkv = [make(4), make(4 // shared), make(4 // shared)]
