@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
-)
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config)
 
 import rl
 from config import Config
@@ -41,8 +40,7 @@ KNOWN = {
     "Qwen/Qwen2.5-32B-Instruct": (Qwen2Config, 64, 5120, 27648, 40, 8, 152064, False),
     "Qwen/Qwen3-4B": (Qwen3Config, 36, 2560, 9728, 32, 8, 151936, True),
     "Qwen/Qwen3-8B": (Qwen3Config, 36, 4096, 12288, 32, 8, 151936, False),
-    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, 32, 4096, 14336, 32, 8, 128256, False),
-}
+    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, 32, 4096, 14336, 32, 8, 128256, False)}
 
 
 # ---- measured ----
@@ -67,10 +65,9 @@ def put_peak(vocabulary, all_logits, answer):
     Runs in a fresh process.
     """
     torch.set_num_threads(1)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=False,
-    )
+    config = Qwen2Config(vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+                         tie_word_embeddings=False)
     model = Qwen2ForCausalLM(config)
     rl.set_compute_paths(model, rl.FASTEST)
     for p in model.parameters():
@@ -128,14 +125,11 @@ def config_of(name):
     """The config of a model in KNOWN, a folder or a hub id. Raises ValueError if there is none."""
     if name in KNOWN:
         config_class, layers, hidden, intermediate, heads, kv_heads, vocabulary, tied = KNOWN[name]
-        more = {}
-        if config_class is Qwen3Config:
-            more["head_dim"] = 128
-        return config_class(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-            tie_word_embeddings=tied, **more,
-        )
+        more = {"head_dim": 128} if config_class is Qwen3Config else {}
+        return config_class(num_hidden_layers=layers, hidden_size=hidden,
+                            intermediate_size=intermediate, num_attention_heads=heads,
+                            num_key_value_heads=kv_heads, vocab_size=vocabulary,
+                            tie_word_embeddings=tied, **more)
     try:
         return AutoConfig.from_pretrained(**rl.location(rl.model_path(name)))
     except (OSError, ValueError) as e:
@@ -148,10 +142,8 @@ def count_parameters(parameters):
     return sum(p.numel() for p in parameters)
 
 
-def estimate(
-    config, gpus, slots=Config.slots, length=Config.max_length,
-    positions=Config.microbatch_tokens, kl=True, lora=0, offload=False, ppo=False,
-):
+def estimate(config, gpus, slots=Config.slots, length=Config.max_length,
+             positions=Config.microbatch_tokens, kl=True, lora=0, offload=False, ppo=False):
     """Bytes on each GPU, with bfloat16 arithmetic and gradient checkpointing.
 
     slots: trajectories at a time on each GPU; length: tokens of a trajectory; positions: of a
@@ -236,10 +228,9 @@ def measure(args):
     """-> (figures for --out, one line for each target that was missed)"""
     if not args.model:
         return measure_log_probs()
-    parts = estimate(
-        config_of(args.model), args.gpus, args.slots, args.max_length, args.microbatch_tokens,
-        args.kl_coef > 0, args.lora_rank, args.offload, args.ppo,
-    )
+    parts = estimate(config_of(args.model), args.gpus, args.slots, args.max_length,
+                     args.microbatch_tokens, args.kl_coef > 0, args.lora_rank, args.offload,
+                     args.ppo)
     print(
         f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "
         f"{parts['trained'] / 1e9:.3f}B of them trained, on {args.gpus} GPUs, GB each"

@@ -31,10 +31,8 @@ from logging import CRITICAL, getLogger
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import (
-    ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config, Qwen2ForCausalLM,
-    StoppingCriteriaList,
-)
+from transformers import (ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config,
+                          Qwen2ForCausalLM, StoppingCriteriaList)
 
 import agent
 import rl
@@ -110,11 +108,9 @@ def load_models():
     """
     tiny, tokenizer = rl.load_policy("tiny")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
-        tie_word_embeddings=True, max_position_embeddings=8192,
-    )
+    config = Qwen2Config(vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
+                         tie_word_embeddings=True, max_position_embeddings=8192)
     models = {"tiny": tiny.eval(), "3.7M": Qwen2ForCausalLM(config).eval()}
     copies = {name + "'": copy.deepcopy(model) for name, model in models.items()}
     return models | copies, tokenizer
@@ -123,9 +119,8 @@ def load_models():
 # ---- ours ----
 
 
-def play_ours(
-    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS, engine=None,
-):
+def play_ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS,
+              engine=None):
     """-> (seconds, trajectories, stats)."""
 
     class ScriptedEpisode(ro.Episode):
@@ -150,10 +145,9 @@ def play_ours(
     try:
         with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
             start = time.perf_counter()
-            played = ro.rollout(
-                model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
-                action_format="plain", engine=engine, arrival_order=workload == "slow", stats=stats,
-            )
+            played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
+                                action_format="plain", engine=engine,
+                                arrival_order=workload == "slow", stats=stats)
             seconds = time.perf_counter() - start
     finally:
         ro.Episode = original_episode
@@ -196,9 +190,8 @@ def replay_seconds(recorder):
 # ---- Hugging Face's ways ----
 
 PAGE = 32
-GENERATION = dict(
-    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
-)
+GENERATION = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1,
+                  pad_token_id=0)
 
 
 class ReplyLengths:
@@ -260,12 +253,9 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
             width = ids.shape[1]
             lengths = [of_turns[turn] for of_turns in reply_lengths]
             ids = model.generate(
-                ids,
-                attention_mask=mask,
+                ids, attention_mask=mask, **cache_argument,
                 generation_config=GenerationConfig(max_new_tokens=max(lengths), **GENERATION),
-                stopping_criteria=StoppingCriteriaList([ReplyLengths(width, lengths)]),
-                **cache_argument,
-            )
+                stopping_criteria=StoppingCriteriaList([ReplyLengths(width, lengths)]))
             in_reply = torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]
             mask = torch.cat([mask, in_reply.long()], 1)
             replies = [row[width : width + n].tolist() for row, n in zip(ids, lengths)]
@@ -282,9 +272,8 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
 
 
 @torch.no_grad()
-def play_continuous(
-    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS
-):
+def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS,
+                    turns=TURNS):
     """Continuous batching: every turn is a request with the whole history.
 
     -> (seconds, histories)
@@ -298,9 +287,8 @@ def play_continuous(
     steps = {}  # trajectory -> future of its environment's step
     num_done = 0
     # Small pages, so that a turn finds most keys and values of its history in shared pages.
-    pages = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=slots * 3072 // PAGE, max_batch_tokens=1024, seed=0
-    )
+    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=slots * 3072 // PAGE,
+                                     max_batch_tokens=1024, seed=0)
     context = model.continuous_batching_context_manager(
         generation_config=GenerationConfig(max_new_tokens=1, **GENERATION),
         continuous_batching_config=pages,
@@ -380,9 +368,8 @@ def compare(models, tokenizer, name, workload, full):
     our_seconds, limit_seconds = [], []
     for _ in range(our_repeats):
         recorder.calls = []
-        seconds, trajectories, stats = play_ours(
-            model, tokenizer, workload, turns=turns, engine=recorder
-        )
+        seconds, trajectories, stats = play_ours(model, tokenizer, workload, turns=turns,
+                                                 engine=recorder)
         our_seconds.append(seconds)
         limit_seconds.append(replay_seconds(recorder))
     row = {"ours": statistics.median(our_seconds), "limit": statistics.median(limit_seconds)}
@@ -407,19 +394,14 @@ def compare(models, tokenizer, name, workload, full):
         row[f"ratio_{way}"] = row[way] / row["ours"]
     limit_shares = [limit / ours for ours, limit in zip(our_seconds, limit_seconds)]
     num_tokens = sum(len(t.tokens) for t in trajectories)
-    return row | {
-        "limit_share": statistics.median(limit_shares),
-        "occupancy": stats["busy"] / stats["usable"],
-        "forwarded_per_kept": stats["forwarded"] / num_tokens,
-        "tokens": num_tokens,
-        "tokens_per_second": num_tokens / row["ours"],
-    }
+    return row | {"limit_share": statistics.median(limit_shares),
+                  "occupancy": stats["busy"] / stats["usable"],
+                  "forwarded_per_kept": stats["forwarded"] / num_tokens, "tokens": num_tokens,
+                  "tokens_per_second": num_tokens / row["ours"]}
 
 
-PRINTED = (
-    "ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share", "occupancy",
-    "forwarded_per_kept",
-)
+PRINTED = ("ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share",
+           "occupancy", "forwarded_per_kept")
 
 
 def measure_rollouts(full, names, workloads=("short", "long", "slow")):
@@ -446,20 +428,15 @@ def measure_scale(model, tokenizer):
     rows = []
     for trajectories, turns in [(16, 8), (64, 8), (512, 8), (32, 5), (32, 20), (32, 80)]:
         is_long = trajectories > 64 or turns > 20
-        runs = [
-            play_ours(model, tokenizer, "short", trajectories, 16, turns, engine)
-            for _ in range(3 if is_long else 9)
-        ]
+        runs = [play_ours(model, tokenizer, "short", trajectories, 16, turns, engine)
+                for _ in range(3 if is_long else 9)]
         seconds = statistics.median(run[0] for run in runs)
         played = runs[0][1]
         num_tokens = sum(len(t.tokens) for t in played)
-        row = {
-            "trajectories": trajectories,
-            "turns": turns,
-            "ms_per_trajectory": 1000 * seconds / trajectories,
-            "us_per_token": 1e6 * seconds / num_tokens,
-            "tokens_per_trajectory": num_tokens / trajectories,
-        }
+        row = {"trajectories": trajectories, "turns": turns,
+               "ms_per_trajectory": 1000 * seconds / trajectories,
+               "us_per_token": 1e6 * seconds / num_tokens,
+               "tokens_per_trajectory": num_tokens / trajectories}
         rows.append(row)
         tqdm.write("  ".join(f"{key} {value:.0f}" for key, value in row.items()))
     return rows
@@ -471,9 +448,8 @@ def add_flags(parser):
         action="store_true",
         help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns",
     )
-    parser.add_argument(
-        "--workloads", type=lambda text: text.split(","), default=["short", "long", "slow"],
-    )
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=["short", "long",
+                                                                                   "slow"])
 
 
 def measure(args):

@@ -125,10 +125,9 @@ def random_model(family, **config):
     import rl
     torch.manual_seed(0)
     _, tokenizer = rl.load_policy("tiny")
-    size = dict(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96, head_dim=16, initializer_range=0.3,
-        tie_word_embeddings=True)
+    size = dict(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, head_dim=16,
+                initializer_range=0.3, tie_word_embeddings=True)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size | config)).eval()
 
 

@@ -23,12 +23,9 @@ def test_failed_environments_are_left_out_of_the_metrics():
     played[3].status = Status.HORIZON
     failed = Trajectory("babyai_8", "babyai", status=Status.ENV_ERROR, turns=9, error="fault: gone")
     row = rollout_metrics([*played, failed])
-    expected = {
-        "reward": 0.5, "success": 0.25, "turns": 2.0, "valid_actions": 0.5, "entropy": 1.5,
-        "reply_tokens": 1.0,
-        "zero_gradient_groups": 0.5, "truncated": 0.25, "env_error": 0.2, "env_error/fault": 0.2,
-        "trajectories": 5,
-    }
+    expected = {"reward": 0.5, "success": 0.25, "turns": 2.0, "valid_actions": 0.5, "entropy": 1.5,
+                "reply_tokens": 1.0, "zero_gradient_groups": 0.5, "truncated": 0.25,
+                "env_error": 0.2, "env_error/fault": 0.2, "trajectories": 5}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     # Nothing was played: that is no success of 0.
     assert rollout_metrics([failed]) == {"env_error": 1, "env_error/fault": 1, "trajectories": 1}
