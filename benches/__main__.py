@@ -40,11 +40,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         bench = importlib.import_module(f"benches.{name}")
         command = commands.add_parser(name, description=bench.__doc__, formatter_class=as_written)
         command.add_argument("--out", help="JSON file for the figures")
-        command.add_argument(
-            "--full",
-            action="store_true",
-            help="more: see above (rollout, update: medians of five, and a 3.7M model)",
-        )
+        command.add_argument("--full", action="store_true",
+                             help="more: see above (rollout, update: medians of five, and a 3.7M "
+                                  "model)")
         command.add_argument("--threads", type=int, default=1, help="of PyTorch, the same for all")
         command.set_defaults(measure=bench.measure)
         bench.add_flags(command)
@@ -58,11 +56,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def states_a_ratio(args: argparse.Namespace) -> bool:
     """Whether the project states a ratio for this benchmark, which a measurement can miss."""
-    if args.what == "rollout":
-        return not args.scale
-    if args.what == "memory":
-        return not args.model
-    return args.what == "update"
+    whole = {"rollout": "scale", "memory": "model"}  # with this flag it measures something else
+    return args.what == "update" or args.what in whole and not getattr(args, whole[args.what])
 
 
 def main(argv: list[str] | None = None) -> int:

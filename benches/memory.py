@@ -112,9 +112,7 @@ def measure_log_probs():
         tqdm.write(f"vocabulary {vocabulary:7}{columns}")
     ours = [row["ours"] for row in rows]
     growth = max(ours) / min(ours)
-    missed = []
-    if growth > TARGET:
-        missed.append(f"the peak grows {growth:.2f} times, not {TARGET}")
+    missed = [f"the peak grows {growth:.2f} times, not {TARGET}"] if growth > TARGET else []
     return {"tokens": TOKENS, "rows": rows, "largest_over_smallest": growth}, missed
 
 
@@ -133,9 +131,8 @@ def config_of(name):
     try:
         return AutoConfig.from_pretrained(**rl.location(rl.model_path(name)))
     except (OSError, ValueError) as e:
-        reason = str(e).splitlines()[0]
-        known = ", ".join(KNOWN)
-        raise ValueError(f"no config of '{name}': {reason}; known without one: {known}") from e
+        raise ValueError(f"no config of '{name}': {str(e).splitlines()[0]}; known without one: "
+                         f"{', '.join(KNOWN)}") from e
 
 
 def count_parameters(parameters):
@@ -168,20 +165,15 @@ def estimate(config, gpus, slots=Config.slots, length=Config.max_length,
     # The weights and what stands beside them: AdamW has two moments.
     if lora:
         # Each GPU holds the whole model: the base in bfloat16, the adapters in float32.
-        parts["weights"] = 2 * (count - trained) + 4 * trained
-        parts["gradients"] = 4 * trained
-        parts["optimizer"] = 8 * trained
-        parts["reference"] = 0
-        parts["gathered_rollout"] = 0
-        parts["gathered_update"] = 0
+        parts |= {"weights": 2 * (count - trained) + 4 * trained, "gradients": 4 * trained,
+                  "optimizer": 8 * trained, "reference": 0, "gathered_rollout": 0,
+                  "gathered_update": 0}
     else:
         # Each GPU holds its share in float32, and gathers in bfloat16 what it computes with.
         share = 0 if offload else 1 / gpus
-        parts["weights"] = int(4 * count * share)
-        parts["gradients"] = int(4 * count * share)
-        parts["optimizer"] = int(8 * count * share)
-        parts["reference"] = int(2 * count * share) if kl else 0
-        parts["gathered_rollout"] = 2 * count
+        parts |= {"weights": int(4 * count * share), "gradients": int(4 * count * share),
+                  "optimizer": int(8 * count * share), "gathered_rollout": 2 * count,
+                  "reference": int(2 * count * share) if kl else 0}
         # The weights of the current block, the next block and the rest, and the gradients of one
         # block and the rest on their way to the GPUs that own them.
         parts["gathered_update"] = 2 * (2 * block + rest) + 6 * block + 6 * rest
@@ -191,14 +183,10 @@ def estimate(config, gpus, slots=Config.slots, length=Config.max_length,
     parts["critic"] = 0
     if ppo:
         body = count_parameters(model.base_model.parameters())
-        if lora:
-            parts["critic"] = 2 * (body - trained) + 12 * trained
-        else:
-            parts["critic"] = int(12 * body * share)
+        parts["critic"] = 2 * (body - trained) + 12 * trained if lora else int(12 * body * share)
 
     # Keys and values of all slots, in bfloat16.
-    kv_heads = config.num_key_value_heads
-    parts["cache"] = slots * length * num_blocks * 2 * kv_heads * head_dim * 2
+    parts["cache"] = slots * length * num_blocks * 2 * config.num_key_value_heads * head_dim * 2
 
     # A micro-batch: the saved input of each block, the activations inside one block, the logits.
     block_inputs = 2 * hidden * num_blocks
@@ -231,10 +219,8 @@ def measure(args):
     parts = estimate(config_of(args.model), args.gpus, args.slots, args.max_length,
                      args.microbatch_tokens, args.kl_coef > 0, args.lora_rank, args.offload,
                      args.ppo)
-    print(
-        f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "
-        f"{parts['trained'] / 1e9:.3f}B of them trained, on {args.gpus} GPUs, GB each"
-    )
+    print(f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "
+          f"{parts['trained'] / 1e9:.3f}B of them trained, on {args.gpus} GPUs, GB each")
     for name, size in parts.items():
         if name not in ("parameters", "trained"):
             print(f"  {name:17} {size / 1e9:7.1f}")

@@ -118,12 +118,8 @@ def run_script(program, python, job, limit):
     Raises RuntimeError if the script fails, or takes longer than `limit` seconds.
     """
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": str(job["threads"]),
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "THP_MEM_ALLOC_ENABLE": "1",  # as in config.py
-    }
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # the last as in config.py
     with tempfile.TemporaryDirectory() as folder:
         job_file, report = Path(folder) / "job.json", Path(folder) / "report.json"
         job_file.write_text(json.dumps(job))
@@ -147,33 +143,26 @@ def figures_of(report):
         report = json.loads(report)
         steps = report["steps"]
         sums = {name: sum(step[name] for step in steps) for name in steps[0]}
+        means = {name: total / len(steps) for name, total in sums.items()}
         speeds = [step["trained"] / (step["rollout"] + step["update"]) for step in steps]
         cpu_speeds = [step["trained"] / (step["cpu_rollout"] + step["cpu_update"])
                       for step in steps]
         positions = sums["rollout_positions"] + sums["update_positions"]
-        row = {
-            "tokens_per_second": statistics.median(speeds),
-            "tokens_per_cpu_second": statistics.median(cpu_speeds),
-            "slowest": min(speeds),
-            "fastest": max(speeds),
-            "seconds_rollout": sums["rollout"] / len(steps),
-            "seconds_update": sums["update"] / len(steps),
-            "cpu_rollout": sums["cpu_rollout"] / len(steps),
-            "cpu_update": sums["cpu_update"] / len(steps),
-            "positions_per_trained": positions / sums["trained"],
-            "rollout_positions_per_trained": sums["rollout_positions"] / sums["trained"],
-            "trained": sums["trained"] / len(steps),
-            "answered_share": sums["answered"] / sums["trained"],
-            "turns": sums["turns"] / sums["episodes"],
-            "reward": sum(step["reward"] for step in steps) / len(steps),
-            "memory_mb": report["memory_mb"],
-        }
+        row = {"tokens_per_second": statistics.median(speeds),
+               "tokens_per_cpu_second": statistics.median(cpu_speeds),
+               "slowest": min(speeds), "fastest": max(speeds),
+               "seconds_rollout": means["rollout"], "seconds_update": means["update"],
+               **{name: means[name] for name in ("cpu_rollout", "cpu_update", "trained", "reward")},
+               "positions_per_trained": positions / sums["trained"],
+               "rollout_positions_per_trained": sums["rollout_positions"] / sums["trained"],
+               "answered_share": sums["answered"] / sums["trained"],
+               "turns": sums["turns"] / sums["episodes"], "memory_mb": report["memory_mb"]}
         check = report["check"]
         if check:
             row["gap_max"] = check["gap_max"]
             row["gap_mean"] = check["gap_sum"] / max(1, check["gap_tokens"])
-            names = ("trained", "not_sampled", "sampled_not_trained", "unanswered")
-            row["check"] = {name: check[name] for name in (*names, "unclosed_replies")}
+            row["check"] = {name: check[name] for name in (
+                "trained", "not_sampled", "sampled_not_trained", "unanswered", "unclosed_replies")}
         return row | {"settings": report["settings"], "versions": report["versions"]}
     except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as e:
         raise ValueError(f"no report of benches/peers_scripts: {type(e).__name__} {e}") from e
@@ -228,9 +217,7 @@ def measure_program(args, model, world, name):
     try:
         python = python_of(program, Path(args.envs).expanduser())
         tried = []
-        candidates = program.settings[: scale.tried]
-        if args.no_trials:
-            candidates = candidates[:1]
+        candidates = program.settings[: 1 if args.no_trials else scale.tried]
         for settings in candidates:
             speed = None
             if len(candidates) > 1:
@@ -305,9 +292,6 @@ def measure(args):
     unknown = set(args.programs) - PROGRAMS.keys()
     if unknown:
         raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
-    for world in args.worlds:
-        envs.check_env(world)
-        envs.items(world, "train", args.data or None)  # raises ValueError if there are none
     if args.full and "smollm2" not in args.models:
         args.models = [*args.models, "smollm2"]
     for model in args.models:
@@ -328,6 +312,5 @@ def measure(args):
                 tqdm.write(
                     f"  ours: {found['ratio']:.2f} times the tokens a second of the fastest peer, "
                     f"{found['fastest']}; by processor time {found['cpu_ratio']:.2f}; "
-                    f"goal {scale_of(args, model).goal}"
-                )
+                    f"goal {scale_of(args, model).goal}")
     return figures, []

@@ -30,6 +30,7 @@ from logging import CRITICAL, getLogger
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config,
                           Qwen2ForCausalLM, StoppingCriteriaList)
@@ -41,17 +42,11 @@ from engine import Ragged
 from envs import Env, EnvPool, Step
 
 SLOTS, TRAJECTORIES, TURNS = 64, 192, 8
+SHARES = {"limit_share": 0.85, "occupancy": 0.9}
 TARGETS = {  # workload -> what must be reached, on the tiny model
-    "short": {
-        "ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, "limit_share": 0.85,
-        "occupancy": 0.9,
-    },
-    "long": {
-        "ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, "limit_share": 0.85,
-        "occupancy": 0.9,
-    },
-    "slow": {"ratio_cached": 3, "ratio_continuous": 1},
-}
+    "short": {"ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, **SHARES},
+    "long": {"ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, **SHARES},
+    "slow": {"ratio_cached": 3, "ratio_continuous": 1}}
 WORDS = "the red ball is left of a grey door and you see one key in this room".split()
 
 
@@ -207,12 +202,9 @@ class ReplyLengths:
 
 def pad_left(rows):
     """Lists of ids -> ids and mask, [B, W] long, padded on the left."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
+    rows = [torch.tensor(row) for row in rows]
+    return [pad_sequence(tensors, batch_first=True, padding_side="left")
+            for tensors in (rows, [torch.ones_like(row) for row in rows])]
 
 
 def step_all(worlds, texts, workload, threads):
@@ -236,9 +228,7 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
         start = time.perf_counter()
         new = [chat.start(world.prompt, world.reset(i)) for i, world in enumerate(worlds)]
         histories = [list(ids) for ids in new]
-        cache_argument = {}
-        if cached:
-            cache_argument = {"past_key_values": DynamicCache(config=model.config)}
+        cache_argument = {"past_key_values": DynamicCache(config=model.config)} if cached else {}
         ids = mask = torch.zeros(rows, 0, dtype=torch.long)
         for turn in range(turns):
             # The prompts of this turn.
@@ -344,15 +334,10 @@ def median_of(repeats, function):
 def compare(models, tokenizer, name, workload, full):
     """Time all ways on one model and workload -> figures."""
     model = models[name]
-    turns = TURNS
-    if workload == "long" and not full:
-        turns = 6
-    if full:
-        our_repeats, their_repeats = 5, 5
-    elif workload == "long":
-        our_repeats, their_repeats = 1, 1
-    else:
-        our_repeats, their_repeats = 3, 1
+    turns = 6 if workload == "long" and not full else TURNS
+    our_repeats = their_repeats = 5 if full else 1
+    if not full and workload != "long":
+        our_repeats = 3
 
     # Fill the caches of the conversations, warm up, and let the engine allocate its memory: it
     # keeps it, as it does from the second training step on.
@@ -404,20 +389,6 @@ PRINTED = ("ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit
            "occupancy", "forwarded_per_kept")
 
 
-def measure_rollouts(full, names, workloads=("short", "long", "slow")):
-    """-> {model: {workload: figures}}"""
-    models, tokenizer = load_models()
-    figures = {}
-    jobs = [(name, workload) for name in names for workload in workloads]
-    for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
-        row = compare(models, tokenizer, name, workload, full)
-        figures.setdefault(name, {})[workload] = row
-        columns = "".join(f"  {key} {row[key]:.2f}" for key in PRINTED)
-        tokens_per_second = f"{row['tokens_per_second']:.0f} tokens/s"
-        tqdm.write(f"{name:5} {workload:6}{columns}  {tokens_per_second}")
-    return figures
-
-
 def measure_scale(model, tokenizer):
     """The cost of a trajectory and of a token, with more trajectories and turns in 16 slots.
 
@@ -443,25 +414,29 @@ def measure_scale(model, tokenizer):
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--scale",
-        action="store_true",
-        help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns",
-    )
-    parser.add_argument("--workloads", type=lambda text: text.split(","), default=["short", "long",
-                                                                                   "slow"])
+    parser.add_argument("--scale", action="store_true",
+                        help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 "
+                             "turns")
+    parser.add_argument("--workloads", type=lambda text: text.split(","),
+                        default=["short", "long", "slow"])
 
 
 def measure(args):
     """-> (figures for --out, one line for each target that was missed)"""
     # It warns that psutil is missing, which it needs on GPUs only.
     getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)
+    models, tokenizer = load_models()
     if args.scale:
-        models, tokenizer = load_models()
         return measure_scale(models["tiny"], tokenizer), []
 
-    names = ["tiny", "3.7M"] if args.full else ["tiny"]
-    figures = measure_rollouts(args.full, names, args.workloads)
+    figures = {}
+    jobs = [(name, workload) for name in (["tiny", "3.7M"] if args.full else ["tiny"])
+            for workload in args.workloads]
+    for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
+        row = compare(models, tokenizer, name, workload, args.full)
+        figures.setdefault(name, {})[workload] = row
+        columns = "".join(f"  {key} {row[key]:.2f}" for key in PRINTED)
+        tqdm.write(f"{name:5} {workload:6}{columns}  {row['tokens_per_second']:.0f} tokens/s")
     missed = []
     for workload in args.workloads:
         for key, target in TARGETS[workload].items():

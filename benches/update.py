@@ -141,11 +141,8 @@ def compare(model, trajectories, repeats):
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        help="whose trajectories `agent` are; 'tiny' or a folder with a model like it",
-    )
+    parser.add_argument("--model", default="tiny", help="whose trajectories `agent` are; 'tiny' or "
+                        "a folder with a model like it")
 
 
 def measure(args):
