@@ -100,8 +100,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         scores = scores + mask
     scores = scores.float()
     if sinks is not None:
-        sinks = sinks.float().expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
     weights = torch.softmax(scores, -1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
@@ -110,12 +109,9 @@ def seen_keys(last_keys: Tensor, width: int, window: int | None, like: Tensor) -
     """The mask [N, width] of queries whose last seen keys are at the positions last_keys [N]: 0 for
     keys up to there, with a sliding window for the last `window` of them, and -inf for all others.
     Its dtype is that of `like`."""
-    positions = torch.arange(width, device=last_keys.device)
-    last_keys = last_keys[:, None]
-    seen = positions <= last_keys
-    if window is not None:
-        seen &= positions > last_keys - window
-    return like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
+    age = last_keys[:, None] - torch.arange(width, device=last_keys.device)
+    hidden = (age < 0) | (age >= (window or width))
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
