@@ -1,6 +1,6 @@
 """Performance figures, each against its baseline in the same run on the same machine.
 
-    python -m benches rollout [--full] [--scale] multi-turn rollouts against Hugging Face's ways
+    python -m benches rollout [--full]            multi-turn rollouts against Hugging Face's ways
     python -m benches update [--full]             the update against padded rows with all logits
     python -m benches limit [--full]              the share of a bare loop of matrix products
     python -m benches growth [--full]             how cost grows: turns, slots, vocabulary ...
@@ -56,8 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def states_a_ratio(args: argparse.Namespace) -> bool:
     """Whether the project states a ratio for this benchmark, which a measurement can miss."""
-    whole = {"rollout": "scale", "memory": "model"}  # with this flag it measures something else
-    return args.what == "update" or args.what in whole and not getattr(args, whole[args.what])
+    return args.what in ("rollout", "update") or args.what == "memory" and not args.model
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -275,16 +275,12 @@ def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots
     worlds = {}  # running trajectory -> its environment
     turn = {}  # trajectory -> number of its current turn
     steps = {}  # trajectory -> future of its environment's step
-    num_done = 0
     # Small pages, so that a turn finds most keys and values of its history in shared pages.
     pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=slots * 3072 // PAGE,
                                      max_batch_tokens=1024, seed=0)
     context = model.continuous_batching_context_manager(
         generation_config=GenerationConfig(max_new_tokens=1, **GENERATION),
-        continuous_batching_config=pages,
-        block=True,
-        timeout=5,
-    )
+        continuous_batching_config=pages, block=True, timeout=5)
     with context as manager:
         start = time.perf_counter()  # after the manager's warm-up
 
@@ -292,7 +288,7 @@ def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots
             lengths, _ = script(workload, i)
             manager.add_request(histories[i], request_id=str(i), max_new_tokens=lengths[turn[i]])
 
-        while num_done < trajectories:
+        while waiting or worlds:
             # Start trajectories while there are free slots.
             while waiting and len(worlds) < slots:
                 i = waiting.popleft()
@@ -307,7 +303,6 @@ def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots
                 turn[i] += 1
                 if turn[i] == turns:
                     del worlds[i]
-                    num_done += 1
                 else:
                     histories[i] = histories[i] + chat.turn(observation, closed=False)
                     request_reply(i)
@@ -389,34 +384,7 @@ PRINTED = ("ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit
            "occupancy", "forwarded_per_kept")
 
 
-def measure_scale(model, tokenizer):
-    """The cost of a trajectory and of a token, with more trajectories and turns in 16 slots.
-
-    -> rows of figures
-    """
-    engine = Ragged(model, 16)
-    play_ours(model, tokenizer, "short", 16, 16, 80, engine)  # allocates the engine's memory
-    rows = []
-    for trajectories, turns in [(16, 8), (64, 8), (512, 8), (32, 5), (32, 20), (32, 80)]:
-        is_long = trajectories > 64 or turns > 20
-        runs = [play_ours(model, tokenizer, "short", trajectories, 16, turns, engine)
-                for _ in range(3 if is_long else 9)]
-        seconds = statistics.median(run[0] for run in runs)
-        played = runs[0][1]
-        num_tokens = sum(len(t.tokens) for t in played)
-        row = {"trajectories": trajectories, "turns": turns,
-               "ms_per_trajectory": 1000 * seconds / trajectories,
-               "us_per_token": 1e6 * seconds / num_tokens,
-               "tokens_per_trajectory": num_tokens / trajectories}
-        rows.append(row)
-        tqdm.write("  ".join(f"{key} {value:.0f}" for key, value in row.items()))
-    return rows
-
-
 def add_flags(parser):
-    parser.add_argument("--scale", action="store_true",
-                        help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 "
-                             "turns")
     parser.add_argument("--workloads", type=lambda text: text.split(","),
                         default=["short", "long", "slow"])
 
@@ -426,9 +394,6 @@ def measure(args):
     # It warns that psutil is missing, which it needs on GPUs only.
     getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)
     models, tokenizer = load_models()
-    if args.scale:
-        return measure_scale(models["tiny"], tokenizer), []
-
     figures = {}
     jobs = [(name, workload) for name in (["tiny", "3.7M"] if args.full else ["tiny"])
             for workload in args.workloads]
