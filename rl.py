@@ -93,8 +93,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
         # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
         # those of another model.
-        ids = generation_eos_ids(path) if split is None else []
-    tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
+        tokenizer.generation_eos_ids = generation_eos_ids(path) if split is None else []
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
@@ -104,14 +103,15 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def generation_eos_ids(path: str) -> int | list[int] | None:
-    """The end-of-sequence tokens in a model's generation_config.json; None without that file."""
+def generation_eos_ids(path: str) -> list[int]:
+    """The end-of-sequence tokens in a model's generation_config.json; [] without that file."""
     try:
-        return GenerationConfig.from_pretrained(path).eos_token_id
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         if Path(path, "generation_config.json").exists():  # it cannot be read
             raise
-        return None
+        return []
+    return [ids] if isinstance(ids, int) else ids or []
 
 
 def gguf_split(path: str) -> str:

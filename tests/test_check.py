@@ -61,6 +61,11 @@ def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
     small = check.first_layers(model, torch.device("cpu"))
     assert small.config.sliding_window == check.SMALL_WINDOW
     assert check.try_ways(small)[:2] == ("ragged", "packed")
+    begin = check.Ragged.begin
+    with monkeypatch.context() as patch:  # a common beginning is not copied
+        patch.setattr(check.Ragged, "begin", lambda self, slot, ids, source_slot, length:
+                      begin(self, slot, ids, slot, length))
+        assert check.try_ways(small)[:2] == ("alone", "packed")
     seen_keys = packed.seen_keys
     monkeypatch.setattr(packed, "seen_keys", lambda last_keys, width, window, like:
                         seen_keys(last_keys, width, None, like))

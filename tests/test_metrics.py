@@ -14,7 +14,7 @@ from trajectory import Status, Trajectory, read_objects
 
 def test_failed_environments_are_left_out_of_the_metrics():
     played = []
-    for group, reward in ((0, 1.0), (0, 0.5), (1, 0.25), (1, 0.25)):
+    for group, reward in ((0, 1.0), (0, 0.5), (1, 0.25), (2, 0.25)):
         t = Trajectory("babyai_8", "babyai", group=group, status=Status.DONE, reward=reward,
                        success=reward == 1.0, turns=2, valid_actions=1)
         t.append([5, 6])
@@ -24,7 +24,7 @@ def test_failed_environments_are_left_out_of_the_metrics():
     failed = Trajectory("babyai_8", "babyai", status=Status.ENV_ERROR, turns=9, error="fault: gone")
     row = rollout_metrics([*played, failed])
     expected = {"reward": 0.5, "success": 0.25, "turns": 2.0, "valid_actions": 0.5, "entropy": 1.5,
-                "reply_tokens": 1.0, "zero_gradient_groups": 0.5, "truncated": 0.25,
+                "reply_tokens": 1.0, "zero_gradient_groups": 2 / 3, "truncated": 0.25,
                 "env_error": 0.2, "env_error/fault": 0.2, "trajectories": 5}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     # Nothing was played: that is no success of 0.
