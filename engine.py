@@ -54,8 +54,8 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
     if logits.device.type == "cpu" and logits.numel() > MAX_SAMPLED_LOGITS and len(logits) > 1:
         rows = max(1, MAX_SAMPLED_LOGITS // logits.shape[1])
         parts = zip(logits.split(rows), uniforms.split(rows))
-        columns = zip(*(sample(*part, temperature, top_p, top_k) for part in parts))
-        return tuple(torch.cat(column) for column in columns)
+        drawn = (sample(*part, temperature, top_p, top_k) for part in parts)
+        return tuple(map(torch.cat, zip(*drawn)))
     logits = logits.float()
     if temperature not in (0, 1):
         logits = logits / temperature
@@ -76,8 +76,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
 def _truncate(weights: Tensor, top_p: float, top_k: int) -> Tensor:
     """weights [B, V] -> the same, with 0 for each token that top_k or top_p leaves out."""
     if top_k:
-        k = min(top_k, weights.shape[-1])
-        kth_largest = weights.topk(k, dim=-1).values[:, -1:]
+        kth_largest = weights.topk(min(top_k, weights.shape[-1])).values[:, -1:]
         weights = weights.masked_fill(weights < kth_largest, 0.0)
     if top_p < 1.0:
         ordered, order = weights.sort(dim=-1, descending=True)
@@ -443,15 +442,14 @@ class Ragged:
     def _layer_cache(self, layer, key, value):
         """The layer's keys and values, [slots, H_kv, capacity, D] each, grown if this step needs
         more room. key and value [H_kv, any, D]: their dtype and device are the cache's."""
-        old = self.kv_cache.get(layer)
+        old = self.kv_cache.get(layer, ())
         needed = self.needed_capacity
-        if old is not None and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
+        if old and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
         capacity = max(needed, min(2 * needed, self.max_length))
         new = self._zeros(capacity, key), self._zeros(capacity, value)
-        if old is not None:
-            for larger, smaller in zip(new, old):
-                larger[:, :, : smaller.shape[2]] = smaller
+        for larger, smaller in zip(new, old):
+            larger[:, :, : smaller.shape[2]] = smaller
         self.kv_cache[layer] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
