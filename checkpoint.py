@@ -122,8 +122,7 @@ def step_in(path: Path) -> int:
 
 def named(run: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first. A folder gets its name when it is complete."""
-    found = Path(run).glob("checkpoints/step_*")
-    return sorted(folder for folder in found if step_in(folder) >= 0)
+    return sorted(path for path in Path(run).glob("checkpoints/step_*") if step_in(path) >= 0)
 
 
 def newest(run: str | Path) -> tuple[Path | None, list[str]]:

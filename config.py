@@ -321,12 +321,13 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     """The settings of the run in `out`, and those of `given` that may change. Raises ValueError for
     one that may not."""
     saved = read_json(f"{out}/config.json")
-    sources = {"agent_sha256": hash_of_sources(saved["agent"], saved["agent_args"])}
-    for name, value in (given | sources).items():
+    for name, value in given.items():
         for started in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
             if name not in MAY_CHANGE and started.get(name) != value:
                 raise ValueError(f"{out} was started with --{name} {started.get(name)}, "
                                  f"not {value}")
+    if hash_of_sources(saved["agent"], saved["agent_args"]) != saved["agent_sha256"]:
+        raise ValueError(f"{out} was started with another source of agent {saved['agent']}")
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
@@ -350,7 +351,7 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
         if name is None and len(found) == 1:
             name = [*found][0]
         if found.get(name) != [] or not urls.strip(","):
-            raise ValueError(f"cannot read --env_url '{part}'; write {[*found][0]}=http://host:port")
+            raise ValueError(f"cannot read --env_url '{part}'; write WORLD=http://host:port")
         found[name] = [url for url in urls.split(",") if url]
     return found
 

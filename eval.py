@@ -14,6 +14,7 @@ refused, are left out of the statistics; their share is `env_error`.
 import hashlib
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,9 +24,8 @@ from logging import ERROR, getLogger
 from pathlib import Path
 
 # config comes before torch: it sets how idle threads wait.
-from config import Setup, check_worlds, mixture, presets, read_flags, read_prompts, run_of, servers
+from config import Setup, check_worlds, presets, read_flags, read_prompts, run_of, servers
 import numpy as np
-import requests
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,40 +80,33 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     given = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0])
     model = given.get("model", EvalConfig.model)
     run = run_of(model)
-    trained_on = list(mixture(run["env"])) if run else []
-    env = given.get("env") or default_world(trained_on)
+    trained_on = run.get("worlds", {})
+    env = given.get("env") or [*trained_on, EvalConfig.env][0]
+    if len(trained_on) > 1 and not given.get("env"):
+        raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
+                         "choose one of them with --env")
     default = presets(model, env)
-    stages = schedule.parse_rounds(default.get("horizon", EvalConfig.horizon), env)
-    default["horizon"] = str(default.get("eval_horizon", stages[-1]))
-    env_args = "" if given.get("env_url") else default.get("env_args", "")
+    default["horizon"] = str(default["eval_horizon"])
     default |= {name: run[name] for name in OF_RUN if run}
+    env_args = default.get("env_args", "")
     if env in trained_on:
-        own = run | run["worlds"][env]
+        own = run | trained_on[env]
         default |= {name: own[name] for name in OF_WORLD} | {"horizon": str(own["rounds"][-1])}
-        if not given.get("env_url") or env == "openenv":
-            env_args = " ".join(part for part in run["env_args"].split()
-                                if part.startswith(f"{env}."))
-    if given.get("env_args") != "":  # an empty --env_args drops the defaults
-        given["env_args"] = " ".join([env_args, given.get("env_args", "")]).strip()
+        env_args = " ".join(re.findall(rf"(?<!\S){env}\.\S+", own["env_args"]))
+    # They are for a world in this process, but OpenEnv's. An empty --env_args drops them.
+    if given.get("env_args") == "" or given.get("env_url") and env != "openenv":
+        env_args = ""
+    given["env_args"] = f"{env_args} {given.get('env_args', '')}".strip()
     if "prompts" in given:
         default["prompt_texts"] = read_prompts(given["prompts"], [env])
-    names = {f.name for f in fields(EvalConfig)}
-    values = {name: x for name, x in (default | given).items() if name in names}
-    cfg = EvalConfig(**values | {"env": env})
+    values = default | given | {"env": env}
+    cfg = EvalConfig(**{f.name: values[f.name] for f in fields(EvalConfig) if f.name in values})
     if is_served(cfg):
         cfg.slots = min(cfg.slots, MAX_SERVED_SLOTS)
     if cfg.arrival_order is None:
         cfg.arrival_order = bool(cfg.env_url)
     check(cfg)
     return cfg
-
-
-def default_world(trained_on: list[str]) -> str:
-    """The world that a run was trained on; BabyAI without a run. Raises ValueError for several."""
-    if len(trained_on) > 1:
-        raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
-                         "choose one of them with --env")
-    return trained_on[0] if trained_on else "babyai"
 
 
 def is_served(cfg: EvalConfig) -> bool:
@@ -135,16 +128,9 @@ def check(cfg: EvalConfig) -> None:
          "here"),
         (cfg.out and Path(cfg.out).absolute() == Path(cfg.trajectories).absolute(),
          f"--trajectories {cfg.trajectories} is the file of --out; give it another name"),
-        (len(pick_items(cfg)) < (cfg.items or 1),
-         f"--items {cfg.items}: the split '{cfg.split}' has only {len(pick_items(cfg))}"),
     ):
         if is_wrong:
             raise ValueError(why)
-    if is_served(cfg):
-        try:
-            requests.get(cfg.base_url, timeout=(5, 5), stream=True).close()
-        except requests.RequestException as e:
-            raise ValueError(f"no server answers at {cfg.base_url} ({type(e).__name__})") from e
     check_worlds(cfg, [cfg.env])
 
 
@@ -152,10 +138,13 @@ def check(cfg: EvalConfig) -> None:
 
 
 def pick_items(cfg: EvalConfig) -> list[str]:
-    """The items of the split; with --items the first of them in an order drawn from --seed."""
+    """The items of the split; with --items the first of them in an order drawn from --seed. Raises
+    ValueError if there are fewer."""
     names = envs.items(cfg.env, cfg.split, cfg.data or None)
     if cfg.items is None:
         return names
+    if cfg.items > len(names):
+        raise ValueError(f"--items {cfg.items}: the split '{cfg.split}' has only {len(names)}")
     order = np.random.default_rng(cfg.seed).permutation(len(names))
     return [names[i] for i in order[:cfg.items]]
 
@@ -207,7 +196,6 @@ class Record:
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory."""
         if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(self.line(trajectory))
 
@@ -258,9 +246,7 @@ def evaluate(policy: Model, tokenizer: PreTrainedTokenizerBase | None, pool: Env
                 bar.set_postfix_str(f"success {np.mean(wins):.2f}", refresh=False)
             bar.update()
 
-        if not missing:
-            played = []
-        elif isinstance(policy, ServedModel):
+        if isinstance(policy, ServedModel):
             policy.has_replied |= bool(finished)
             played = play_served(policy, pool, missing, horizon, config, on_end)
         else:
@@ -371,10 +357,8 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
             weights.update(np.memmap(path, mode="r"))
         model_sha256 = weights.hexdigest() if files else None
     return flags | {
-        "model_sha256": model_sha256,
-        "chat_template_sha256": template_sha256,
-        "items": len(items),
-        "items_sha256": sha256("\n".join(items)),
+        "model_sha256": model_sha256, "chat_template_sha256": template_sha256,
+        "items": len(items), "items_sha256": sha256("\n".join(items)),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -391,19 +375,18 @@ def tables(results: list[dict]) -> str:
              f"{config['items']} items x {config['samples']}")
     if len(results) > 1:
         names = ["score", "turns", "valid_actions", "env_error", f"pass@{config['samples']}"]
-        rows = [["horizon", "success", "95 % interval", *names]]
-        for r in results:
-            rows.append([r["config"]["horizon"], r["success"], r["ci95"]["success"],
-                         *(r[name] for name in names)])
+        rows = [["horizon", "success", "95 % interval", *names],
+                *([r["config"]["horizon"], r["success"], r["ci95"]["success"],
+                   *(r[name] for name in names)] for r in results)]
         return f"{title}\n{table(rows)}"
 
     result = results[0]
-    rows = [["", "mean", "95 % interval"]]
-    rows += [[name, result[name], interval] for name, interval in result["ci95"].items()]
+    rows = [["", "mean", "95 % interval"],
+            *([name, result[name], interval] for name, interval in result["ci95"].items())]
     text = f"{title}, horizon {config['horizon']}\n{table(rows)}"
-    rows = [["category", "items", "success", "95 % interval", "score", "turns"]]
-    for name, c in result["categories"].items():
-        rows.append([name, c["items"], c["success"], c["ci95"]["success"], c["score"], c["turns"]])
+    rows = [["category", "items", "success", "95 % interval", "score", "turns"],
+            *([name, c["items"], c["success"], c["ci95"]["success"], c["score"], c["turns"]]
+              for name, c in result["categories"].items())]
     return f"{text}\n\n{table(rows)}" if result["categories"] else text
 
 
@@ -430,8 +413,8 @@ def run(cfg: EvalConfig) -> list[dict]:
     categories = envs.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
     policy, tokenizer = load_model(cfg)
     options = envs.env_options(cfg.env_args, [cfg.env])
-    if cfg.out:
-        Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    for path in (cfg.out, cfg.trajectories):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     results = []
     with EnvPool(servers(cfg.env_url, [cfg.env]), options=options) as pool:
         for horizon, record in records.items():

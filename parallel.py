@@ -170,10 +170,9 @@ class FirstComeDealer(Dealer):
         The first time it gets at most an equal share of all."""
         if not self.dealt:
             room = min(room, -(-self.count // ranks()[1]))
-        # A counter in the process group's store, of this rollout alone.
-        key = f"trajectories dealt by dealer {self.number}"
         with self.signals.raised(False):
-            asked_for = _get_default_store().add(key, room)  # by all ranks so far
+            # By all ranks so far. The process group's store has a counter for each rollout.
+            asked_for = _get_default_store().add(f"dealer {self.number}", room)
         self.dealt = min(self.count, asked_for)
         return range(min(self.count, asked_for - room), self.dealt)
 

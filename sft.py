@@ -178,6 +178,8 @@ def read_demonstrations(path: Path, chat: Chat, cfg: SFTConfig | None = None) ->
     list of AgentGym's conversations. Those whose environment failed or that have no reply to learn
     are left out and, with cfg, those with less than --min_reward or more than --max_length. Raises
     ValueError for a file of another kind, tokenizer or action format."""
+    least = -math.inf if cfg is None or cfg.min_reward is None else cfg.min_reward
+    longest = max(own.max_length for own in cfg.worlds.values()) if cfg else math.inf
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":
@@ -186,11 +188,8 @@ def read_demonstrations(path: Path, chat: Chat, cfg: SFTConfig | None = None) ->
             found = read_trajectories(path)
         for t in found:
             check_demonstration(t, chat, cfg.action_format if cfg else "")
-        kept = [t for t in found if any(t.mask) and t.status != Status.ENV_ERROR]
-        if cfg:
-            least = -math.inf if cfg.min_reward is None else cfg.min_reward
-            longest = max(own.max_length for own in cfg.worlds.values())
-            kept = [t for t in kept if t.reward >= least and t.longest_segment() <= longest]
+        kept = [t for t in found if any(t.mask) and t.status != Status.ENV_ERROR
+                and t.reward >= least and t.longest_segment() <= longest]
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if not kept:

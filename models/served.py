@@ -22,7 +22,8 @@ from trajectory import Status, Trajectory
 from worlds.agentgym import read_body
 
 REFUSED = "the model's server refused: "  # how the error of a refused conversation begins
-PARAMETERS = ("max_tokens", "seed")  # some servers do not know them
+# Parameters that some servers do not know -> their newer names ("": there is none).
+PARAMETERS = {"max_tokens": "max_completion_tokens", "seed": ""}
 # What a server says about a long conversation (it may quote "max_tokens"), and about a parameter.
 ABOUT_LENGTH = r"context.(length|window|size)|too long|\btokens\b"
 ABOUT_SUPPORT = r"support|permit|forbid|extra|un(known|recogni)"
@@ -49,7 +50,7 @@ class ServedModel:
         self.url = base_url.rstrip("/") + "/chat/completions"
         self.timeout = timeout
         self.settings = {"model": name, **sampling}
-        self.unknown: set[str] = set()  # parameters that this server has turned down
+        self.renamed: dict[str, str] = {}  # parameters that this server has turned down
         self.has_replied = False  # so the form of the requests is right
         retry = Retry(tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
                       status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
@@ -68,11 +69,10 @@ class ServedModel:
         Raises ModelError if the server fails or calls the request wrong, ConversationRefused if it
         calls a request wrong after it has replied to others."""
         while True:
-            body = self.settings | {"messages": messages, "seed": seed}
-            for name in self.unknown & body.keys():
-                value = body.pop(name)
-                if name == "max_tokens":  # newer models of OpenAI's have another name for it
-                    body["max_completion_tokens"] = value
+            renamed = self.renamed
+            sent = self.settings | {"messages": messages, "seed": seed}
+            body = {renamed.get(name, name): value for name, value in sent.items()}
+            body.pop("", None)
             status, answer = self._post(body)
             if status == 200:
                 self.has_replied = True
@@ -81,8 +81,9 @@ class ServedModel:
             if status not in (400, 413, 422):
                 raise ModelError(f"{self.url}: {reason}")
             if not self.has_replied and re.search(ABOUT_SUPPORT, answer, re.I):
-                self.unknown = self.unknown | {name for name in PARAMETERS if name in answer}
-            if self.unknown & body.keys():  # found now, or by another thread in the meantime
+                self.renamed = self.renamed | {old: new for old, new in PARAMETERS.items()
+                                               if old in answer}
+            if self.renamed != renamed:  # by this answer, or by another thread in the meantime
                 continue
             if not self.has_replied:
                 raise ModelError(f"{self.url}: {reason}")
@@ -124,22 +125,13 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
     cancelled = threading.Event()
     reporting = threading.Lock()  # `on_end` writes a file: one thread at a time
 
-    def play(group: int, sample: int) -> Trajectory:
-        for _ in range(config.retries + 1):
-            t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
-            play_once(t)
-            if t.status != Status.ENV_ERROR or t.error.startswith(REFUSED):
-                break
-        with reporting:
-            on_end(t)
-        return t
-
-    def play_once(t: Trajectory) -> None:
+    def play(group: int, sample: int, retries: int = config.retries) -> Trajectory:
+        t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
         worker = pool.take(t.env)
         episode = Conversation(t, horizon, config, chat=None)
         reply, cut, tokens = None, False, 0
         try:
-            while t.status == Status.RUNNING:
+            while True:
                 future = worker.call(episode.advance, reply, (), True, cut)
                 _, error = worker.outcome(future, config.deadline, config.create_deadline)
                 if error:
@@ -161,6 +153,11 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
             episode.end(*e.args)
         finally:
             episode.give_back(pool, worker, broken=t.status in (Status.ENV_ERROR, Status.RUNNING))
+        if t.status == Status.ENV_ERROR and retries and not t.error.startswith(REFUSED):
+            return play(group, sample, retries - 1)
+        with reporting:
+            on_end(t)
+        return t
 
     with ThreadPoolExecutor(config.slots) as executor:
         futures = [executor.submit(play, group, sample)

@@ -94,6 +94,13 @@ def test_a_reward_outside_the_mask_is_refused():
         reinforce_pp_advantage(rewards, mask)
 
 
+def test_the_task_signal_reaches_every_sampled_token_of_every_turn():
+    # Two turns of two tokens. The only reward is on the last sampled token of the last turn.
+    mask = torch.tensor([[False, True, True, False, False, True, True, False]])
+    rewards = torch.tensor([[0.0, 0, 0, 0, 0, 0, 1.0, 0]])
+    close(gae(rewards, torch.zeros(1, 8), mask)[0], mask.double())
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_where_nothing_was_sampled_there_is_no_advantage_and_no_loss(shape):
     zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)

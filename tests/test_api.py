@@ -114,8 +114,7 @@ def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
 
 def test_replies_end_at_the_worlds_stop_strings():
     pytest.importorskip("bm25s")
-    reply = "<search> Tavi </search> and then <answer> x </answer>"
-    with server(lambda *_: (200, reply)) as url:
+    with server(lambda *_: (200, "<search> Tavi </search> and <answer> x </answer>")) as url:
         (t,) = play(url, ["searchqa_0"], 1)
     assert t.messages[3]["content"] == "<search> Tavi </search>"
     assert t.status == "horizon" and t.valid_actions == 1

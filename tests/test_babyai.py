@@ -427,6 +427,23 @@ def test_plans_are_shortest_and_end_where_they_say():
 # ---- success ----
 
 
+def test_a_mission_of_every_level_is_fulfilled_by_the_moves_of_minigrids_bot():
+    """In the file L, R and F stand for turn left, turn right and move forward; "through!" for
+    toggle and go through. Moves are joined where one action makes several."""
+    text = (ROOT / "tests/wire/babyai_solutions.txt").read_text().replace("\n   ", " ")
+    short = {"L": "turn left", "R": "turn right", "F": "move forward"}
+    found = dict(line.split(": ") for line in text.splitlines())
+    assert sorted(int(item) % 40 for item in found) == list(range(40))
+    env = BabyAI()
+    for item, actions in found.items():
+        env.reset(int(item))
+        actions = actions.replace("through!", "toggle and go through").split(" / ")
+        *early, last = [env.step(short.get(action, action)) for action in actions]
+        assert all(step.valid for step in [*early, last]), item
+        assert not any(step.done or step.success or step.reward or step.score for step in early)
+        assert last.done and last.success and last.reward == last.score == 1, item
+
+
 def test_success_is_the_verifiers_and_the_end_too():
     ends = {"success": 0, "failure": 0}
     env = BabyAI()

@@ -40,14 +40,6 @@ def test_pass_at_k_stays_exact_for_many_samples():
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-12)
 
 
-def test_the_bootstrap_agrees_with_the_normal_approximation_of_a_mean():
-    values = np.random.default_rng(0).normal(3.0, 2.0, 400)
-    half = 1.96 * values.std() / 20
-    low, high = bootstrap(values, seed=0)
-    assert low == pytest.approx(values.mean() - half, abs=0.06 * half)
-    assert high == pytest.approx(values.mean() + half, abs=0.06 * half)
-
-
 def test_the_bootstrap_interval_holds_the_truth_about_19_times_in_20():
     rng = np.random.default_rng(1)
     held = 0
@@ -233,21 +225,16 @@ def test_in_a_mixture_each_world_has_its_own_horizon_limits_and_arguments(tmp_pa
         settings("--model", final)
 
 
-def test_an_item_that_is_listed_twice_counts_once(tmp_path, capsys):
+def test_an_item_that_is_listed_twice_counts_once(tmp_path):
     (tmp_path / "AgentEval/babyai").mkdir(parents=True)
     names = [{"item_id": f"babyai_{number}"} for number in (3, 4, 3)]
     (tmp_path / "AgentEval/babyai/babyai_test.json").write_text(json.dumps(names))
     assert envs.items("babyai", "test", tmp_path) == ["babyai_3", "babyai_4"]
-    assert "1 repeated" in capsys.readouterr().err
 
 
 def test_fewer_items_are_the_head_of_a_seeded_shuffle():
-    def picked(items, seed):
-        return evaluation.pick_items(parse_eval_config(["--items", items, "--seed", seed]))
-
-    few = picked("5", "1")
-    more = picked("9", "1")
-    other = picked("9", "2")
+    few, more, other = (evaluation.pick_items(evaluation.EvalConfig(items=items, seed=seed))
+                        for items, seed in ((5, 1), (9, 1), (9, 2)))
     assert few == more[:5] and more != other and len(set(more)) == 9
     assert set(more) < set(envs.items("babyai", "test")) and more != sorted(more)
 
@@ -263,14 +250,14 @@ def test_the_hash_of_a_gguf_model_is_that_of_its_file(tmp_path, monkeypatch):
     assert found == hashlib.sha256(b"weights").hexdigest()
 
 
-@pytest.mark.parametrize("error, code", [(FloatingPointError("no number"), 1), (OSError("full"), 1),
-                                         (envs.UserError("bad"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize("error, code", [(OSError("full"), 1), (envs.UserError("bad"), 2),
+                                         (KeyboardInterrupt(), 130)])
 def test_what_ends_an_evaluation_is_one_line(error, code, monkeypatch, capsys):
     def fail(*_):
         raise error
 
     monkeypatch.setattr(evaluation, "run", fail)
-    assert evaluation.main(["--env", "babyai", "--items", "2"]) == code
+    assert evaluation.main(["--items", "2"]) == code
     said = capsys.readouterr().err
     assert said.startswith("eval.py: ") and said.count("\n") == 1 and str(error) in said
 
@@ -433,23 +420,21 @@ def test_a_sweep_gives_one_result_for_each_horizon(tmp_path, capsys):
 
 def test_every_setting_reaches_the_rollout(monkeypatch, tmp_path):
     calls = []
-
-    def recorded(*args, **kw):
-        calls.append((*args, kw))
-        return rollout(*args, **kw)
-
-    monkeypatch.setattr(evaluation, "rollout", recorded)
+    monkeypatch.setattr(evaluation, "rollout", lambda *args, **kw: calls.append(args) or rollout(
+        *args, **kw))
     # No value is the default of a Rollouts or of a flag.
     how = dict(samples=2, seed=3, slots=4, max_tokens=2, max_length=999, temperature=0.5,
                top_p=0.9, top_k=5, action_format="plain", agent_args="plan=true reflect=true",
-               arrival_order=True, parse="strict")
+               parse="strict")
     texts = {"babyai": {"prompt": "Play.", "reply": "Ok."}}
     (tmp_path / "prompts.json").write_text(json.dumps(texts))
-    flags = as_argv(dict(items=2, horizon=2, engine="hf", prompts=tmp_path / "prompts.json") | how)
+    flags = as_argv(dict(items=2, horizon=2, prompts=tmp_path / "prompts.json") | how)
+    flags += ["--set", "engine=hf", "arrival_order=true"]
     assert evaluation.main(flags) == 0
-    ((*_, items, horizon, config, kw),) = calls
+    ((*_, items, horizon, config),) = calls
     assert items == evaluation.pick_items(parse_eval_config(flags)) and len(items) == 2
-    assert horizon == 2 and kw["engine"] == "hf" and config.prompt_texts == texts
+    assert horizon == 2 and config.prompt_texts == texts
+    how |= dict(engine="hf", arrival_order=True)
     assert {name: getattr(config, name) for name in how} == how
 
 

@@ -288,7 +288,7 @@ def reply_with(**data):
     reply_with(observation={}, reward="1", done=False),
     reply_with(observation={}, reward=float("nan"), done=False),
     reply_with(observation={}, reward=1e300, done=False),
-    reply_with(observation={}, reward=0),
+    reply_with(observation={}, reward=0), reply_with(observation={}, reward=0, done="no"),
     {"type": "error", "data": {"message": "broke", "code": "EXECUTION_ERROR"}},
     {"type": "error", "data": {}},
 ])

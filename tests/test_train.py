@@ -395,9 +395,9 @@ def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     for folder in (out, bare):
         printed = completed("--out", folder, "--resume", *flags, limit)
         assert printed == f"{folder} is finished (2 steps)\n"
-    more = f"turns={round(sum(played))}"
-    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, more)
-    completed("--out", out, "--resume", *flags, more)
+    limit = f"turns={round(sum(played))}"
+    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, limit)
+    completed("--out", out, "--resume", *flags, limit)
     assert metrics(out) == rows
 
 
