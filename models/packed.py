@@ -1,7 +1,9 @@
 """Packed rows: sequences laid out in one row, beginnings that they share once, and the attention
 that keeps each within itself."""
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,18 +21,11 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
     (2, 0)
     """
-    low, high = threshold + 1, min(len(a), len(b))
-    # Comparing one element first excludes most pairs without a copy.
-    if high < low or a[threshold] != b[threshold] or a[:low] != b[:low]:
+    # A longer prefix agrees at this place, too. One comparison excludes most pairs.
+    if min(len(a), len(b)) <= threshold or a[threshold] != b[threshold]:
         return 0
-    # Binary search. a[:low] == b[:low] holds throughout.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    length = sum(itertools.takewhile(bool, map(operator.eq, a, b)))
+    return length if length > threshold else 0
 
 
 class Parts(NamedTuple):
@@ -109,8 +104,10 @@ def seen_keys(last_keys: Tensor, width: int, window: int | None, like: Tensor) -
     """The mask [N, width] of queries whose last seen keys are at the positions last_keys [N]: 0 for
     keys up to there, with a sliding window for the last `window` of them, and -inf for all others.
     Its dtype is that of `like`."""
-    age = last_keys[:, None] - torch.arange(width, device=last_keys.device)
-    hidden = (age < 0) | (age >= (window or width))
+    positions, last_keys = torch.arange(width, device=last_keys.device), last_keys[:, None]
+    hidden = positions > last_keys
+    if window is not None:
+        hidden |= positions <= last_keys - window
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 

@@ -107,16 +107,6 @@ def test_the_copy_has_the_models_first_layers_and_one_of_each_kind():
     assert all(torch.equal(weight, own[name]) for name, weight in small.state_dict().items())
 
 
-def test_a_process_checks_models_of_one_configuration_once(monkeypatch):
-    monkeypatch.setattr(check, "known", {})
-    found = check.find_paths(random_model("qwen3"))
-    monkeypatch.setattr(check, "try_ways", None)
-    again = random_model("qwen3")
-    assert check.find_paths(again) == found == rl.compute_paths_of(again)
-    with pytest.raises(TypeError):
-        check.find_paths(random_model("qwen2"))
-
-
 def test_a_model_that_no_way_computes_exactly_is_refused(tmp_path):
     model, tokenizer = tiny_model("mamba")
     model.save_pretrained(tmp_path / "model")
@@ -128,7 +118,7 @@ def test_a_model_that_no_way_computes_exactly_is_refused(tmp_path):
     assert not list((tmp_path / "run").rglob("*.json*"))
 
 
-def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch):
+def test_models_of_one_configuration_are_checked_once_unless_they_are_refused(monkeypatch):
     monkeypatch.setattr(check, "known", {})
     broken = random_model("qwen3")
     next(broken.model.layers[0].parameters()).data.fill_(torch.nan)
@@ -137,7 +127,13 @@ def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="cannot be used"):
         patch.setitem(check.WAYS, "rollout", {})  # no way is exact
         check.find_paths(random_model("qwen3"))
-    assert check.find_paths(random_model("qwen3")).rollout == "ragged"
+    found = check.find_paths(random_model("qwen3"))
+    assert found.rollout == "ragged"
+    monkeypatch.setattr(check, "try_ways", None)
+    again = random_model("qwen3")
+    assert check.find_paths(again) == found == rl.compute_paths_of(again)
+    with pytest.raises(TypeError):
+        check.find_paths(random_model("qwen2"))
 
 
 def test_the_command_writes_the_gaps(tmp_path):
