@@ -1,7 +1,6 @@
 """The engine forwards each token once, in any batch, and agrees with the model's own attention."""
 
 import copy
-import itertools
 import math
 import threading
 import time
@@ -14,6 +13,7 @@ import pytest
 import torch
 from conftest import random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
@@ -159,22 +159,19 @@ def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
 
 def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, window_size,
                       enable_gqa):
-    """An oracle for `varlen_attn`: one query after the other, in float32."""
-    repeats = q.shape[1] // k.shape[1]
-    assert enable_gqa == (repeats > 1)
-    assert most_queries == query_ends.diff().max()
-    assert most_keys == key_ends.diff().max()
-    out = torch.empty_like(q)
-    for i, (first, end) in enumerate(pairwise(key_ends.tolist())):
-        places = range(*query_ends[i : i + 2])
-        for n, head in itertools.product(range(len(places)), range(q.shape[1])):
-            last = end - len(places) + n  # the last key that this query sees
-            seen = slice(max(first, last - window_size[0]) if window_size[0] >= 0 else first,
-                         last + 1)
-            scores = k[seen, head // repeats] @ q[places[n], head]
-            weights = torch.softmax(scores * (scale or q.shape[-1] ** -0.5), 0)
-            out[places[n], head] = weights @ v[seen, head // repeats]
-    return out
+    """An oracle for `varlen_attn`: PyTorch's plain attention, one sequence after the other."""
+    assert enable_gqa == (q.shape[1] > k.shape[1])
+    assert (most_queries, most_keys) == (query_ends.diff().max(), key_ends.diff().max())
+    out = []
+    for rows, keys in zip(q.split(query_ends.diff().tolist()), zip(
+            *(x.split(key_ends.diff().tolist()) for x in (k, v)))):
+        past = len(keys[0]) - len(rows)
+        seen = torch.ones(len(rows), len(keys[0]), dtype=torch.bool).tril(past)
+        if window_size[0] >= 0:
+            seen = seen.triu(past - window_size[0])
+        rows, *keys = (x.transpose(0, 1)[None] for x in (rows, *keys))
+        out.append(scaled_dot_product_attention(rows, *keys, seen, scale=scale, enable_gqa=True))
+    return torch.cat(out, 2)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
