@@ -20,6 +20,8 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
 
     >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
     (2, 0)
+    >>> common_prefix_length([1, 2, 3], [1, 9, 3], 2)  # they agree at place 2, but not before
+    0
     """
     # A longer prefix agrees at this place, too. One comparison excludes most pairs.
     if min(len(a), len(b)) <= threshold or a[threshold] != b[threshold]:
