@@ -70,11 +70,8 @@ def test_weights_that_the_files_lack_are_not_filled_with_random_numbers(folder, 
 @pytest.mark.parametrize("name, text", [
     ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("generation_config.json", "["),
     ("generation_config.json", "[]"), ("config.json", "[]"), ("model.safetensors", "cut"),
-    ("config.json", None),
-])
+    ("config.json", '{"model_type": "qwen2", "hidden_act": "nope"}')])
 def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
-    if text is None:  # a value of another type
-        text = json.dumps(json.loads((folder / name).read_text()) | {"hidden_act": "nope"})
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=r"\Acannot load the .*model '.*/model': .+\Z"):
         rl.load_policy(str(folder))
