@@ -54,8 +54,8 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
     if logits.device.type == "cpu" and logits.numel() > MAX_SAMPLED_LOGITS and len(logits) > 1:
         rows = max(1, MAX_SAMPLED_LOGITS // logits.shape[1])
         parts = zip(logits.split(rows), uniforms.split(rows))
-        columns = zip(*(sample(*part, temperature, top_p, top_k) for part in parts))
-        return tuple(torch.cat(column) for column in columns)
+        drawn = (sample(*part, temperature, top_p, top_k) for part in parts)
+        return tuple(map(torch.cat, zip(*drawn)))
     logits = logits.float()
     if temperature not in (0, 1):
         logits = logits / temperature
@@ -76,8 +76,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
 def _truncate(weights: Tensor, top_p: float, top_k: int) -> Tensor:
     """weights [B, V] -> the same, with 0 for each token that top_k or top_p leaves out."""
     if top_k:
-        k = min(top_k, weights.shape[-1])
-        kth_largest = weights.topk(k, dim=-1).values[:, -1:]
+        kth_largest = weights.topk(min(top_k, weights.shape[-1])).values[:, -1:]
         weights = weights.masked_fill(weights < kth_largest, 0.0)
     if top_p < 1.0:
         ordered, order = weights.sort(dim=-1, descending=True)
@@ -122,8 +121,9 @@ class DecodeView(NamedTuple):
     """
 
     row: slice  # the group's queries in the flat row
-    region: tuple[slice, slice, slice]  # the rectangle in keys [slots, H_kv, capacity, D]
-    places: Tensor | None  # the group's slots within the rectangle; None: there are no others
+    slots: slice  # of the rectangle
+    width: int  # the number of its keys
+    places: Tensor | None  # the group's slots within `slots`; None: there are no others
     last_keys: Tensor  # [slots] long: the last key that each slot's query sees
     masks: dict[int | None, Tensor | None]  # window -> mask [slots, 1, 1, keys], made when needed
 
@@ -196,14 +196,10 @@ class Ragged:
         The prefix never includes the last id, which must be forwarded for its logits. Of equal
         prefixes the one in the slot `first` is taken, then that of the smallest number."""
         best_slot, best_length = first, 0
+        ids = ids[:-1]
         for slot in [first, *range(self.slots)]:
-            held = self.ids[slot]
-            # A longer prefix agrees at the next position too. One comparison excludes most slots.
-            possible = best_length < min(len(held), len(ids) - 1)
-            if possible and held[best_length] == ids[best_length]:
-                length = common_prefix_length(held, ids, best_length)
-                if length:
-                    best_slot, best_length = slot, min(length, len(ids) - 1)
+            if length := common_prefix_length(self.ids[slot], ids, best_length):
+                best_slot, best_length = slot, length
         return best_slot, best_length
 
     def begin(self, slot: int, ids: list[int], source_slot: int, prefix_length: int) -> list[int]:
@@ -295,8 +291,8 @@ class Ragged:
                 # A slot in between sees its first key: a softmax over no key would be NaN.
                 last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
             masks = {None: None} if total == num_slots * longest else {}
-            region = (slice(slots[0], slots[-1] + 1), slice(None), slice(longest))
-            views.append(DecodeView(row, region, places, last_keys, masks))
+            views.append(DecodeView(row, slice(slots[0], slots[-1] + 1), longest, places,
+                                    last_keys, masks))
         return views
 
     def _graph_step(self, feed):
@@ -329,9 +325,8 @@ class Ragged:
                 self.use_graphs = False
                 self.graph_steps = {}
                 # Leaving a failed recording raises a second error. Its context is the cause.
-                cause = e.__context__ if isinstance(e.__context__, RuntimeError) else e
                 warnings.warn("a decode step cannot be recorded as a CUDA graph, so all run "
-                              f"eagerly, which is slower: {cause}", stacklevel=2)
+                              f"eagerly, which is slower: {e.__context__ or e}", stacklevel=2)
                 return None
         return self.graph_steps[width]
 
@@ -343,9 +338,8 @@ class Ragged:
             self.token_slots = self.all_slots
             self.prefill_chunks = []
             self.decode_count = self.slots
-            region = (slice(None), slice(None), slice(width))
-            row = slice(self.slots)
-            self.decode_views = [DecodeView(row, region, None, self.token_positions, {})]
+            every = slice(self.slots)
+            self.decode_views = [DecodeView(every, every, width, None, self.token_positions, {})]
             return self._logits(ids)
 
         if self.device.type != "cuda":
@@ -394,14 +388,14 @@ class Ragged:
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
         queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
         for view in self.decode_views:
-            q, k, v = queries[view.row], keys[view.region], values[view.region]
+            q = queries[view.row]
+            k, v = (held[view.slots, :, : view.width] for held in (keys, values))
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            width = k.shape[2]
-            shown = sliding_window if (sliding_window or width) < width else None
-            if shown not in view.masks:
-                view.masks[shown] = seen_keys(view.last_keys, width, shown, v)[:, None, None]
-            o = masked_attention(q, k, v, view.masks[shown], scaling, softcap, sinks)
+            window = sliding_window if (sliding_window or view.width) < view.width else None
+            if window not in view.masks:
+                view.masks[window] = seen_keys(view.last_keys, view.width, window, v)[:, None, None]
+            o = masked_attention(q, k, v, view.masks[window], scaling, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
@@ -448,23 +442,21 @@ class Ragged:
     def _layer_cache(self, layer, key, value):
         """The layer's keys and values, [slots, H_kv, capacity, D] each, grown if this step needs
         more room. key and value [H_kv, any, D]: their dtype and device are the cache's."""
-        old = self.kv_cache.get(layer)
+        old = self.kv_cache.get(layer, ())
         needed = self.needed_capacity
-        if old is not None and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
+        if old and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
         capacity = max(needed, min(2 * needed, self.max_length))
-        new = tuple(self._zeros((self.slots, len(like), capacity, like.shape[-1]), like)
-                    for like in (key, value))
-        if old is not None:
-            for larger, smaller in zip(new, old):
-                larger[:, :, : smaller.shape[2]] = smaller
+        new = self._zeros(capacity, key), self._zeros(capacity, value)
+        for larger, smaller in zip(new, old):
+            larger[:, :, : smaller.shape[2]] = smaller
         self.kv_cache[layer] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
 
-    @staticmethod
-    def _zeros(shape, like):
+    def _zeros(self, capacity, like):
         """Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN."""
+        shape = (self.slots, len(like), capacity, like.shape[-1])
         if like.device.type != "cpu":
             return like.new_zeros(shape)
         # numpy's zeros take memory only where they are written; torch's are all written at once. As

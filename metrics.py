@@ -4,7 +4,7 @@ the curves of a run, and when training cannot go on."""
 import math
 import resource
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -104,9 +104,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     turns = max(1, sum(t.turns for t in played))
     sampled_tokens = max(1, sum(sum(t.mask) for t in played))
-    rewards_of_group = defaultdict(list)
-    for t in played:
-        rewards_of_group[t.group].append(t.reward)
+    rewards_seen = Counter(group for group, _ in {(t.group, t.reward) for t in played})
     names = ("success", "score", "turns", "reward")
     row = {name: mean([getattr(t, name) for t in played]) for name in names} | {
         # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
@@ -116,7 +114,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
         "truncated": mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": mean([t.status == "length" for t in played]),
-        "zero_gradient_groups": mean([max(g) == min(g) for g in rewards_of_group.values()]),
+        "zero_gradient_groups": mean([count == 1 for count in rewards_seen.values()]),
     }
     if any(len(t.starts) > 1 for t in played):
         row["segments"] = mean([len(t.starts) for t in played])

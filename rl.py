@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 import algos
 from envs import NOT_NEGATIVE, flag
@@ -53,13 +52,13 @@ def model_path(name: str) -> str:
     return str(path)
 
 
-def location(path: str | Path) -> dict[str, str | bool]:
+def location(path: str | Path) -> dict[str, str | bool | None]:
     """A path from `model_path` -> the arguments with which `from_pretrained` reads it. Code in a
     model folder is never run."""
     path = Path(path)
     is_gguf = path.suffix == ".gguf"
     return {"pretrained_model_name_or_path": str(path.parent if is_gguf else path),
-            "trust_remote_code": False} | ({"gguf_file": path.name} if is_gguf else {})
+            "gguf_file": path.name if is_gguf else None, "trust_remote_code": False}
 
 
 @contextmanager
@@ -94,8 +93,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
         # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
         # those of another model.
-        ids = generation_eos_ids(path) if split is None else []
-    tokenizer.generation_eos_ids = [ids] if isinstance(ids, int) else ids or []
+        tokenizer.generation_eos_ids = generation_eos_ids(path) if split is None else []
     if split == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
@@ -105,14 +103,15 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def generation_eos_ids(path: str) -> int | list[int] | None:
-    """The end-of-sequence tokens in a model's generation_config.json; None without that file."""
+def generation_eos_ids(path: str) -> list[int]:
+    """The end-of-sequence tokens in a model's generation_config.json; [] without that file."""
     try:
-        return GenerationConfig.from_pretrained(path).eos_token_id
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         if Path(path, "generation_config.json").exists():  # it cannot be read
             raise
-        return None
+        return []
+    return [ids] if isinstance(ids, int) else ids or []
 
 
 def gguf_split(path: str) -> str:
@@ -142,7 +141,7 @@ def load_model(name: str, device: str | torch.device = "cpu",
     de-quantised. dtype "auto": the one of the weights in the files, float32 for a GGUF file. Raises
     ValueError if the files lack a weight: transformers would fill it with random numbers."""
     source = location(model_path(name))
-    is_gguf = "gguf_file" in source
+    is_gguf = source["gguf_file"] is not None
     with one_line_error(f"cannot load the model '{name}'"):
         if dtype == "auto" and not is_gguf:
             # transformers would prefer the dtype in config.json, and cast the weights to it.
@@ -329,11 +328,9 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     place = torch.arange(ids.shape[1], device=ids.device)
     lengths = (place * mask).amax(1).clamp(min=1).tolist()  # the last sampled token is not fed
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths)]
-    packed, parts, index = pack(rows, ids.shape[1])
-    packed, index = packed.to(ids.device), index.to(ids.device)
-    parts = [part._replace(keys=part.keys.to(ids.device)) for part in parts]
+    (packed, positions), parts, index = pack(rows, ids.shape[1], ids.device)
     with use_attention(body.config, "within"):
-        out = body(input_ids=packed[None, :, 0], position_ids=packed[None, :, 1], use_cache=False,
+        out = body(input_ids=packed[None], position_ids=positions[None], use_cache=False,
                    parts=parts)
     return out.last_hidden_state[0][index[mask.roll(-1, 1)]]
 
@@ -411,17 +408,13 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
     adapt; {} on the other ranks. Called by all ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
-    # The weight of a Conv1D layer (GPT-2) is [in, out], that of nn.Linear [out, in].
-    transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    for name in [name for name in state if ".lora_A." in name]:
-        layer = name.split("lora_A")[0] + "base_layer"
-        a, b = state.pop(name), state.pop(name.replace("lora_A", "lora_B"))
-        change = LORA_SCALE * b @ a  # [out, in]
-        weight = state[f"{layer}.weight"]
-        change = change.T if layer in transposed else change
-        state[f"{layer}.weight"] = (weight.float() + change).to(weight.dtype)
+    for name, layer in model.named_modules():
+        if state and hasattr(layer, "lora_A"):
+            weight = state[f"{name}.base_layer.weight"]
+            change = layer.get_delta_weight("default").detach().cpu()
+            state[f"{name}.base_layer.weight"] = (weight.float() + change).to(weight.dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)
     return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous()
-            for name, tensor in state.items()}
+            for name, tensor in state.items() if ".lora_" not in name}

@@ -1,6 +1,6 @@
 """Performance figures, each against its baseline in the same run on the same machine.
 
-    python -m benches rollout [--full] [--scale] multi-turn rollouts against Hugging Face's ways
+    python -m benches rollout [--full]            multi-turn rollouts against Hugging Face's ways
     python -m benches update [--full]             the update against padded rows with all logits
     python -m benches limit [--full]              the share of a bare loop of matrix products
     python -m benches growth [--full]             how cost grows: turns, slots, vocabulary ...
@@ -40,11 +40,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         bench = importlib.import_module(f"benches.{name}")
         command = commands.add_parser(name, description=bench.__doc__, formatter_class=as_written)
         command.add_argument("--out", help="JSON file for the figures")
-        command.add_argument(
-            "--full",
-            action="store_true",
-            help="more: see above (rollout, update: medians of five, and a 3.7M model)",
-        )
+        command.add_argument("--full", action="store_true",
+                             help="more: see above (rollout, update: medians of five, and a 3.7M "
+                                  "model)")
         command.add_argument("--threads", type=int, default=1, help="of PyTorch, the same for all")
         command.set_defaults(measure=bench.measure)
         bench.add_flags(command)
@@ -58,11 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def states_a_ratio(args: argparse.Namespace) -> bool:
     """Whether the project states a ratio for this benchmark, which a measurement can miss."""
-    if args.what == "rollout":
-        return not args.scale
-    if args.what == "memory":
-        return not args.model
-    return args.what == "update"
+    return args.what in ("rollout", "update") or args.what == "memory" and not args.model
 
 
 def main(argv: list[str] | None = None) -> int:

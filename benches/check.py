@@ -16,10 +16,8 @@ def add_flags(parser):
     parser.add_argument("--model", default="tiny", help="as train.py takes it")
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu", help="of the run")
-    parser.add_argument(
-        "--dtype", default="bfloat16" if has_cuda else "float32", choices=("float32", "bfloat16"),
-        help="of the run",
-    )
+    parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32",
+                        choices=("float32", "bfloat16"), help="of the run")
 
 
 def measure(args):

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
-)
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config)
 
 import rl
 from config import Config
@@ -41,8 +40,7 @@ KNOWN = {
     "Qwen/Qwen2.5-32B-Instruct": (Qwen2Config, 64, 5120, 27648, 40, 8, 152064, False),
     "Qwen/Qwen3-4B": (Qwen3Config, 36, 2560, 9728, 32, 8, 151936, True),
     "Qwen/Qwen3-8B": (Qwen3Config, 36, 4096, 12288, 32, 8, 151936, False),
-    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, 32, 4096, 14336, 32, 8, 128256, False),
-}
+    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, 32, 4096, 14336, 32, 8, 128256, False)}
 
 
 # ---- measured ----
@@ -67,10 +65,9 @@ def put_peak(vocabulary, all_logits, answer):
     Runs in a fresh process.
     """
     torch.set_num_threads(1)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=False,
-    )
+    config = Qwen2Config(vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, intermediate_size=64,
+                         tie_word_embeddings=False)
     model = Qwen2ForCausalLM(config)
     rl.set_compute_paths(model, rl.FASTEST)
     for p in model.parameters():
@@ -115,9 +112,7 @@ def measure_log_probs():
         tqdm.write(f"vocabulary {vocabulary:7}{columns}")
     ours = [row["ours"] for row in rows]
     growth = max(ours) / min(ours)
-    missed = []
-    if growth > TARGET:
-        missed.append(f"the peak grows {growth:.2f} times, not {TARGET}")
+    missed = [f"the peak grows {growth:.2f} times, not {TARGET}"] if growth > TARGET else []
     return {"tokens": TOKENS, "rows": rows, "largest_over_smallest": growth}, missed
 
 
@@ -128,30 +123,24 @@ def config_of(name):
     """The config of a model in KNOWN, a folder or a hub id. Raises ValueError if there is none."""
     if name in KNOWN:
         config_class, layers, hidden, intermediate, heads, kv_heads, vocabulary, tied = KNOWN[name]
-        more = {}
-        if config_class is Qwen3Config:
-            more["head_dim"] = 128
-        return config_class(
-            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-            tie_word_embeddings=tied, **more,
-        )
+        more = {"head_dim": 128} if config_class is Qwen3Config else {}
+        return config_class(num_hidden_layers=layers, hidden_size=hidden,
+                            intermediate_size=intermediate, num_attention_heads=heads,
+                            num_key_value_heads=kv_heads, vocab_size=vocabulary,
+                            tie_word_embeddings=tied, **more)
     try:
         return AutoConfig.from_pretrained(**rl.location(rl.model_path(name)))
     except (OSError, ValueError) as e:
-        reason = str(e).splitlines()[0]
-        known = ", ".join(KNOWN)
-        raise ValueError(f"no config of '{name}': {reason}; known without one: {known}") from e
+        raise ValueError(f"no config of '{name}': {str(e).splitlines()[0]}; known without one: "
+                         f"{', '.join(KNOWN)}") from e
 
 
 def count_parameters(parameters):
     return sum(p.numel() for p in parameters)
 
 
-def estimate(
-    config, gpus, slots=Config.slots, length=Config.max_length,
-    positions=Config.microbatch_tokens, kl=True, lora=0, offload=False, ppo=False,
-):
+def estimate(config, gpus, slots=Config.slots, length=Config.max_length,
+             positions=Config.microbatch_tokens, kl=True, lora=0, offload=False, ppo=False):
     """Bytes on each GPU, with bfloat16 arithmetic and gradient checkpointing.
 
     slots: trajectories at a time on each GPU; length: tokens of a trajectory; positions: of a
@@ -176,20 +165,15 @@ def estimate(
     # The weights and what stands beside them: AdamW has two moments.
     if lora:
         # Each GPU holds the whole model: the base in bfloat16, the adapters in float32.
-        parts["weights"] = 2 * (count - trained) + 4 * trained
-        parts["gradients"] = 4 * trained
-        parts["optimizer"] = 8 * trained
-        parts["reference"] = 0
-        parts["gathered_rollout"] = 0
-        parts["gathered_update"] = 0
+        parts |= {"weights": 2 * (count - trained) + 4 * trained, "gradients": 4 * trained,
+                  "optimizer": 8 * trained, "reference": 0, "gathered_rollout": 0,
+                  "gathered_update": 0}
     else:
         # Each GPU holds its share in float32, and gathers in bfloat16 what it computes with.
         share = 0 if offload else 1 / gpus
-        parts["weights"] = int(4 * count * share)
-        parts["gradients"] = int(4 * count * share)
-        parts["optimizer"] = int(8 * count * share)
-        parts["reference"] = int(2 * count * share) if kl else 0
-        parts["gathered_rollout"] = 2 * count
+        parts |= {"weights": int(4 * count * share), "gradients": int(4 * count * share),
+                  "optimizer": int(8 * count * share), "gathered_rollout": 2 * count,
+                  "reference": int(2 * count * share) if kl else 0}
         # The weights of the current block, the next block and the rest, and the gradients of one
         # block and the rest on their way to the GPUs that own them.
         parts["gathered_update"] = 2 * (2 * block + rest) + 6 * block + 6 * rest
@@ -199,14 +183,10 @@ def estimate(
     parts["critic"] = 0
     if ppo:
         body = count_parameters(model.base_model.parameters())
-        if lora:
-            parts["critic"] = 2 * (body - trained) + 12 * trained
-        else:
-            parts["critic"] = int(12 * body * share)
+        parts["critic"] = 2 * (body - trained) + 12 * trained if lora else int(12 * body * share)
 
     # Keys and values of all slots, in bfloat16.
-    kv_heads = config.num_key_value_heads
-    parts["cache"] = slots * length * num_blocks * 2 * kv_heads * head_dim * 2
+    parts["cache"] = slots * length * num_blocks * 2 * config.num_key_value_heads * head_dim * 2
 
     # A micro-batch: the saved input of each block, the activations inside one block, the logits.
     block_inputs = 2 * hidden * num_blocks
@@ -236,14 +216,11 @@ def measure(args):
     """-> (figures for --out, one line for each target that was missed)"""
     if not args.model:
         return measure_log_probs()
-    parts = estimate(
-        config_of(args.model), args.gpus, args.slots, args.max_length, args.microbatch_tokens,
-        args.kl_coef > 0, args.lora_rank, args.offload, args.ppo,
-    )
-    print(
-        f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "
-        f"{parts['trained'] / 1e9:.3f}B of them trained, on {args.gpus} GPUs, GB each"
-    )
+    parts = estimate(config_of(args.model), args.gpus, args.slots, args.max_length,
+                     args.microbatch_tokens, args.kl_coef > 0, args.lora_rank, args.offload,
+                     args.ppo)
+    print(f"{args.model}: {parts['parameters'] / 1e9:.2f}B parameters, "
+          f"{parts['trained'] / 1e9:.3f}B of them trained, on {args.gpus} GPUs, GB each")
     for name, size in parts.items():
         if name not in ("parameters", "trained"):
             print(f"  {name:17} {size / 1e9:7.1f}")

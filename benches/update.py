@@ -111,17 +111,15 @@ def compare(model, trajectories, repeats):
     # Micro-batches of the padded way: trajectories in their order, each row of the full width.
     width = max(lengths)
     num_rows = POSITIONS // width
-    in_order = [
-        range(first, min(first + num_rows, len(lengths)))
-        for first in range(0, len(lengths), num_rows)
-    ]
+    in_order = [range(first, min(first + num_rows, len(lengths))) for first in range(0,
+                                                                                     len(lengths),
+                                                                                     num_rows)]
 
-    ways = {
-        "ours": lambda: step_ours(model, optimizer, with_advantages(trajectories), SETTINGS),
-        "padded": lambda: step_padded(model, optimizer, trajectories, in_order, width),
-        "sorted": lambda: step_padded(model, optimizer, trajectories, update.micro_batches(
-            [t.tokens for t in trajectories], POSITIONS, packed=False)),
-    }
+    ways = {"ours": lambda: step_ours(model, optimizer, with_advantages(trajectories), SETTINGS),
+            "padded": lambda: step_padded(model, optimizer, trajectories, in_order, width),
+            "sorted": lambda: step_padded(model, optimizer, trajectories,
+                                          update.micro_batches([t.tokens for t in trajectories],
+                                                               POSITIONS, packed=False))}
     losses = {}
     seconds = {way: [] for way in ways}
     # The ways take turns, so that other load on the machine slows all of them.
@@ -143,11 +141,8 @@ def compare(model, trajectories, repeats):
 
 
 def add_flags(parser):
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        help="whose trajectories `agent` are; 'tiny' or a folder with a model like it",
-    )
+    parser.add_argument("--model", default="tiny", help="whose trajectories `agent` are; 'tiny' or "
+                        "a folder with a model like it")
 
 
 def measure(args):

@@ -236,12 +236,11 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
              if isinstance(value, list) and len(value) == depth}
     firsts = [kinds.index(kind) for kinds in lists.values() for kind in kinds]
     firsts += [1, getattr(text, "first_k_dense_replace", 0) or 0]
-    text.num_hidden_layers = count = min(depth, 1 + max(firsts))
-    for name, kinds in lists.items():
-        setattr(text, name, kinds[:count])
-    for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(text, name, None):
-            setattr(text, name, SMALL_WINDOW)
+    count = min(depth, 1 + max(firsts))
+    text.update({"num_hidden_layers": count}
+                | {name: kinds[:count] for name, kinds in lists.items()}
+                | {name: SMALL_WINDOW for name in ("sliding_window", "attention_chunk_size")
+                   if getattr(text, name, None)})
     with torch.random.fork_rng(devices=[]), device:  # no result depends on a GPU's generator
         small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = model.state_dict()

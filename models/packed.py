@@ -1,8 +1,10 @@
 """Packed rows: sequences laid out in one row, beginnings that they share once, and the attention
 that keeps each within itself."""
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,51 +20,47 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
 
     >>> common_prefix_length([1, 2, 3], [1, 2, 4]), common_prefix_length([1, 2], [1, 2], 2)
     (2, 0)
+    >>> common_prefix_length([1, 2, 3], [1, 9, 3], 2)  # they agree at place 2, but not before
+    0
     """
-    low, high = threshold + 1, min(len(a), len(b))
-    if high < low or a[:low] != b[:low]:
+    # A longer prefix agrees at this place, too. One comparison excludes most pairs.
+    if min(len(a), len(b)) <= threshold or a[threshold] != b[threshold]:
         return 0
-    # Binary search. a[:low] == b[:low] holds throughout.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    length = sum(itertools.takewhile(bool, map(operator.eq, a, b)))
+    return length if length > threshold else 0
 
 
-class Part(NamedTuple):
-    """What one sequence adds to a packed row: its own tokens, and the keys that they see."""
+class Parts(NamedTuple):
+    """What each sequence adds to a packed row: its own tokens, and the keys that they see."""
 
-    start: int  # of its own tokens in the packed row
-    count: int  # number of its own tokens
-    keys: Tensor  # [length] long, the places of all its tokens, its own are the last `count`
+    counts: list[int]  # of its own tokens
+    lengths: list[int]  # of its keys: all its tokens, of which its own are the last
+    keys: Tensor  # [sum of lengths] long, their places in the packed row
 
 
-def pack(rows: list[list[int]], width: int) -> tuple[Tensor, list[Part], Tensor]:
+def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tensor, Parts, Tensor]:
     """Sort sequences, and lay them out one after the other. Each leaves out the prefix that it
     shares with the one before it, so a shared prefix stands there once.
 
-    -> the packed row [N, 2] long, (token id, position in its sequence); its parts; and the place of
-    each token of each sequence in the packed row, [B, width] long.
+    -> the packed row [2, N] long, token ids and positions in the sequences; its parts; and the
+    place of each token of each sequence in the packed row, [B, width] long.
     """
-    packed: list[tuple[int, int]] = []
-    parts = []
+    ids, positions, counts, keys = [], [], [], []
     index = torch.zeros(len(rows), width, dtype=torch.long)
-    before = []  # the sequence before this one, and the places of its tokens
-    places = torch.zeros(0, dtype=torch.long)
+    before, places = [], torch.zeros(0, dtype=torch.long)  # of the sequence before
     for b in sorted(range(len(rows)), key=rows.__getitem__):
-        row = rows[b]
-        shared = common_prefix_length(before, row)
-        start, count = len(packed), len(row) - shared
-        places = torch.cat([places[:shared], torch.arange(start, start + count)])
-        if count:
-            packed += zip(row[shared:], range(shared, len(row)))
-            parts.append(Part(start, count, places))
-        index[b, : len(row)] = places
-        before = row
-    return torch.tensor(packed), parts, index
+        shared = common_prefix_length(before, rows[b])
+        before = rows[b]
+        start = len(ids)
+        ids += before[shared:]
+        positions += range(shared, len(before))
+        places = torch.cat([places[:shared], torch.arange(start, len(ids))])
+        index[b, : len(places)] = places
+        if len(ids) > start:
+            counts.append(len(ids) - start)
+            keys.append(places)
+    parts = Parts(counts, list(map(len, keys)), torch.cat(keys).to(device))
+    return torch.tensor([ids, positions], device=device), parts, index.to(device)
 
 
 @contextmanager
@@ -99,8 +97,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         scores = scores + mask
     scores = scores.float()
     if sinks is not None:
-        sinks = sinks.float().expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
     weights = torch.softmax(scores, -1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
@@ -109,18 +106,17 @@ def seen_keys(last_keys: Tensor, width: int, window: int | None, like: Tensor) -
     """The mask [N, width] of queries whose last seen keys are at the positions last_keys [N]: 0 for
     keys up to there, with a sliding window for the last `window` of them, and -inf for all others.
     Its dtype is that of `like`."""
-    positions = torch.arange(width, device=last_keys.device)
-    last_keys = last_keys[:, None]
-    seen = positions <= last_keys
+    positions, last_keys = torch.arange(width, device=last_keys.device), last_keys[:, None]
+    hidden = positions > last_keys
     if window is not None:
-        seen &= positions > last_keys - window
-    return like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
+        hidden |= positions <= last_keys - window
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                   attention_mask: Tensor | None, scaling: float | None = None,
                   sliding_window: int | None = None, softcap: float | None = None,
-                  s_aux: Tensor | None = None, parts: Sequence[Part] = (),
+                  s_aux: Tensor | None = None, *, parts: Parts,
                   **_: object) -> tuple[Tensor, None]:
     """transformers' attention function for packed rows: each sequence sees itself alone.
 
@@ -131,8 +127,7 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    places = torch.cat([part.keys for part in parts])
-    counts, lengths = zip(*((part.count, len(part.keys)) for part in parts))
+    counts, lengths, places = parts
     if is_plain and fits_flash_attention(value):
         k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
         spans = spans_of(counts, lengths, value.device)
@@ -162,20 +157,16 @@ def fits_flash_attention(value: Tensor) -> bool:
             and torch.cuda.get_device_capability(value.device) >= (8, 0))
 
 
-class Spans(NamedTuple):
-    """Where sequences that stand one after the other begin and end, for `flash_attention`."""
-
-    query_ends: Tensor  # [sequences + 1] int32: running sum of their numbers of queries, from 0 on
-    key_ends: Tensor  # the same for their keys
-    most_queries: int
-    most_keys: int
+# For `flash_attention`: where the queries and the keys of each sequence begin and end, as running
+# sums [sequences + 1] int32 from 0 on; and the largest numbers of queries and of keys.
+Spans = tuple[Tensor, Tensor, int, int]
 
 
-def spans_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Spans:
+def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
     """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
     ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
             for numbers in (counts, lengths)]
-    return Spans(*ends, max(counts), max(lengths))
+    return *ends, max(counts), max(lengths)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,

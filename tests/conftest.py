@@ -119,23 +119,20 @@ def random_model(family, **config):
     Two query heads share a key, and the head has the weights of the embedding, unless `config`
     says otherwise.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import rl
+    vocab_size = len(rl.load_tokenizer("tiny"))
     torch.manual_seed(0)
-    _, tokenizer = rl.load_policy("tiny")
-    size = dict(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96, head_dim=16, initializer_range=0.3,
-        tie_word_embeddings=True)
+    size = dict(vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, head_dim=16,
+                initializer_range=0.3, tie_word_embeddings=True)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size | config)).eval()
 
 
 def plain_logprobs(model, ids, mask, temperature=1.0):
     """An oracle for `rl.token_logprobs`: the model's own forward pass over padded rows, all
     positions' logits at once."""
-    import torch
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1] / temperature
     logp = torch.log_softmax(logits, -1)
     found = logp.gather(-1, ids[:, 1:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)

@@ -61,6 +61,11 @@ def test_a_way_that_is_not_exact_is_not_used(monkeypatch):
     small = check.first_layers(model, torch.device("cpu"))
     assert small.config.sliding_window == check.SMALL_WINDOW
     assert check.try_ways(small)[:2] == ("ragged", "packed")
+    begin = check.Ragged.begin
+    with monkeypatch.context() as patch:  # a common beginning is not copied
+        patch.setattr(check.Ragged, "begin", lambda self, slot, ids, source_slot, length:
+                      begin(self, slot, ids, slot, length))
+        assert check.try_ways(small)[:2] == ("alone", "packed")
     seen_keys = packed.seen_keys
     monkeypatch.setattr(packed, "seen_keys", lambda last_keys, width, window, like:
                         seen_keys(last_keys, width, None, like))
@@ -102,16 +107,6 @@ def test_the_copy_has_the_models_first_layers_and_one_of_each_kind():
     assert all(torch.equal(weight, own[name]) for name, weight in small.state_dict().items())
 
 
-def test_a_process_checks_models_of_one_configuration_once(monkeypatch):
-    monkeypatch.setattr(check, "known", {})
-    found = check.find_paths(random_model("qwen3"))
-    monkeypatch.setattr(check, "try_ways", None)
-    again = random_model("qwen3")
-    assert check.find_paths(again) == found == rl.compute_paths_of(again)
-    with pytest.raises(TypeError):
-        check.find_paths(random_model("qwen2"))
-
-
 def test_a_model_that_no_way_computes_exactly_is_refused(tmp_path):
     model, tokenizer = tiny_model("mamba")
     model.save_pretrained(tmp_path / "model")
@@ -123,7 +118,7 @@ def test_a_model_that_no_way_computes_exactly_is_refused(tmp_path):
     assert not list((tmp_path / "run").rglob("*.json*"))
 
 
-def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch):
+def test_models_of_one_configuration_are_checked_once_unless_they_are_refused(monkeypatch):
     monkeypatch.setattr(check, "known", {})
     broken = random_model("qwen3")
     next(broken.model.layers[0].parameters()).data.fill_(torch.nan)
@@ -132,7 +127,13 @@ def test_broken_weights_are_refused_and_say_nothing_of_other_models(monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="cannot be used"):
         patch.setitem(check.WAYS, "rollout", {})  # no way is exact
         check.find_paths(random_model("qwen3"))
-    assert check.find_paths(random_model("qwen3")).rollout == "ragged"
+    found = check.find_paths(random_model("qwen3"))
+    assert found.rollout == "ragged"
+    monkeypatch.setattr(check, "try_ways", None)
+    again = random_model("qwen3")
+    assert check.find_paths(again) == found == rl.compute_paths_of(again)
+    with pytest.raises(TypeError):
+        check.find_paths(random_model("qwen2"))
 
 
 def test_the_command_writes_the_gaps(tmp_path):

@@ -11,7 +11,7 @@ from conftest import ROOT
 def module_names():
     """The project's modules."""
     files = [*ROOT.glob("*.py")]
-    for folder in ("worlds", "websites", "ideas"):
+    for folder in ("models", "worlds", "websites", "ideas"):
         files += ROOT.glob(f"{folder}/**/*.py")
     all_parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
     return sorted(".".join(parts) for parts in all_parts

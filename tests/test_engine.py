@@ -1,10 +1,10 @@
 """The engine forwards each token once, in any batch, and agrees with the model's own attention."""
 
 import copy
-import itertools
 import math
 import threading
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine as engine_module
@@ -35,17 +36,16 @@ def reference(model, ids):
         return model(torch.tensor([ids])).logits[0, -1]
 
 
-def trainer_logprobs(model, t, device="cpu"):
-    """The log-probs that the update computes for a trajectory, [1, T]."""
-    ids = torch.tensor([t.tokens], device=device)
-    mask = torch.tensor([t.mask], device=device)
-    return rl.token_logprobs(model, ids, mask)[0].detach().cpu()
-
-
 def reply_spans(t):
     """-> [(start, end)] of the replies in a trajectory: runs of tokens that were sampled."""
     edges = [i for i, (a, b) in enumerate(pairwise([False, *t.mask, False])) if a != b]
     return list(zip(edges[::2], edges[1::2]))
+
+
+def drawer():
+    """-> a function that draws so many ids."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda count: torch.randint(5, 1000, (count,), generator=generator).tolist()
 
 
 def tokens_of(trajectories):
@@ -55,11 +55,12 @@ def tokens_of(trajectories):
 # ---- against the model's own attention ----
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
-def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, family):
+def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, family, device):
     """The oracle is Hugging Face's `generate`, without our cache, on all tokens before a reply."""
     tokenizer = tiny[1]
-    model = tiny[0] if family == "tiny" else random_model(family)
+    model = copy.deepcopy(tiny[0] if family == "tiny" else random_model(family)).to(device)
     kw = dict(temperature=0, max_tokens=8, slots=4)
     played = rollout(model, tokenizer, pool, ITEMS, 8, **kw)
     padded = rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)
@@ -69,61 +70,49 @@ def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, 
     for t in played:
         spans = reply_spans(t)
         assert len(spans) == t.turns
+        ids, mask = torch.tensor([t.tokens, t.mask], device=device)[:, None]
         for start, end in spans:
-            ids = torch.tensor([t.tokens[:start]])
-            new = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            past = ids[:, :start]
+            new = model.generate(past, attention_mask=torch.ones_like(past), do_sample=False,
                                  max_new_tokens=8, **ends)[0, start:]
             assert new.tolist() == t.tokens[start:end]
-        assert torch.allclose(trainer_logprobs(model, t), torch.tensor([t.logprobs]), atol=1e-4)
+        trained = rl.token_logprobs(model, ids, mask.bool())[0].cpu()
+        assert torch.allclose(trained, torch.tensor([t.logprobs]), atol=1e-4)
 
 
-def at_fixed_places(model, slots):
-    """An engine that takes, on a CPU, the steps that a GPU records."""
-    engine = Ragged(model, slots)
-    engine.use_graphs = True
-    return engine
-
-
-SLOW_FAMILIES = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "llama")]
-
-
-@pytest.mark.parametrize("family", ["qwen3", *SLOW_FAMILIES])
-def test_steps_at_fixed_places_say_the_same(tiny, pool, family):
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_at_fixed_places_say_the_same_also_where_one_cannot_be_recorded(
+        tiny, pool, monkeypatch, fails):
     """The step that a GPU records as a CUDA graph: shared KV heads, idle slots, a growing cache."""
-    model = random_model(family).double()
-    plain_engine, graph_engine = Ragged(model, 3), at_fixed_places(model, 3)
-    plain, fixed = (rollout(model, tiny[1], pool, ITEMS, 8, samples=2, max_tokens=24, seed=3,
-                            engine=engine) for engine in (plain_engine, graph_engine))
-    assert tokens_of(plain) == tokens_of(fixed)
-    # The graph inputs hold what the last step at fixed places was fed.
-    assert graph_engine.graph_inputs.any() and not plain_engine.graph_inputs.any()
-    assert max(len(t.tokens) for t in fixed) > 512  # graphs of more than one width
-    assert graph_engine.forwarded == 0  # the rollout leaves a cleared engine
-
-
-def test_a_step_that_cannot_be_recorded_runs_eagerly_and_nothing_is_lost(tiny, pool, monkeypatch):
     model = random_model("qwen3").double()
     record = Ragged._record_step
-    tries = []
+    widths = []
 
-    def fail(self, width):
-        tries.append(width)
+    def record_or_fail(self, width):
+        widths.append(width)
         step = record(self, width)  # the warm-up writes to the cache
-        if len(tries) == 2:
+        if fails and len(widths) == 2:
             raise RuntimeError("operation not permitted when stream is capturing")
         return step
 
-    monkeypatch.setattr(Ragged, "_record_step", fail)
-    graph_engine = at_fixed_places(model, 3)
-    kw = dict(max_tokens=24, seed=3)
-    plain = rollout(model, tiny[1], pool, ITEMS[:4], 5, **kw, engine=Ragged(model, 3))
-    with pytest.warns(UserWarning, match="when stream is capturing"):
-        played = rollout(model, tiny[1], pool, ITEMS[:4], 5, **kw, engine=graph_engine)
-    assert tokens_of(played) == tokens_of(plain)
-    for t, expected in zip(played, plain):
+    def play(engine, items=ITEMS):
+        return rollout(model, tiny[1], pool, items, 5, samples=2, max_tokens=24, seed=3,
+                       engine=engine)
+
+    monkeypatch.setattr(Ragged, "_record_step", record_or_fail)
+    engine = Ragged(model, 3)
+    engine.use_graphs = True  # on a CPU: the same steps, not recorded
+    warned = pytest.warns(UserWarning, match="when stream is capturing") if fails else nullcontext()
+    with warned:
+        played = play(engine)
+    for t, expected in zip(played, play(Ragged(model, 3)), strict=True):
+        assert t.tokens == expected.tokens
         assert t.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
-    rollout(model, tiny[1], pool, ITEMS[:1], 1, **kw, engine=graph_engine)
-    assert tries == [256, 512]  # the second rollout does not try again
+    assert engine.graph_inputs.any()  # what the last step at fixed places was fed
+    assert engine.forwarded == 0  # the rollout leaves a cleared engine
+    assert set(widths) == {256, 512}
+    play(engine, ITEMS[:1])
+    assert (len(widths) == 2) == fails  # after a failure it does not try again
 
 
 def test_graphs_are_recorded_on_a_gpu_unless_they_are_turned_off(monkeypatch):
@@ -170,32 +159,25 @@ def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
 
 def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, window_size,
                       enable_gqa):
-    """An oracle for `varlen_attn`: one query after the other, in float32."""
-    repeats = q.shape[1] // k.shape[1]
-    assert enable_gqa == (repeats > 1)
-    assert most_queries == query_ends.diff().max()
-    assert most_keys == key_ends.diff().max()
-    out = torch.empty_like(q)
-    for i, (first, end) in enumerate(pairwise(key_ends.tolist())):
-        places = range(*query_ends[i : i + 2])
-        for n, head in itertools.product(range(len(places)), range(q.shape[1])):
-            last = end - len(places) + n  # the last key that this query sees
-            seen = slice(max(first, last - window_size[0]) if window_size[0] >= 0 else first,
-                         last + 1)
-            scores = k[seen, head // repeats] @ q[places[n], head]
-            weights = torch.softmax(scores * (scale or q.shape[-1] ** -0.5), 0)
-            out[places[n], head] = weights @ v[seen, head // repeats]
-    return out
+    """An oracle for `varlen_attn`: PyTorch's plain attention, one sequence after the other."""
+    assert enable_gqa == (q.shape[1] > k.shape[1])
+    assert (most_queries, most_keys) == (query_ends.diff().max(), key_ends.diff().max())
+    out = []
+    for rows, keys in zip(q.split(query_ends.diff().tolist()), zip(
+            *(x.split(key_ends.diff().tolist()) for x in (k, v)))):
+        past = len(keys[0]) - len(rows)
+        seen = torch.ones(len(rows), len(keys[0]), dtype=torch.bool).tril(past)
+        if window_size[0] >= 0:
+            seen = seen.triu(past - window_size[0])
+        rows, *keys = (x.transpose(0, 1)[None] for x in (rows, *keys))
+        out.append(scaled_dot_product_attention(rows, *keys, seen, scale=scale, enable_gqa=True))
+    return torch.cat(out, 2)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
 def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
     model, _ = tiny_model(name)
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(count):
-        return torch.randint(50, (count,), generator=generator).tolist()
-
+    ids = drawer()
     # Two slots come to hold more than the window of 64.
     feeds = [{0: ids(9), 2: ids(80)}, {1: ids(4), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)},
              {0: ids(1), 2: ids(1)}, {1: ids(80)}]
@@ -218,44 +200,26 @@ def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
     for expected, found in zip(one_by_one, logits()):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     layers = model.config.num_hidden_layers
-    assert calls == [2] * layers + [1] * layers + [2] * layers + [1] * layers
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["tiny", "qwen2", "qwen3", "llama"])
-def test_on_a_gpu_the_engine_says_what_the_models_own_attention_says(tiny, pool, family):
-    tokenizer = tiny[1]
-    model = copy.deepcopy(tiny[0] if family == "tiny" else random_model(family)).cuda()
-    kw = dict(temperature=0, max_tokens=8)
-    played = rollout(model, tokenizer, pool, ITEMS, 8, slots=4, **kw)
-    padded = rollout(model, tokenizer, pool, ITEMS, 8, engine="hf", **kw)
-    assert tokens_of(padded) == tokens_of(played)
-    for t in rollout(model, tokenizer, pool, ITEMS, 4, samples=2, max_tokens=8, slots=6):
-        again = trainer_logprobs(model, t, "cuda")
-        assert torch.allclose(again, torch.tensor([t.logprobs]), atol=1e-4)
+    assert calls == [slots for slots in (2, 1, 2, 1) for _ in range(layers)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [1, 2])
 def test_on_a_gpu_flash_attention_over_sequences_in_a_row_is_sdpa(shared):
     rows = [[1] * 5, [2], [3] * 40 + [4] * 30, [3] * 40 + [5] * 33]  # two share a prefix
-    packed, parts, _ = pack(rows, 73)
-    parts = [part._replace(keys=part.keys.cuda()) for part in parts]
+    packed, parts, _ = pack(rows, 73, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
 
     def make(heads):
-        shape = (1, heads, len(packed), 64)
+        shape = (1, heads, packed.shape[1], 64)
         return torch.randn(shape, device="cuda", generator=generator).requires_grad_()
 
     qkv = [make(4), make(4 // shared), make(4 // shared)]
-    half_qkv = [x.bfloat16() for x in qkv]
-    plain = attend_within(None, *qkv, None, parts=parts)[0]
-    half = attend_within(None, *half_qkv, None, parts=parts)[0]
+    plain, half = (attend_within(None, *(x.to(dtype) for x in qkv), None, parts=parts)[0]
+                   for dtype in (torch.float32, torch.bfloat16))
     torch.testing.assert_close(half.float(), plain, atol=2e-2, rtol=2e-2)
-    plain_gradients = torch.autograd.grad(plain.square().sum(), qkv)
-    half_gradients = torch.autograd.grad(half.float().square().sum(), qkv)
-    for a, b in zip(plain_gradients, half_gradients):
-        torch.testing.assert_close(a, b, atol=0.1, rtol=0.1)
+    gradients = [torch.autograd.grad(out.float().square().sum(), qkv) for out in (plain, half)]
+    torch.testing.assert_close(*gradients, atol=0.1, rtol=0.1)
 
 
 def test_flash_attention_is_used_where_it_runs(monkeypatch):
@@ -271,17 +235,14 @@ def test_flash_attention_is_used_where_it_runs(monkeypatch):
 
 def test_in_float64_a_trajectory_depends_neither_on_slots_nor_on_the_engine(pool):
     model, tokenizer = rl.load_policy("tiny", dtype=torch.float64)
-    graph_engine = at_fixed_places(model, 4)
-    ways = [dict(slots=7), dict(slots=64), dict(slots=4, arrival_order=True),
-            dict(slots=4, engine="hf"), dict(engine=graph_engine)]
     kw = dict(samples=3, seed=5, max_tokens=10)
     first = rollout(model, tokenizer, pool, ITEMS, 5, **kw, slots=2)
-    for way in ways:
+    for way in (dict(slots=7), dict(slots=64), dict(slots=4, arrival_order=True),
+                dict(slots=4, engine="hf")):
         played = rollout(model, tokenizer, pool, ITEMS, 5, **kw, **way)
         assert tokens_of(played) == tokens_of(first)
         for t, expected in zip(played, first):
             assert t.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
-    assert graph_engine.graph_inputs.any()  # steps at fixed places were taken
     # The second of two ranks plays every other item.
     half = rollout(model, tokenizer, pool, ITEMS[1::2], 5, **kw)
     assert tokens_of(half) == tokens_of([t for t in first if t.item in ITEMS[1::2]])
@@ -304,12 +265,7 @@ def test_every_token_is_forwarded_once_and_the_slots_are_busy(tiny, pool):
 def test_a_slot_is_used_again_and_again_without_traces(tiny):
     """Slots that held other ids before: the forward pass sees nothing of them."""
     model, _ = tiny
-    engine = Ragged(model, 3)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(n):
-        return torch.randint(5, 1000, (n,), generator=generator).tolist()
-
+    engine, draw = Ragged(model, 3), drawer()
     with engine.attention():
         for n in (50, 7, 90, 1, 33):
             ids, more, single = draw(n), draw(9), draw(1)
@@ -417,15 +373,8 @@ def test_worlds_are_made_as_often_as_slots_need_them(tiny):
 # ---- the end of a reply, and sampling ----
 
 
-class Tagged(Env):
-    prompt = "Search."
+class Tagged(Slow):
     stop = ("all", "ball")
-
-    def reset(self, item):
-        return "Go."
-
-    def step(self, action):
-        return Step("Done.", 0.0, 0.0, True, False)
 
 
 def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
@@ -437,8 +386,8 @@ def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
         return torch.full((len(logits),), next(script)), zeros, zeros
 
     monkeypatch.setattr(ro, "sample", next_of_script)
-    pool = EnvPool(make=lambda name: Tagged())
-    (t,) = rollout(*tiny, pool, ["tagged_0"], 2, max_tokens=9, action_format="plain")
+    (t,) = rollout(*tiny, EnvPool(make=lambda name: Tagged()), ["tagged_0"], 1, max_tokens=9,
+                   action_format="plain")
     assert sum(t.mask) == 1 + len(word)
     assert t.messages[-2]["content"].endswith("ball")
     assert t.cut_turns == []

@@ -4,7 +4,6 @@ Most tests write a small random model. The real SmolLM2 is marked slow.
 """
 
 import json
-import re
 import sys
 
 import gguf
@@ -25,13 +24,6 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = ["go to the red ball 12", "a  12", "x\n\n3.5\n", "  lead", "trail  ", "", "\n\n\n7",
          "It's 2024, isn't it?", "tabs\t\tand\r\nlines", "½ of ²  ٣ é日本", "we'll 'quote' (x=1)*3",
          "<|im_start|>user\n1 2  3<|im_end|>\n", "A" * 50 + "  " * 9 + "0" * 5, "12," * 500]
-NAMES = {  # transformers' name of a weight -> llama.cpp's
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down"}
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +44,18 @@ def tensors_of(model):
     """llama.cpp's name -> array, as its converter writes them. In files of Llama models the rows of
     a head stand in another order: transformers rotates row i with row i + D / 2, llama.cpp row 2i
     with row 2i + 1."""
-    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()],
+                                     config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
-        layer, name, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
         array = weight.numpy()
-        num_heads = heads.get(name.split(".")[-1])
-        if model.config.model_type == "llama" and num_heads:
+        num_heads = heads.get(name.split(".")[-2])
+        if config.model_type == "llama" and num_heads:
             halves = array.reshape(num_heads, 2, -1, array.shape[-1])  # [H, 2, D / 2, hidden]
             array = halves.transpose(0, 2, 1, 3).reshape(array.shape)
-        if name != "lm_head":  # tied
-            prefix = f"blk.{layer}." if layer else ""
-            yield f"{prefix}{NAMES[name]}.{kind}", np.ascontiguousarray(array)
+        if name != "lm_head.weight":  # tied
+            yield names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(array)
 
 
 @pytest.fixture
@@ -179,11 +172,10 @@ def test_a_mixture_of_experts_lacks_weights(vocabulary, file):
         rl.load_policy(str(file))
 
 
-@pytest.mark.parametrize("kept", [0, 3, 2000, 0.5])
-def test_a_broken_file_is_one_line(kept, vocabulary, file):
+@pytest.mark.parametrize("end", [0, 3, 2000, -100_000])
+def test_a_broken_file_is_one_line(end, vocabulary, file):
     write_gguf(file, "llama", vocabulary)
-    content = file.read_bytes()
-    file.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    file.write_bytes(file.read_bytes()[:end])
     with pytest.raises(ValueError, match=r"\Acannot load the .*m\.gguf': .+\Z"):
         rl.load_policy(str(file))
 
