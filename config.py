@@ -351,7 +351,7 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
         if name is None and len(found) == 1:
             name = [*found][0]
         if found.get(name) != [] or not urls.strip(","):
-            raise ValueError(f"cannot read --env_url '{part}'; write {[*found][0]}=http://host:port")
+            raise ValueError(f"cannot read --env_url '{part}'; write WORLD=http://host:port")
         found[name] = [url for url in urls.split(",") if url]
     return found
 

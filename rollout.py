@@ -291,7 +291,8 @@ class Episode(Conversation):
 
     def has_to_end(self, reply: list[int]) -> bool:
         """Whether a token limit is reached, or the reply has one of the world's stop strings."""
-        if len(reply) >= self.max_tokens or len(self.trajectory.segment()) >= self.max_length:
+        t = self.trajectory
+        if len(reply) >= self.max_tokens or len(t.tokens) - t.starts[-1] >= self.max_length:
             return True
         stop_strings = self.worker.env.stop
         text = self.chat.tokenizer.decode(self.chat.final_message(reply)) if stop_strings else ""

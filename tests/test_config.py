@@ -87,7 +87,7 @@ def test_a_world_has_its_own_defaults_and_keeps_them_in_a_mixture():
 def test_studies_set_fields_and_a_field_of_a_study_is_no_flag():
     cfg = parsed("--set", "engine=hf", "turns=7", "--lr", "0.5", "--set", "graphs=false keep=3")
     assert (cfg.engine, cfg.turns, cfg.lr, cfg.graphs, cfg.keep) == ("hf", 7, 0.5, False, 3)
-    with pytest.raises(ValueError, match="unknown argument --turns"):
+    with pytest.raises(ValueError, match="--turns"):
         parsed("--turns", "7")
 
 

@@ -330,7 +330,7 @@ def test_ctrl_c_and_sigterm_end_a_rollout_also_while_it_plays_an_instant_world(
 
 
 @pytest.mark.parametrize("item, horizon, says", [
-    ("babyai", 2, "item id"), ("nowhere_1", 2, "unknown environment"),
+    ("babyai", 2, "item id"), ("nowhere_1", 2, "nowhere"),
     ("babyai_8", 0, "a horizon is at least 1"), ("babyai_8", {"babyai": 0}, "at least 1")])
 def test_what_the_caller_asks_for_wrongly_is_a_value_error(tiny, pool, item, horizon, says):
     with pytest.raises(ValueError, match=says):
