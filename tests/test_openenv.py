@@ -378,8 +378,7 @@ CALL = {"type": "call_tool", "tool_name": "guess", "arguments": {"word": "$"}}
     # None: invalid, and never sent. JSON has no such numbers, Python's reader takes them.
     (fields(move=NUMBER), {}, "left", None), (fields(a=TEXT), {"action": "json"}, "left", None),
     (fields(a=TEXT, b=TEXT), {"action": "json"}, "[1]", None),
-    (fields(move=REAL), {}, "NaN", None), (fields(move=REAL), {}, "-Infinity", None),
-    (fields(move=REAL), {}, "1e999", None),
+    (fields(move=REAL), {}, "NaN", None), (fields(move=REAL), {}, "1e999", None),
     (fields(move={"type": "array"}), {}, "[Infinity]", None),
     (fields(a=REAL), {"action": "json"}, '{"a": NaN}', None),
 ])

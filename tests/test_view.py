@@ -30,9 +30,7 @@ def folder(tmp_path_factory):
     done = run("--out", str(out), "--env", "babyai,textcraft", *SMALL)
     assert done.returncode == 0, done.stderr
     rows = played_in(out, 1)
-    rows[0]["error"] = EVIL
-    rows[1]["item"] = EVIL
-    rows[2]["status"] = EVIL
+    rows[0]["error"] = rows[1]["item"] = rows[2]["status"] = EVIL
     write_evil_reply(rows[0], AutoTokenizer.from_pretrained(out / "final"))
     write_rows(out, rows, 1)
     config = json.loads((out / "config.json").read_text())
@@ -159,8 +157,8 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
 def test_nothing_that_was_written_is_markup_and_the_page_needs_no_network(folder):
     run = run_of(folder / "view.html")
     assert EVIL in run["about"]
-    assert {EVIL} < {row["item"] for row in run["table"]}
-    assert {EVIL} < {row["status"] for row in run["table"]}
+    for name in ("item", "status"):
+        assert EVIL in {row[name] for row in run["table"]}
     page = (folder / "view.html").read_text()
     assert "<img" not in page and page.count("</script>") == 2
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
@@ -230,9 +228,8 @@ def test_sentencepieces_spaces_and_bytes_are_kept():
 
 
 @pytest.mark.parametrize("name, text, message", [
-    ("config.json", "{", "config.json"), ("config.json", "[]", "config.json"),
-    ("config.json", "{}", "config.json"), ("metrics.jsonl", "{", "metrics.jsonl"),
-    ("metrics.jsonl", "", "first step")])
+    ("config.json", "{", "config.json"), ("config.json", "{}", "config.json"),
+    ("metrics.jsonl", "{", "metrics.jsonl"), ("metrics.jsonl", "", "first step")])
 def test_a_run_without_a_config_or_a_row_is_one_line(copied, name, text, message):
     (copied / name).write_text(text)
     done = run_script("view.py", copied)
