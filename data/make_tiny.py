@@ -11,7 +11,7 @@ trained by next-token prediction on
   - general language exercises (repeat, recall, shorten), in no world's format and with no task's
     solution: what any pretrained model can do.
 
-What makes copying and comparing emerge at this size, as measured (docs/LOG.md): initial weights of
+What makes copying and comparing emerge at this size, as measured: initial weights of
 standard deviation 1/sqrt(d) instead of 0.02; heads that start near what copying needs (`wire`);
 repeating alone first, and kept in the mixture; a small weight on tokens that the model only reads;
 many small steps; and replies that name a thing before they act on it, so that the question whether

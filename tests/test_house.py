@@ -14,11 +14,11 @@ from conftest import ROOT
 BUDGETS = {
     "train.py": (280, 358), "trajectory.py": (120,), "agent.py": (330, 409),
     "rollout.py": (330,), "envs.py": (260, 326), "algos.py": (180,), "update.py": (310,),
-    "sft.py": (210,), "rl.py": (230, 268), "schedule.py": (60,), "engine.py": (300,),
-    "config.py": (180, 325), "checkpoint.py": (100, 120), "parallel.py": (180, 208),
-    "metrics.py": (170,), "eval.py": (270, 314), "view.py": (100,), "models": (420, 586),
+    "sft.py": (210,), "rl.py": (230,), "schedule.py": (60,), "engine.py": (300,),
+    "config.py": (180, 276), "checkpoint.py": (100, 120), "parallel.py": (180, 208),
+    "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 518),
 }
-TOTALS = {"core": (4050, 5156), "without tests": (17_000, 18_014), "tests": (9500, 13_300)}
+TOTALS = {"core": (4050, 4671), "without tests": (17_000, 17_149), "tests": (9500, 11_009)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]
