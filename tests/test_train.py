@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,13 +40,7 @@ TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
-def run(*args, launcher=None):
-    """Run train.py to its end -> the completed process. launcher: the beginning of the command of
-    a process of its own; default: this process."""
-    if launcher is None:
-        return run_script("train.py", *args)
-    return subprocess.run([*launcher, *map(str, args)], cwd=ROOT, env=ENV, capture_output=True,
-                          text=True, timeout=300)
+run = partial(run_script, "train.py")
 
 
 def begin(*args, out, until="metrics.jsonl", launcher=(sys.executable,), **how):
@@ -60,9 +56,9 @@ def begin(*args, out, until="metrics.jsonl", launcher=(sys.executable,), **how):
     return child
 
 
-def completed(*args):
-    """Run train.py, which succeeds -> what it printed."""
-    done = run(*args)
+def completed(*args, script="train.py"):
+    """Run a command, which succeeds -> what it printed."""
+    done = run_script(script, *args)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -162,23 +158,20 @@ def test_metrics_go_to_tensorboard_too(tmp_path, monkeypatch):
     whose end must write the last row."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-    writers = []
-    monkeypatch.setattr(SummaryWriter, "_get_file_writer", lambda self, get=(
-        SummaryWriter._get_file_writer): writers.append(self) or get(self))
-    flags = ["--out", str(tmp_path / "r"), "--report_to", "tensorboard", "--save_every", "1",
-             *SMALL]
-    completed(*flags)
-    writers[0].close()
-    shutil.rmtree(tmp_path / "r/final")
-    shutil.rmtree(tmp_path / "r/checkpoints/step_000003")
-    done = run(*flags, "--resume", launcher=(sys.executable, "train.py"))
-    assert done.returncode == 0, done.stderr
-    board = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    from torch.utils import tensorboard
+    at_once = partial(tensorboard.SummaryWriter, flush_secs=0)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", at_once)
+    flags = [*TINIEST, "--report_to", "tensorboard", "--save_every", "1", "--steps", "2"]
+    completed("--out", tmp_path, *flags)
+    shutil.rmtree(tmp_path / "final")
+    shutil.rmtree(tmp_path / "checkpoints/step_000002")
+    assert begin(*flags, "--resume", out=tmp_path).wait(300) == 0
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    rewards = [row["reward"] for row in metrics(tmp_path / "r")]
-    assert len(rewards) == 3
-    assert [event.value for event in board.Scalars("reward")] == pytest.approx(rewards)
+    rows = metrics(tmp_path)
+    assert [event.step for event in board.Scalars("entropy")] == [0, 1]
+    assert [event.value for event in board.Scalars("entropy")] == pytest.approx(
+        [row["entropy"] for row in rows])
 
 
 def test_help_lists_flags_fields_of_studies_and_presets():
@@ -266,15 +259,13 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         return value
 
-    monkeypatch.setattr(*last_done, fill_the_disk)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     flags = ["--out", tmp_path / "r", "--save_every", "1", *SMALL]
     try:
-        done = run(*flags)
+        with monkeypatch.context() as m:
+            m.setattr(*last_done, fill_the_disk)
+            done = run(*flags)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-        monkeypatch.undo()
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "too large" in done.stderr.splitlines()[-1]
     assert not checkpoint.named(tmp_path / "r")
@@ -320,15 +311,13 @@ def test_a_template_that_shows_the_time_shows_that_of_the_runs_start(tmp_path):
     template = (rl.TINY_MODEL / "chat_template.jinja").read_text()
     model = tiny_with_template(tmp_path / "m", "{{ strftime_now('%H:%M:%S.%f') }}" + template)
     args = [*model, "--out", str(tmp_path / "r"), *TINIEST]
-    for flags in ([], ["--steps", "2", "--resume"]):
-        completed(*args, *flags)
+    completed(*args)
+    completed(*args, "--steps", "2", "--resume")
     tokenizer = rl.load_tokenizer(str(tmp_path / "r/final"))
     assert "strftime_now" in tokenizer.chat_template
-    beginnings = set()
-    for step in range(2):
-        for t in read_jsonl(tmp_path / f"r/trajectories/step_{step:06d}.jsonl"):
-            beginnings.add(tokenizer.decode(t["tokens"]).partition("<|im_start|>")[0])
-    (beginning,) = beginnings
+    paths = (tmp_path / "r/trajectories").iterdir()
+    (beginning,) = {tokenizer.decode(t["tokens"]).partition("<|im_start|>")[0]
+                    for path in paths for t in read_jsonl(path)}
     assert len(beginning) == len("12:34:56.123456")
 
 
@@ -340,9 +329,8 @@ def test_a_system_message_and_switches_reach_every_command_and_last(tmp_path):
     given = ["--system", "Be brief.", "--chat_args", "loud=true", "--chat_template",
              tmp_path / "template"]
     warm, out = tmp_path / "warm", tmp_path / "r"
-    done = run_script("sft.py", *model[:2], *given, "--demos", "2", "--batch", "2", "--epochs", "1",
-                      "--dtype", "float32", "--max_length", "4096", "--out", warm)
-    assert done.returncode == 0, done.stderr
+    completed(*model[:2], *model[4:], *given, "--demos", "2", "--batch", "2", "--epochs", "1",
+              "--out", warm, script="sft.py")
 
     # train.py takes them from the run of sft.py, and keeps them when it goes on.
     args = ["--out", str(out), *TINIEST, "--model", str(warm / "final"), *model[2:]]
@@ -351,54 +339,45 @@ def test_a_system_message_and_switches_reach_every_command_and_last(tmp_path):
     assert "--system Be brief." in refused(*args, "--resume", "--system", "Be loud.")
 
     # eval.py takes them from the run of train.py.
-    done = run_script("eval.py", "--model", out / "final", "--items", "2", "--horizon", "1",
-                      "--max_tokens", "4", "--trajectories", tmp_path / "t.jsonl")
-    assert done.returncode == 0, done.stderr
+    completed("--model", out / "final", "--items", "2", "--horizon", "1", "--max_tokens", "4",
+              "--trajectories", tmp_path / "t.jsonl", script="eval.py")
     tokenizer = rl.load_tokenizer("tiny")
     beginning = "LOUD<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    for path in (warm / "demos.jsonl", out / "trajectories/step_000000.jsonl",
-                 out / "trajectories/step_000001.jsonl", tmp_path / "t.jsonl"):
+    for path in (warm / "demos.jsonl", *out.glob("trajectories/*"), tmp_path / "t.jsonl"):
         for t in read_jsonl(path):
             assert tokenizer.decode(t["tokens"]).startswith(beginning)
 
 
 def test_the_adaptive_horizon_follows_the_metrics_and_resumes(tmp_path):
-    args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "8",
-            "--save_every", "5", "--seed", "1", "--out"]
+    args = [*SMALL, "--horizon", "2,3,4", "--horizon_schedule", "adaptive", "--steps", "6",
+            "--save_every", "4", "--seed", "1", "--out"]
     completed(*args, tmp_path / "a")
     rows = metrics(tmp_path / "a")
-    assert len(rows) == 8
     state = {"stage": 0}
     for row in rows:
         assert row["horizon"] == (2, 3, 4)[state["stage"]]
         cut = row["truncated"] - row["truncated/length"]
         state = adaptive_horizon(state, row["success"], cut, 3, window=2)
     assert rows[-1]["horizon"] > 2
-    copy(tmp_path / "a", tmp_path / "b", "final", "step_000008")
+    copy(tmp_path / "a", tmp_path / "b", "final", "step_000006")
     completed(*args, tmp_path / "b", "--resume")
     assert metrics(tmp_path / "b") == rows
 
 
 def test_turns_end_a_run_and_are_counted_over_a_resume(reference, tmp_path):
     rows = metrics(reference)
-    played = [row["turns"] * row["trajectories"] for row in rows]
-    out, limit = tmp_path / "r", f"turns={round(sum(played[:2]))}"
-    flags = ["--save_every", "10", *SMALL, "--steps", "9", "--set"]
-    completed("--out", tmp_path / "whole", *flags, limit)
-    assert metrics(tmp_path / "whole") == rows[:2]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "whole/final")
-
-    completed("--out", out, *SMALL, "--steps", "1")
-    completed("--out", out, "--resume", *flags, limit)
-    assert metrics(out) == rows[:2]
+    turns = round(sum(row["turns"] * row["trajectories"] for row in rows))
+    out = copy(reference, tmp_path / "r", "final", "step_000003")
+    flags = ["--resume", *SMALL, "--steps", "9", "--set"]
+    completed("--out", out, *flags, f"turns={turns}")
+    assert metrics(out) == rows
     bare = copy(out, tmp_path / "bare", "checkpoints")
     for folder in (out, bare):
-        printed = completed("--out", folder, "--resume", *flags, limit)
-        assert printed == f"{folder} is finished (2 steps)\n"
-    limit = f"turns={round(sum(played))}"
-    assert "no checkpoint" in refused("--out", bare, "--resume", *flags, limit)
-    completed("--out", out, "--resume", *flags, limit)
-    assert metrics(out) == rows
+        printed = completed("--out", folder, *flags, f"turns={turns}")
+        assert printed == f"{folder} is finished (3 steps)\n"
+    assert "no checkpoint" in refused("--out", bare, *flags, f"turns={turns + 60}")
+    completed("--out", out, *flags, f"turns={turns + 60}")
+    assert len(metrics(out)) > 3 and metrics(out)[:3] == rows
 
 
 # ---- algorithms, worlds and settings ----
@@ -443,17 +422,14 @@ def test_each_action_format_rolls_out_and_trains_a_step(name, tmp_path):
 
 
 def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
-    small_step = ["--env", "textcraft", *SMALL, "--steps", "1"]
-    completed("--out", tmp_path / "a", *small_step)
-    completed("--out", tmp_path / "b", *small_step, "--shaping", "progress", "--set",
-              "turn_cost=0.125", "--invalid_penalty", "0.5")
-    (a,), (b,) = metrics(tmp_path / "a"), metrics(tmp_path / "b")
-    assert all(a[name] == b[name] for name in ("success", "score", "turns"))  # the same rollout
-    assert abs(b["reward"] - a["reward"]) > 0.01  # but other rewards
-    done = run_script("eval.py", "--env", "textcraft", "--model", tmp_path / "b/final", "--items",
-                      "20", "--horizon", "3", "--max_tokens", "8", "--trajectories",
-                      tmp_path / "t.jsonl")
-    assert done.returncode == 0, done.stderr
+    completed("--out", tmp_path, "--env", "textcraft", *SMALL, "--steps", "1", "--shaping",
+              "progress", "--set", "turn_cost=0.125", "--invalid_penalty", "0.5")
+    played = read_jsonl(tmp_path / "trajectories/step_000000.jsonl")
+    for t in played:
+        costs = 0.125 * t["turns"] + 0.5 * (t["turns"] - t["valid_actions"])
+        assert t["reward"] == pytest.approx(t["score"] + t["progress"][-1] - costs)
+    completed("--env", "textcraft", "--model", tmp_path / "final", "--items", "20", "--horizon",
+              "3", "--max_tokens", "8", "--trajectories", tmp_path / "t.jsonl", script="eval.py")
     played = read_jsonl(tmp_path / "t.jsonl")
     assert len(played) == 20
     assert all(t["reward"] == t["score"] for t in played)  # neither shaping nor costs
@@ -465,27 +441,22 @@ def test_shaping_and_costs_reach_training_and_no_evaluation(tmp_path):
 def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_columns(tmp_path):
     out = tmp_path / "r"
     completed("--env", "babyai:2,textcraft", "--items_per_step", "4", "--rollouts_per_item", "2",
-              "--algo", "rloo", "--kl_coef", "0.01",
-              "--steps", "2", "--max_tokens", "8", "--horizon", "babyai=1,2 textcraft=3,5",
-              "--horizon_steps", "1", "--out", out)
+              "--algo", "rloo", "--kl_coef", "0.01", "--steps", "2", "--max_tokens", "8",
+              "--horizon", "babyai=1,2 textcraft=3,5", "--horizon_steps", "1", "--out", out)
     penalties = {"babyai": 0.05, "textcraft": 0.0}
     rows = metrics(out)
     horizons = [(r["horizon/babyai"], r["horizon/textcraft"], r["horizon"]) for r in rows]
     assert horizons == [(1, 3, 3), (2, 5, 5)]
     for step, row in enumerate(rows):
         played = read_jsonl(out / f"trajectories/step_{step:06d}.jsonl")
-        by_world = {w: [t for t in played if t["env"] == w] for w in ("babyai", "textcraft")}
-        # Three items and one item, in groups of two.
-        assert {w: len(own) for w, own in by_world.items()} == {"babyai": 6, "textcraft": 2}
-        for world, own in by_world.items():
-            assert all(t["turns"] <= row[f"horizon/{world}"] for t in own)
+        for world, count in (("babyai", 6), ("textcraft", 2)):  # three items, one; groups of two
+            own = [t for t in played if t["env"] == world]
+            assert len(own) == count and all(t["turns"] <= row[f"horizon/{world}"] for t in own)
             assert row[f"success/{world}"] == sum(t["success"] for t in own) / len(own)
-            mean_reward = sum(t["reward"] for t in own) / len(own)
-            assert row[f"reward/{world}"] == pytest.approx(mean_reward)
-            for t in own:
-                invalid_actions = t["turns"] - t["valid_actions"]
-                expected = t["success"] - penalties[world] * invalid_actions
-                assert t["reward"] == pytest.approx(expected)
+            rewards = [t["success"] - penalties[world] * (t["turns"] - t["valid_actions"])
+                       for t in own]
+            assert [t["reward"] for t in own] == pytest.approx(rewards)
+            assert row[f"reward/{world}"] == pytest.approx(sum(rewards) / len(own))
     assert (out / "curves.png").stat().st_size > 10_000
 
 
@@ -493,10 +464,7 @@ def test_a_mixture_gives_each_world_its_weight_its_horizon_its_limits_and_its_co
 
 
 def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkeypatch):
-    def fail(self, item):
-        raise EnvError("down for a moment")
-
-    monkeypatch.setattr(TextCraft, "reset", fail)
+    monkeypatch.setattr(TextCraft, "reset", Mock(side_effect=EnvError("down for a moment")))
     train.train(parse_config([*TINIEST, "--env", "babyai,textcraft", "--out", str(tmp_path)]))
     (row,) = metrics(tmp_path)
     assert (row["env_error/textcraft"], row["env_error/babyai"]) == (1, 0)
@@ -504,29 +472,19 @@ def test_one_world_that_fails_for_a_step_does_not_end_a_mixture(tmp_path, monkey
 
 def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypatch):
     flags = [*TINIEST, "--env", "textcraft", "--steps", "2", "--out", str(tmp_path)]
-    played = train.play_items
-
-    def play(run, *args):
-        if run.step == 1:
-            monkeypatch.setattr(TextCraft, "reset", fail)
-        return played(run, *args)
-
-    def fail(self, item):
-        raise EnvError("the server has stopped")
-
-    monkeypatch.setattr(train, "play_items", play)
-    with pytest.raises(SystemExit, match="step 1; .*--resume.* the server has stopped"):
+    fail = Mock(side_effect=EnvError("the server has stopped"))
+    with (monkeypatch.context() as m,
+          pytest.raises(SystemExit, match="step 1; .*--resume.* the server has stopped")):
+        # After the first step all environments fail.
+        m.setattr(train, "warn", lambda *_: m.setattr(TextCraft, "reset", fail))
         train.train(parse_config(flags))
-    monkeypatch.undo()
     assert checkpoint.named(tmp_path) == [tmp_path / "checkpoints/step_000001"]
     train.train(parse_config([*flags, "--resume"]))
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
 
 
 def test_an_item_that_its_world_does_not_have_ends_a_run_with_one_line(tmp_path, monkeypatch):
-    def refuse(self, item):
-        raise ItemError("textcraft has\nno such item")
-
+    refuse = Mock(side_effect=ItemError("textcraft has\nno such item"))
     monkeypatch.setattr(TextCraft, "reset", refuse)
     done = run("--env", "textcraft", *TINIEST, "--out", tmp_path / "r")
     assert done.returncode == 2
