@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, random_model
 from safetensors.torch import load_file
-from test_train import ENV, SMALL, assert_same, begin, metrics, read_jsonl, run
+from test_train import ENV, SMALL, assert_same, begin, completed, metrics, read_jsonl, run
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -31,7 +31,7 @@ from trajectory import write_trajectories
 
 TWO_PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
-PPO = ["--save_every", "1", "--algo", "ppo", *SMALL]
+PPO = ["--save_every", "1", "--algo", "ppo", *SMALL, "--agent", "window", "--agent_args", "keep=0"]
 # Of 24 trajectories with two slots a rank, most are dealt while others are played.
 DEALT = ["--items_per_step", "6", "--rollouts_per_item", "4", "--slots", "2", "--horizon", "3",
          "--horizon_schedule", "fixed", "--steps", "2", "--max_tokens", "8", "--save_every", "1"]
@@ -45,17 +45,11 @@ BY_ONE = [("whole", "", 8192), ("whole", "", 300), ("whole", "padded", 8192),
           ("whole", "shard,recompute", 300)]
 
 
-def train(*args):
-    done = run(*args)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The folder of a run in one process that was not interrupted."""
+    """The folder of a run in segments, in one process, that was not interrupted."""
     out = tmp_path_factory.mktemp("runs") / "one"
-    train("--out", out, "--set", "keep=3", *PPO)
+    completed("--out", out, "--set", "keep=3", *PPO)
     return out
 
 
@@ -159,7 +153,7 @@ def test_gradients_are_the_same_however_they_are_computed(played, by_two, ranks,
 def dealt(tmp_path_factory):
     """The folder of the run on one process that two processes share out."""
     out = tmp_path_factory.mktemp("dealt") / "one"
-    train(*DEALT, "--out", out)
+    completed(*DEALT, "--out", out)
     return out
 
 
@@ -278,8 +272,8 @@ def assert_close(out, reference):
     expected, actual = metrics(reference), metrics(out)
     assert len(actual) == len(expected) == 3
     for row, expected_row in zip(actual, expected):
-        for key in ("loss", "grad_norm", "reward", "success", "turns", "entropy", "value_loss",
-                    "explained_variance", "weight_change"):
+        for key in ("loss", "grad_norm", "reward", "success", "turns", "segments", "entropy",
+                    "value_loss", "explained_variance", "weight_change"):
             assert abs(row[key] - expected_row[key]) < 1e-5, (row["step"], key)
 
 
@@ -290,8 +284,7 @@ def test_a_run_goes_on_with_another_number_of_processes(reference, by_two):
     saved = out / "checkpoints/step_000002"
     files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
     assert set(read_state(saved)["sha256"]) == files - {"state.json"}
-    done = train("--out", out, *PPO, "--shard", "false", "--resume")
-    assert "going on" not in done.stderr
+    assert "going on" not in run("--out", out, *PPO, "--shard", "false", "--resume").stderr
     assert_close(out, reference)
 
 
@@ -311,7 +304,7 @@ def test_a_run_stopped_at_a_random_moment_gives_every_bit_of_one_that_was_not(
         assert f"{how.name}: saved before step" in child.stdout.read()
     assert child.wait(timeout=300) == 0
     assert list((out / "checkpoints").iterdir()) and not (out / "final").exists()
-    train("--out", out, *PPO, "--resume")
+    completed("--out", out, *PPO, "--resume")
     assert_same(out, reference)
 
 
@@ -319,8 +312,8 @@ def test_a_run_stopped_at_a_random_moment_gives_every_bit_of_one_that_was_not(
 
 
 def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
-    train("--out", tmp_path, "--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1",
-          "--save_every", "1", *SMALL)
+    completed("--out", tmp_path, "--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1",
+              "--save_every", "1", *SMALL)
     rows = metrics(tmp_path)
     assert rows[2]["kl"] > 0
     assert rows[0]["logprob_gap"] < 1e-4
@@ -341,6 +334,12 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
         assert (adapted - original).abs().max() > 1e-3
         with rl.adapters_off(model):
             torch.testing.assert_close(model(ids).logits, original)
+
+
+def test_a_run_in_segments_counts_repeated_prompts_once(reference):
+    for row in metrics(reference):
+        assert row["segments"] > 1.5 and row["logprob_gap"] < 1e-4
+        assert row["forwarded_per_kept"] < 1.1
 
 
 def test_final_is_the_last_checkpoint_in_a_plain_folder(reference):

@@ -63,9 +63,9 @@ def completed(*args, script="train.py"):
     return done.stdout
 
 
-def refused(*args):
-    """Run train.py, which refuses its input -> its one line on stderr."""
-    done = run(*args)
+def refused(*args, script="train.py"):
+    """Run a command, which refuses its input -> its one line on stderr."""
+    done = run_script(script, *args)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr
 
