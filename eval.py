@@ -26,6 +26,7 @@ from pathlib import Path
 # config comes before torch: it sets how idle threads wait.
 from config import Setup, check_worlds, presets, read_flags, read_prompts, run_of, servers
 import numpy as np
+import requests
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,6 +132,11 @@ def check(cfg: EvalConfig) -> None:
     ):
         if is_wrong:
             raise ValueError(why)
+    if is_served(cfg):
+        try:
+            requests.get(cfg.base_url, timeout=5, stream=True).close()
+        except requests.RequestException as e:
+            raise ValueError(f"no server answers at {cfg.base_url} ({type(e).__name__})") from e
     check_worlds(cfg, [cfg.env])
 
 

@@ -18,7 +18,7 @@ BUDGETS = {
     "config.py": (180, 276), "checkpoint.py": (100, 120), "parallel.py": (180, 208),
     "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 518),
 }
-TOTALS = {"core": (4050, 4671), "without tests": (17_000, 17_149), "tests": (9500, 11_009)}
+TOTALS = {"core": (4050, 4677), "without tests": (17_000, 17_155), "tests": (9500, 11_009)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]
