@@ -159,7 +159,7 @@ def test_metrics_go_to_tensorboard_too(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils import tensorboard
-    at_once = partial(tensorboard.SummaryWriter, flush_secs=0)
+    at_once = partial(tensorboard.SummaryWriter, flush_secs=0.1)  # 0 would never sleep
     monkeypatch.setattr(tensorboard, "SummaryWriter", at_once)
     flags = [*TINIEST, "--report_to", "tensorboard", "--save_every", "1", "--steps", "2"]
     completed("--out", tmp_path, *flags)
