@@ -252,13 +252,13 @@ class Episode(Conversation):
         self.numbers = numbers
         self.pending: list[int] = []
         self.reply: list[int] = []  # the tokens of the newest reply
+        self.deadlines = (config.deadline, config.create_deadline)
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        seconds_left = self.worker.seconds_left(self.config.deadline, self.config.create_deadline)
-        return self.future.done() or seconds_left <= 0
+        return self.future.done() or self.worker.seconds_left(*self.deadlines) <= 0
 
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Append a token that the policy sampled. -> whether the reply is complete: then the
@@ -300,8 +300,7 @@ class Episode(Conversation):
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        _, error = self.worker.outcome(self.future, self.config.deadline,
-                                       self.config.create_deadline)
+        _, error = self.worker.outcome(self.future, *self.deadlines)
         goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
         if goes_on:
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids

@@ -48,8 +48,7 @@ def make_plays(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     for lengths in ((32, 4, 7, 3, 12, 5), (26, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
                     (17, 2, 5, 6), (2, 3, 30, 5, 3, 3)):
         ids.append(torch.randint(vocab_size, (sum(lengths),), generator=generator))
-        is_reply = torch.arange(len(lengths)) % 2 == 1
-        mask.append(is_reply.repeat_interleave(torch.tensor(lengths)))
+        mask.append(torch.tensor(sum(([k % 2 == 1] * n for k, n in enumerate(lengths)), [])))
     ids[1][:23] = ids[0][:23]
     return tuple(pad_sequence(rows, batch_first=True).to(device) for rows in (ids, mask))
 
@@ -57,8 +56,8 @@ def make_plays(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def feeds_of(ids: Tensor, mask: Tensor) -> list[list[list[int]]]:
     """What a rollout feeds in each play, before each sampled token: first the prompt, then each
     token of a reply by itself, the last one together with the observation that follows."""
-    return [[feed.tolist() for feed in row.tensor_split(sampled.nonzero()[:, 0].cpu())[:-1]]
-            for row, sampled in zip(ids, mask)]
+    return [[feed.tolist() for feed in row.tensor_split(sampled.nonzero()[:, 0])[:-1]]
+            for row, sampled in zip(ids.cpu(), mask.cpu())]
 
 
 # ---- the ways ----
@@ -68,7 +67,7 @@ def feeds_of(ids: Tensor, mask: Tensor) -> list[list[list[int]]]:
 def logprobs_of(logits: list[list[Tensor]], ids: Tensor, mask: Tensor) -> Tensor:
     """logits: of each play, [V] before each sampled token -> log-probs [S]."""
     rows = torch.stack(sum(logits, [])).float()
-    return torch.log_softmax(rows, -1).gather(1, ids[mask][:, None])[:, 0].double()
+    return torch.log_softmax(rows, -1).gather(1, ids[mask][:, None])[:, 0].cpu().double()
 
 
 @torch.no_grad()
@@ -125,7 +124,7 @@ def alone(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 def updated(model: PreTrainedModel, ids: Tensor, mask: Tensor, way: str) -> Tensor:
     """The log-probs that the update computes."""
     rl.set_compute_paths(model, rl.ComputePaths("padded", way, {}))
-    return rl.token_logprobs(model, ids, mask)[0][mask].double()
+    return rl.token_logprobs(model, ids, mask)[0][mask].cpu().double()
 
 
 WAYS = {"rollout": {"ragged": ragged, "padded": padded, "alone": alone},
@@ -179,8 +178,7 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     if not oracle.isfinite().all():
         raise ValueError("the model's log-probs are not finite: its weights are damaged")
     kinds = f"{model.config.model_type} {getattr(text, 'layer_types', '')}"
-    is_recurrent = any(word in kinds for word in RECURRENT)
-    limit = LARGEST_GAP_RECURRENT if is_recurrent else LARGEST_GAP
+    limit = LARGEST_GAP_RECURRENT if any(word in kinds for word in RECURRENT) else LARGEST_GAP
     # (suffix of the gap's name, dtype, expected log-probs, which gap, its limit)
     checks = [("", "float32", oracle, Tensor.max, limit)]
     if dtype != "float32":
