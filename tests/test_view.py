@@ -3,23 +3,25 @@ browser."""
 
 import base64
 import gzip
+import itertools
 import json
 import shutil
 import threading
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import requests
 from conftest import run_script
 from test_train import SMALL, read_jsonl, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import rl
 import view
 from envs import make_env
 from page.live import Server, find_in
 from page.replay import Replay
 from page.run import piece
-from trajectory import Trajectory
+from trajectory import Trajectory, reply_spans
 
 EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
         "<script>document.title='owned'</script>")
@@ -33,7 +35,7 @@ def folder(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     rows = played_in(out, 1)
     rows[0]["error"] = rows[1]["item"] = rows[2]["status"] = EVIL
-    tokens = AutoTokenizer.from_pretrained(out / "final").encode(EVIL, add_special_tokens=False)
+    tokens = rl.load_tokenizer("tiny").encode(EVIL, add_special_tokens=False)
     first = rows[0]["mask"].index(True)  # EVIL stands in front of the first reply
     rows[0]["tokens"][first:first] = tokens
     values = {"mask": True, "logprobs": -0.5, "entropies": 0.5, "rewards": 0.0}
@@ -129,7 +131,9 @@ CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"
 
 
 def of_texts(item, *texts):
-    return Trajectory(item, item.split("_")[0], messages=[{"content": text} for text in texts])
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return Trajectory(item, item.split("_")[0], messages=messages)
 
 
 def test_rooms_are_drawn_as_the_replies_were_read_and_not_of_other_tasks():
@@ -174,14 +178,11 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied, monkey
     monkeypatch.setattr(view, "MAX_DRAWN", 12)
     run = run_of(view.write_page(copied, most=24))
     held = [row for row in run["table"] if row["held"] >= 0]
-    groups = {}  # (step, group) -> the samples whose tokens are in the page
-    for row in held:
-        groups.setdefault((row["step"], row["group"]), []).append(row["sample"])
     assert len(run["table"]) == 48 and 0 < len(held) <= 24
     assert [row["held"] for row in held] == list(range(len(held)))
     assert [row["tokens"] for row in held] == [len(t["ids"]) for t in run["held"]]
-    assert all(sorted(samples) == [0, 1, 2, 3] for samples in groups.values())
-    assert {step for step, _ in groups} == {0, 1, 2}
+    groups = Counter((row["step"], row["group"]) for row in held)
+    assert set(groups.values()) == {4} and {step for step, _ in groups} == {0, 1, 2}
     assert f"tokens of {len(held)} of 48" in run["note"]
     drawn = sum(t["scenes"] is not None for t in run["held"])
     assert 0 < drawn < len(held)
@@ -192,8 +193,7 @@ def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alo
     """sft.py learns from trajectories of other steps, and not from their random actions."""
     rows = [row | {"step": 0} for row in played_in(copied, 2)]
     several = next(t for t in rows if t["turns"] > 1)
-    first = several["mask"].index(True)
-    end = several["mask"].index(False, first)
+    (first, end), *_ = reply_spans(several["mask"])
     several["mask"][first:end] = [False] * (end - first)
     several["invalid_turns"] = [2]
     write_rows(copied, rows, 2)
@@ -204,30 +204,16 @@ def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alo
     assert sum(t["has_all_turns"] for t in run["held"]) == 47
 
 
-def test_pieces_of_characters_are_kept_as_bytes():
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
-    raw.train_from_iterator(["turn left turn left"], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+def test_pieces_of_characters_are_kept_as_bytes_and_spaces_before_words():
+    tokenizer = rl.load_tokenizer("tiny")
     text = "turn left, \u00e9t\u00e9 \u6f22 \U0001f642"
     pieces = [piece(tokenizer, i) for i in tokenizer.encode(text)]
     as_bytes = [p.encode() if isinstance(p, str) else bytes(p) for p in pieces]
     assert b"".join(as_bytes).decode() == text
-    assert any(isinstance(p, list) for p in pieces)
-
-
-def test_sentencepieces_spaces_and_bytes_are_kept():
-    class SentencePiece:
-        def decode(self, ids):
-            return {1: "left", 2: "\ufffd"}[ids[0]]
-
-        def convert_ids_to_tokens(self, i):
-            return {1: "\u2581left", 2: "<0xE2>"}[i]
-
-    assert [piece(SentencePiece(), i) for i in (1, 2)] == [" left", [0xE2]]
+    sentencepiece = SimpleNamespace(
+        decode=lambda ids: {1: "left", 2: "\ufffd"}[ids[0]],
+        convert_ids_to_tokens={1: "\u2581left", 2: "<0xE2>"}.get)
+    assert [piece(sentencepiece, i) for i in (1, 2)] == [" left", [0xE2]]
 
 
 # ---- the live page ----
@@ -275,13 +261,12 @@ def test_a_live_page_is_for_this_machine_alone(live, tmp_path, monkeypatch):
         assert done.stdout.startswith("http://127.0.0.1:") == (code == 0)
 
 
-def test_a_search_says_where_a_text_stands():
-    messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"},
-                {"role": "user", "content": "A Red door."}, {"role": "assistant", "content": "go"}]
-    assert find_in(messages, "red", "anything") == "A Red door."
-    assert find_in(messages, "red", "replies") == "" and find_in(messages, "go", "replies") == "go"
-    assert find_in(messages, "go", "environment") == ""
-    assert find_in([{"role": 1}, {}], "x", "anything") == ""
+@pytest.mark.parametrize("text, where, found", [
+    ("red", "anything", "A Red door."), ("red", "replies", ""), ("go", "replies", "go"),
+    ("go", "environment", ""), ("ok", "anything", "")])
+def test_a_search_says_where_a_text_stands(text, where, found):
+    messages = of_texts("babyai_88", "Play.", "OK", "A Red door.", "go").messages
+    assert find_in(messages, text, where) == found
 
 
 # ---- damaged files ----
@@ -338,13 +323,11 @@ def damaged(out):
 
 def test_damaged_files_are_left_out_and_the_page_says_what(copied):
     expected = damaged(copied)
-    for name in ("view.html", "curves.png"):
-        (copied / name).unlink()
+    (copied / "curves.png").unlink()
     done = run_script("view.py", copied)
     assert (done.returncode, done.stdout) == (0, f"{copied}/view.html\n"), done.stderr
     run = run_of(copied / "view.html")
-    assert sorted(run["left_out"]) == sorted(expected)
-    assert "view.py: left out: " in done.stderr
+    assert sorted(run["left_out"]) == sorted(expected) and "view.py: left out: " in done.stderr
     assert len(run["table"]) == len(run["held"]) == 48 - 16 - 3 - 1
     assert run["metrics"]["kl"][0] is None and len(run["metrics"]["kl"]) == 2
     assert "grad_norm" not in run["metrics"] and run["stages"] == []
