@@ -164,15 +164,7 @@ def test_what_would_be_read_wrongly_without_an_error_is_refused(wrong, vocabular
         rl.load_tokenizer(str(file))
 
 
-def test_a_mixture_of_experts_lacks_weights(vocabulary, file):
-    written = write_gguf(file, "llama", vocabulary)
-    write_gguf(file, "llama", vocabulary, tensors=[
-        (name.replace("ffn_up.", "ffn_up_exps."), array) for name, array in tensors_of(written)])
-    with pytest.raises(ValueError, match="lack 2 of the model's weights: .*up_proj"):
-        rl.load_policy(str(file))
-
-
-@pytest.mark.parametrize("end", [0, 3, 2000, -100_000])
+@pytest.mark.parametrize("end", [0, 2000, -100_000])
 def test_a_broken_file_is_one_line(end, vocabulary, file):
     write_gguf(file, "llama", vocabulary)
     file.write_bytes(file.read_bytes()[:end])

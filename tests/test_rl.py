@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,8 +69,7 @@ def test_weights_that_the_files_lack_are_not_filled_with_random_numbers(folder, 
 
 
 @pytest.mark.parametrize("name, text", [
-    ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("generation_config.json", "["),
-    ("generation_config.json", "[]"), ("config.json", "[]"), ("model.safetensors", "cut"),
+    ("tokenizer.json", "{}"), ("generation_config.json", "["), ("model.safetensors", "cut"),
     ("config.json", '{"model_type": "qwen2", "hidden_act": "nope"}')])
 def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
     (folder / name).write_text(text)
@@ -78,20 +78,16 @@ def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
 
 
 def test_a_lack_of_memory_is_no_broken_model(folder, monkeypatch):
-    def full(*_, **__):
-        raise RuntimeError("CUDA out of memory")
-
+    full = Mock(side_effect=RuntimeError("CUDA out of memory"))
     monkeypatch.setattr(rl.AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(RuntimeError, match="out of memory"):
         rl.load_model(str(folder))
 
 
 def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_path):
-    def add_head(weights):
-        return weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}
-
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
-    change_weights(folder, add_head)
+    change_weights(folder, lambda weights: weights | {
+        "lm_head.weight": weights["model.embed_tokens.weight"] * 2})
     model, tokenizer = rl.load_policy(str(folder))
     checkpoint.save(tmp_path / "saved", model, tokenizer)
     again, _ = rl.load_policy(str(tmp_path / "saved"))
@@ -143,18 +139,13 @@ def test_lengths_at_which_rotary_embeddings_change_are_known():
     with pytest.raises(ValueError, match="41 is too long for phi.* 40 "):
         rl.check_length(phi.config, 41, "phi")
 
-    def first_logprobs(columns):
-        """The log-probs of the first 30 tokens in a batch of so many columns."""
-        return rl.token_logprobs(phi, ids[:, :columns], mask[:, :columns])[0][0, :30]
-
     ids = torch.randint(1, 100, (2, 60))
-    mask = torch.ones(2, 60, dtype=torch.bool)
-    mask[:, 0] = False
-    mask[0, 30:] = False
-    with torch.no_grad():
-        alone = first_logprobs(30)
-        assert torch.allclose(first_logprobs(40), alone, atol=1e-5)
-        assert not torch.allclose(first_logprobs(60), alone, atol=1e-3)
+    mask = torch.arange(60).expand(2, 60).bool() & (torch.arange(60) < torch.tensor([[30], [60]]))
+    with torch.no_grad():  # the log-probs of the first 30 tokens in batches of so many columns
+        alone, known, changed = (rl.token_logprobs(phi, ids[:, :n], mask[:, :n])[0][0, :30]
+                                 for n in (30, 40, 60))
+    assert torch.allclose(known, alone, atol=1e-5)
+    assert not torch.allclose(changed, alone, atol=1e-3)
 
 
 SCALED = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625},
@@ -219,8 +210,7 @@ def test_critic_values_only_look_back(critic, trajectories):
     It must not change with that token or with any later one.
     """
     t = trajectories[0]
-    ids, mask = torch.tensor([t.tokens]), torch.tensor([t.mask])
-    at = t.mask.index(True)
+    ids, mask, at = torch.tensor([t.tokens]), torch.tensor([t.mask]), t.mask.index(True)
     values = critic(ids, mask)
     assert (values[~mask] == 0).all()
     for first, changes in ((at, False), (at - 1, True)):
