@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import shutil
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,13 +76,6 @@ def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
         rl.load_policy(str(folder))
 
 
-def test_a_lack_of_memory_is_no_broken_model(folder, monkeypatch):
-    full = Mock(side_effect=RuntimeError("CUDA out of memory"))
-    monkeypatch.setattr(rl.AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        rl.load_model(str(folder))
-
-
 def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_path):
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     change_weights(folder, lambda weights: weights | {
@@ -121,11 +113,10 @@ def test_a_length_beyond_a_models_position_embeddings_is_refused_and_one_beyond_
     gpt2 = random_model("gpt2", n_positions=64).config
     mistral = random_model("mistral", max_position_embeddings=64).config
     capsys.readouterr()  # the first model that this process loads shows a progress bar
-    for config in (gpt2, mistral):
-        rl.check_length(config, 64, "it")
-    assert capsys.readouterr().err == ""
-    rl.check_length(mistral, 65, "it")
-    assert "65 is beyond the 64 tokens that it was trained for" in capsys.readouterr().err
+    for config, length, named in ((gpt2, 64, ""), (mistral, 64, ""), (mistral, 65, "the 64 ")):
+        rl.check_length(config, length, "it")
+        warned = capsys.readouterr().err
+        assert bool(warned) == bool(named) and named in warned
     with pytest.raises(ValueError, match="--max_length 65 is too long for it"):
         rl.check_length(gpt2, 65, "it")
 
