@@ -31,12 +31,9 @@ def names_of(folders):
     """Module name -> its file, for the Python files of these folders, tests left out."""
     inner = (path for name in folders for path in ROOT.rglob(f"{name}/**/*.py"))
     files = [*ROOT.glob("*.py"), *inner]
-    found = {}
-    for path in files:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if "tests" not in parts and "runs" not in parts:
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
+    return {".".join(parts[path]).removesuffix(".__init__"): path for path in files
+            if not {"tests", "runs"} & set(parts[path])}
 
 
 MODULES = names_of(["models", "worlds", "websites", "page", "benches", "ideas", "experiments"])
@@ -55,18 +52,16 @@ def all_files():
 
 def code_lines(source):
     """The number of lines without blank lines, comments and docstrings."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if ast.get_docstring(node) is not None:
-                docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    strings = [node.body[0] for node in ast.walk(ast.parse(source))
+               if isinstance(node, documented) and ast.get_docstring(node) is not None]
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
              tokenize.ENDMARKER}
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
+              if token.type not in blank]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - {line for string in strings
+                        for line in range(string.lineno, string.end_lineno + 1)})
 
 
 def lines_of(paths):
