@@ -14,14 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import checkpoint
 import rl
 import update
-from rollout import rollout
 from trajectory import Trajectory
-
-
-@pytest.fixture(scope="module")
-def trajectories(tiny, pool):
-    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
-                   max_tokens=8)
 
 
 def test_lora_is_merged_into_weights_of_either_layout():
