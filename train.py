@@ -309,7 +309,7 @@ def trainable(model: nn.Module, lr: float, cfg: RunConfig,
     """Prepare a model for training in place (LoRA, gradient checkpointing, sharding), and make its
     optimizer."""
     if cfg.lora_rank:
-        rl.add_lora(getattr(model, "body", model), cfg.lora_rank, cfg.seed)
+        rl.add_lora(model.base_model, cfg.lora_rank, cfg.seed)
     if cfg.gradient_checkpointing:
         rl.recompute_blocks(model)
     model = placed(model, cfg, device, torch.float32)
