@@ -13,6 +13,7 @@ import regex
 import torch
 from conftest import ROOT, random_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import checkpoint
 import rl
@@ -119,9 +120,7 @@ SPLITS = {
 
 def slow_encode(text, tokens, merges, split):
     """Byte-level BPE by its definition: again and again the pair of the lowest rank is merged."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = dict(zip(printable + others, map(chr, printable + [*range(256, 324)])))
+    symbols = bytes_to_unicode()
     found = []
     for part in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if part in SPECIAL:
