@@ -341,6 +341,7 @@ def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, 
         if place:  # instructions and earlier observations are folded, or in the segment before
             assert instructions not in text
             assert new[place - 1] not in text or new[place - 1] == new[place]
+            assert t["messages"][2 * place + 1]["content"] not in text  # the reply before
     borders.first.locator("summary").click()
     assert instructions in borders.first.inner_text()
 
