@@ -252,10 +252,12 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
         rl.set_compute_paths(model, of_rank_0(lambda: find_paths(model, cfg.dtype, device)))
         return model
 
+    # Shard a model over the ranks, with weights in `dtype`, or move the whole model to `device`.
     def place(model, dtype):
         return (shard(model, device, cfg.dtype, cfg.offload, dtype) if cfg.shard
                 else model.to(device))
 
+    # Prepare a model for training, in place, and make its optimizer.
     def trainable(model, lr):
         if cfg.lora_rank:
             rl.add_lora(model.base_model, cfg.lora_rank, cfg.seed)
@@ -423,7 +425,11 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
 
 
 def warn(rows: list[dict]) -> None:
-    """Warn of what keeps a run from learning, in the first step that shows it."""
+    """Warn of what keeps a run from learning, in the first step that shows it.
+
+    rows: the metrics of all steps so far.
+    """
+    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
     idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
     if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
         tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "

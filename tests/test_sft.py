@@ -3,16 +3,11 @@
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run_script
-from test_train import ENV, metrics, read_jsonl
+from test_train import begin, completed, metrics, read_jsonl, refused
 
 import agent
 import envs
@@ -35,8 +30,7 @@ def config_of(tmp_path, *args):
 def reference(tmp_path_factory):
     """The folder of a small run that was not interrupted."""
     out = tmp_path_factory.mktemp("sft") / "a"
-    done = run_script("sft.py", *SMALL, "--out", out, "--save_every", "2", "--eval_every", "3")
-    assert done.returncode == 0, done.stderr
+    completed(*SMALL, "--out", out, "--save_every", "2", "--eval_every", "3", script="sft.py")
     return out
 
 
@@ -136,8 +130,7 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"
     assert len(read_jsonl(reference / "demos.jsonl")) == 12
     assert rl.load_policy(str(reference / "final"))[0].dtype == torch.float32
-    done = run_script("view.py", reference)
-    assert done.returncode == 0, done.stderr
+    completed(reference, script="view.py")
     assert (reference / "curves.png").stat().st_size > 10_000
 
 
@@ -234,27 +227,24 @@ def without_rates(rows):
 
 def test_a_killed_run_resumes_exactly(reference, tmp_path):
     out = tmp_path / "b"
-    args = [*SMALL, "--out", str(out), "--save_every", "2", "--eval_every", "3"]
-    child = subprocess.Popen([sys.executable, "sft.py", *args], cwd=ROOT, env=ENV,
-                             stderr=subprocess.DEVNULL)
-    while not (out / "checkpoints/step_000002/state.json").exists():
-        time.sleep(0.02)
-        assert child.poll() is None, "the run ended before it could be killed"
-    child.send_signal(signal.SIGKILL)
+    args = ["--out", str(out), *SMALL, "--save_every", "2", "--eval_every", "3"]
+    child = begin(*args[2:], out=out, until="checkpoints/step_000002/state.json", script="sft.py")
+    child.kill()
     child.wait()
     assert not (out / "final").exists()
-    done = run_script("sft.py", *args, "--resume")
-    assert done.returncode == 0, done.stderr
+    completed(*args, "--resume", script="sft.py")
     assert without_rates(metrics(out)) == without_rates(metrics(reference))
     weights = "final/model.safetensors"
     assert (out / weights).read_bytes() == (reference / weights).read_bytes()
-    assert "finished" in run_script("sft.py", *args, "--resume").stdout
+    assert "finished" in completed(*args, "--resume", script="sft.py")
 
 
 def test_a_run_without_its_demonstrations_does_not_end_early(reference, tmp_path):
     out = shutil.copytree(reference, tmp_path / "r")
     shutil.rmtree(out / "final")  # as if it had been killed
     (out / "demos.jsonl").unlink()
-    done = run_script("sft.py", *SMALL, "--out", out, "--eval_every", "3", "--resume")
-    assert done.returncode == 2 and "demos.jsonl" in done.stderr.splitlines()[-1]
+    flags = [*SMALL, "--out", out, "--eval_every", "3", "--resume"]
+    assert "demos.jsonl" in refused(*flags, script="sft.py")
+    (out / "demos.jsonl").touch()  # as an interrupted power supply may leave it
+    assert "demos.jsonl is empty" in refused(*flags, script="sft.py")
     assert not (out / "final").exists()
