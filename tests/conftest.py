@@ -89,6 +89,14 @@ def pool():
     return EnvPool()
 
 
+@pytest.fixture(scope="session")
+def trajectories(tiny, pool):
+    """Two of each of three items. A test that changes them takes a copy."""
+    from rollout import rollout
+    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
+                   max_tokens=8)
+
+
 # A template with channels, like GPT-OSS's and shorter.
 CHANNELS = (
     "<|start|>system<|message|>Channels: analysis, final.<|end|>"
