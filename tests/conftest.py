@@ -91,7 +91,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def trajectories(tiny, pool):
-    """Six played trajectories of two worlds."""
+    """Two of each of three items. A test that changes them takes a copy."""
     from rollout import rollout
     return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
                    max_tokens=8)
