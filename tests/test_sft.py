@@ -146,25 +146,26 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
 
 def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny, tmp_path, capsys):
     path, chat = reference / "demos.jsonl", Chat(tiny[1])
+
+    def read(*flags, path=path):
+        return sft.read_demonstrations(path, chat, config_of(tmp_path, "--trajectories", str(path),
+                                                             *flags))
+
     rows = read_jsonl(path)
-    found = sft.read_demonstrations(path, chat)
+    found = read()
     assert [(t.item, t.tokens, t.mask) for t in found] == [
         (row["item"], row["tokens"], row["mask"]) for row in rows]
     # Empty lines, and line separators in texts, are no damage.
     rows[0]["messages"][-1]["content"] += "\u2028end"
     (tmp_path / "t").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    again = sft.read_demonstrations(tmp_path / "t", chat)
+    again = read(path=tmp_path / "t")
     assert again[0].messages[-1]["content"].endswith("\u2028end") and again[1:] == found[1:]
 
     # What the flags leave out.
-    def read(*flags):
-        return sft.read_demonstrations(path, chat, config_of(tmp_path, "--trajectories", str(path),
-                                                             *flags))
-
     lengths = sorted(len(t.tokens) for t in found)
     short = read("--max_length", str(lengths[5]))
     assert [t for t in found if len(t.tokens) <= lengths[5]] == short != found
-    assert f"{len(found) - len(short)} of {len(found)} trajectories" in capsys.readouterr().err
+    assert f"{len(short)} of {len(found)} trajectories" in capsys.readouterr().err
     for flags in (["--max_length", str(lengths[0] - 1)], ["--min_reward", "1.5"]):
         with pytest.raises(ValueError, match="no trajectory"):
             read(*flags)
@@ -201,7 +202,7 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 def test_a_file_that_cannot_be_learnt_from_is_named(tiny, tmp_path, data, message):
     (tmp_path / "t.jsonl").write_bytes(data)
     with pytest.raises(ValueError, match=rf"t\.jsonl.*{message}"):
-        sft.read_demonstrations(tmp_path / "t.jsonl", Chat(tiny[1]))
+        sft.read_demonstrations(tmp_path / "t.jsonl", Chat(tiny[1]), config_of(tmp_path))
 
 
 def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
@@ -213,7 +214,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     conversations[3]["loss"] = False
     path = tmp_path / "traj.json"
     path.write_text(json.dumps([{"item_id": "babyai_7", "conversations": conversations}]))
-    (t,) = sft.read_demonstrations(path, chat)
+    (t,) = sft.read_demonstrations(path, chat, config_of(tmp_path))
     assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
     assert [message["content"] for message in t.messages] == said
     ids = chat.start("Play.", "A wall.", reply="OK. I'll play.")

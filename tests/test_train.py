@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -496,11 +495,11 @@ def test_steps_without_a_signal_and_cut_trajectories_are_warned_of_once(capsys):
     steps = [*[idle] * 4, learning, *[able] * 9, *[idle] * 7]
     cuts = {3: 0.05, 7: 0.25, 9: 0.3}  # step -> the share that --max_length cut
     expected = {7: "--max_length", 18: "without success and gradient"}
-    run = SimpleNamespace(rows=[], warned=set())
+    rows = []
     for step, (success, grad_norm) in enumerate(steps):
-        run.rows.append({"success": success, "grad_norm": grad_norm,
-                         "truncated/length": cuts.get(step, 0.0)})
-        train.warn(run, run.rows[-1])
+        rows.append({"success": success, "grad_norm": grad_norm,
+                     "truncated/length": cuts.get(step, 0.0)})
+        train.warn(rows)
         said = capsys.readouterr().err
         assert expected.get(step, "") in said and bool(said) == (step in expected), step
 
