@@ -132,7 +132,8 @@ def test_the_schedules_of_a_study_differ_in_the_horizon_alone(name):
 # ---- rows ----
 
 
-def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_alone(results):
+def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_alone(
+        results, monkeypatch):
     first = [{"step": 0, "success": 0.1}, {"success": 1.0, "ci95": [0.9, 1.0]}]
     second = [{"success": 0.30000000000000004, "command": "é"}]
     assert rows.load("b") == {}
@@ -142,6 +143,7 @@ def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_a
     assert rows.load("b") == {"run_a": second, "run_b": first}
     assert rows.load("a") == {"run_b": second} and rows.studies() == ["a", "b"]
     kept = results.read_bytes()
+    monkeypatch.setattr("time.time", lambda: 2e9)
     for run in (first, second):
         rows.keep("b", {"run_a": run})
         assert rows.load("b") == {"run_a": run, "run_b": first}
