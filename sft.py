@@ -227,14 +227,13 @@ def from_conversation(entry: dict, chat: Chat) -> Trajectory:
     t = Trajectory(item, split_item(item)[0], reward=1.0, score=1.0, success=True,
                    status=Status.DONE, turns=len(parts[3::2]), messages=[
                        {"role": roles[part["from"]], "content": part["value"]} for part in parts])
-    instructions, reply, observation = (part["value"] for part in parts[:3])
-    t.append(chat.start(instructions, observation, reply=reply))
+    t.append(chat.prompt([*t.messages[:2], agent.user(parts[2]["value"])]))
     for part in parts[3:]:
         if part["from"] == "gpt":
             ids = chat.reply(part["value"])
             t.append(ids, None if part.get("loss") is False else [0.0] * len(ids))
         else:
-            t.append(chat.turn(part["value"], closed=True))
+            t.append(chat.turns([agent.user(part["value"])], closed=True))
     return t
 
 
