@@ -21,7 +21,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,7 +126,7 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
         # <search> and <answer> are SearchQA's own actions. They keep their tags.
         said = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
         tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", said, re.DOTALL)
-        found = [tag[2] if tag[1] == "action" else tag[0] for tag in tags]
+        found = (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
     elif action_format == "backticks":
         found = re.findall(r"```(.*?)```", reply, re.DOTALL)
     elif action_format == "json":
@@ -136,35 +136,32 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
     return [action.strip() for action in found]
 
 
-def _actions_in_json(reply: str) -> list[str]:
-    """The actions of all JSON objects in a reply that call the function "act"."""
-    found, end = [], 0
+def _actions_in_json(reply: str) -> Iterator[str]:
+    """Yield the actions of all JSON objects in a reply that call the function "act"."""
+    end = 0
     while (start := reply.find("{", end)) >= 0:
         end = start + 1
         with suppress(ValueError, RecursionError):  # no JSON object begins at this brace
             call, end = json.JSONDecoder().raw_decode(reply, start)
             match call:
                 case {"name": "act", "arguments": {"action": str(action)}}:
-                    found.append(action)
-    return found
+                    yield action
 
 
-def _actions_in_code(reply: str) -> list[str]:
-    """The actions of all calls of `act` in the Python blocks of a reply.
+def _actions_in_code(reply: str) -> Iterator[str]:
+    """Yield the actions of all calls of `act` in the Python blocks of a reply.
 
     The code is parsed and never run. A call whose argument is not exactly one string literal gives
     the action "".
     """
-    found = []
     for block in re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", reply, re.DOTALL):
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             for node in ast.walk(ast.parse(block)):
                 match node:
                     case ast.Call(ast.Name("act"), [ast.Constant(str(action))], []):
-                        found.append(action)
+                        yield action
                     case ast.Call(ast.Name("act")):
-                        found.append("")
-    return found
+                        yield ""
 
 
 def complaint(reply: str, action_format: str) -> str:
@@ -641,8 +638,7 @@ def _matched(text: str, outline: list[str], messages: Messages) -> Parts | None:
     for before, mark, after in zip(outline[::2], outline[1::2], outline[2::2]):
         message = messages[int(re.sub(r"\D", "", mark))]
         thought, _, rest = message["content"].rpartition("</think>")
-        is_thought = mark.startswith("@thought")
-        wholes = [thought.split("<think>")[-1]] if is_thought else [message["content"], rest]
+        wholes = [thought.split("<think>")[-1]] if "thought" in mark else [message["content"], rest]
         forms = [form for whole in wholes
                  for form in (whole, whole.lstrip("\n"), whole.strip("\n"), whole.strip())]
         form = next((f for f in forms if text.startswith(before + f + after)), None)
