@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import AGENTS, FORMATS, PARSES, Chat, Messages, Play, assistant, load_agent, user
+from agent import AGENTS, FORMATS, Chat, Messages, Play, assistant, load_agent, user
 from engine import Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
@@ -53,7 +53,7 @@ class Rollouts(Sampling):
     action_format: str = flag("react", tuple(FORMATS))
     # strict: one action, exactly as --action_format has it | lenient: as AgentGym's client of the
     # world reads it
-    parse: str = flag("lenient", PARSES)
+    parse: str = flag("lenient", ("strict", "lenient"))
     # or your own: FILE.py:NAME, module:NAME (docs/agents.md)
     agent: str | Callable = flag("react", AGENTS)
     # settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true
@@ -156,7 +156,8 @@ class Conversation:
             except EnvError:
                 raise
             except Exception as e:  # whatever the template's program raises
-                prompt = self.play.throw(ValueError(f"cannot render the messages: {e!r}"))
+                prompt = self.play.send(
+                    error=ValueError(f"cannot render the messages: {e!r}"))
         self.new_messages = self._new_in(prompt, reply)
         if self.config.record_states and type(env).state is Env.state:
             raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")

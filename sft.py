@@ -224,7 +224,7 @@ def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:
             ids = chat.reply(part["value"])
             t.append(ids, None if part.get("loss") is False else [0.0] * len(ids))
         else:
-            t.append(chat.turn(part["value"], closed=True))
+            t.append(chat.turns([agent.user(part["value"])], closed=True))
     return t
 
 

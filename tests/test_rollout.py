@@ -447,7 +447,7 @@ def test_the_analysis_is_sampled_and_kept_and_is_no_action(channels, monkeypatch
     assert [t.tokens[start:end] for start, end in reply_spans(t.mask)] == written
     (_, first_end), (second_start, _) = reply_spans(t.mask)
     closed = written[0][-1] == tokenizer.eos_token_id
-    assert t.tokens[first_end:second_start] == chat.turn(t.messages[4]["content"], closed)
+    assert t.tokens[first_end:second_start] == chat.turns([t.messages[4]], closed)
     assert tokenizer.decode(t.tokens[first_end:]).startswith("<|start|>user" if closed else
                                                              "<|end|><|start|>user")
 
@@ -526,7 +526,7 @@ def test_a_rollout_begins_with_the_texts_that_it_is_given(tiny, pool):
     (t,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4, prompt_texts=texts)
     said = [message["content"] for message in t.messages[:3]]
     assert said[:2] == ["Play.\n\n", "Ok. I will."]
-    start = agent.Chat(tiny[1]).start(said[0], said[2], reply=said[1])
+    start = agent.Chat(tiny[1]).prompt(t.messages[:3])
     assert t.tokens[: len(start)] == start and t.mask.index(True) == len(start)
     (ours,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4,
                       prompt_texts={"textcraft": texts["babyai"]})

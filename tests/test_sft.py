@@ -46,7 +46,8 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
         t = sft.demonstrate(env, item, chat, cfg, 0.5, random.Random(item))
         # Play it again, and ask the expert what it would have done.
         observation = env.reset(int(item.split("_")[1]))
-        ids = chat.start(agent.instructions(env.prompt, "react"), observation)
+        ids = chat.prompt([agent.user(agent.instructions(env.prompt, "react")),
+                           agent.assistant("OK"), agent.user(observation)])
         assert t.tokens[: len(ids)] == ids
         place = len(ids)
         for reply, answer in zip(t.messages[3::2], t.messages[4::2]):
@@ -61,7 +62,7 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
             assert step.observation == answer["content"]
             place += len(ids)
             if not step.done and answer is not t.messages[-1]:  # a last one has no tokens
-                between = chat.turn(step.observation, closed=True)
+                between = chat.turns([agent.user(step.observation)], True)
                 assert not any(t.mask[place : place + len(between)])
                 place += len(between)
         assert place == len(t.tokens)
@@ -210,8 +211,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     (t,) = sft.read_demonstrations(path, chat, config_of(tmp_path))
     assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
     assert [message["content"] for message in t.messages] == said
-    ids = chat.start("Play.", "A wall.", reply="OK. I'll play.")
-    ids += chat.reply(said[3]) + chat.turn("A ball.", True)
+    ids = chat.prompt(t.messages[:3]) + chat.reply(said[3]) + chat.turns(t.messages[4:5], True)
     assert t.tokens[: len(ids)] == ids
     assert not any(t.mask[: len(ids)])
     learnt = [token for token, m in zip(t.tokens, t.mask) if m]
