@@ -234,7 +234,7 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    newest, notes = checkpoint.newest(cfg.out)
+    newest, notes = of_rank_0(lambda: checkpoint.newest(cfg.out))
 
     # The tokenizer and its chat template: before the weights, whose loading may take minutes. A
     # resumed run takes the template, and the time that it shows, from its checkpoint.

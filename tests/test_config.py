@@ -105,6 +105,17 @@ def test_settings_reach_the_function_and_allow_what_they_make_right():
     assert parsed("--algo", "gigpo").record_states
 
 
+@pytest.mark.parametrize("flags, out", [
+    ("", "runs/babyai_grpo_s0"), ("--algo rloo --seed 3", "runs/babyai_rloo_s3"),
+    ("--env babyai:0.5,textcraft --algo ideas.q:advantage",
+     "runs/babyai_0.5_textcraft_ideas.q_advantage_s0"),
+    ("--model Qwen/Qwen2.5-7B-Instruct", "runs/babyai_grpo_qwen2.5-7b-instruct_s0"),
+    ("--model runs/warm/checkpoints/step_000050/", "runs/babyai_grpo_warm_s0")])
+def test_a_run_has_a_folder_of_its_own_by_default(flags, out):
+    cfg = config.fill_in(Config, config.read_flags(Config, flags.split(), "train.py", ""))
+    assert cfg.out == out
+
+
 # ---- resumed runs ----
 
 
