@@ -36,7 +36,8 @@ SCHEMA = fields(move=TEXT)
 @pytest.fixture(scope="module")
 def babyai():
     """Our server -> its address. It may be resting for longer than a request may take."""
-    with our_server("babyai", "--protocol", "openenv", "--max_episodes", "3", seconds=1) as (url, _):
+    flags = ("--protocol", "openenv", "--max_episodes", "3")
+    with our_server("babyai", *flags, seconds=1) as (url, _):
         yield url
 
 

@@ -512,7 +512,7 @@ def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else(path, ga
             env.reset(0)
             bad.append(data)
             seen.clear()
-            with pytest.raises(EnvError, match=f"{url}/?{path}?"):
+            with pytest.raises(EnvError, match=url):
                 if path == "create":
                     RemoteEnv("babyai", url)
                 else:
