@@ -585,12 +585,15 @@ class Chat:
         # A template may write something else around an empty text, or around a reply's thought.
         # So the marks stand for whole texts or, if the template changes them, for the thought and
         # the rest of each reply.
-        rests = [message["content"].rpartition("</think>")[2] if message["role"] == "assistant"
-                 else message["content"] for message in messages]
-        whole = [f"@message{i}@" if m["content"] else "" for i, m in enumerate(messages)]
-        parted = [(f"<think>\n@thought{i}@\n</think>\n\n" if rest != m["content"] else "")
-                  + (f"@message{i}@" if rest.strip() else "")
-                  for i, (m, rest) in enumerate(zip(messages, rests))]
+        whole, parted = [], []
+        for number, message in enumerate(messages):
+            mark, text = f"@message{number}@", message["content"]
+            is_thinking = message["role"] == "assistant" and "</think>" in text
+            if is_thinking and self.drops_thoughts:
+                text = text.rpartition("</think>")[2]
+            thought = f"<think>\n@thought{number}@\n</think>\n\n" if is_thinking else ""
+            whole.append(mark if text else "")
+            parted.append(thought + (mark if text.strip() else ""))
         for marks in (whole, parted):
             marked = [message | {"content": mark} for message, mark in zip(messages, marks)]
             outline = write(self.tokenizer, marked, self.tried, tools)
