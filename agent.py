@@ -512,9 +512,8 @@ class Chat:
 
         # Which tokens end a reply.
         self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        added = tokenizer.added_tokens_decoder.items()
-        special_ids = {*tokenizer.all_special_ids, *self.eos_ids,
-                       *(number for number, token in added if token.special)}
+        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
+        special_ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if not self.to_user or self.to_user[0] not in special_ids:
             raise ValueError(
                 f"this chat template ends a reply with {tokenizer.decode(self.to_user[:1])!r}, no "
@@ -589,8 +588,7 @@ class Chat:
         for number, message in enumerate(messages):
             mark, text = f"@message{number}@", message["content"]
             is_thinking = message["role"] == "assistant" and "</think>" in text
-            if is_thinking and self.drops_thoughts:
-                text = text.rpartition("</think>")[2]
+            text = text.rpartition("</think>")[2] if is_thinking and self.drops_thoughts else text
             thought = f"<think>\n@thought{number}@\n</think>\n\n" if is_thinking else ""
             whole.append(mark if text else "")
             parted.append(thought + (mark if text.strip() else ""))
@@ -610,8 +608,7 @@ class Chat:
         loss.
         """
         before = {"user": self.to_user, "assistant": self.to_reply}
-        ids = [token for message in messages
-               for token in before[message["role"]] + self._encode(message["content"])]
+        ids = [token for m in messages for token in before[m["role"]] + self._encode(m["content"])]
         return ids[int(closed):] + self.to_policy
 
     def reply(self, text: str) -> list[int]:
