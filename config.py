@@ -217,17 +217,15 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
     presets_as_text = [f"defaults with --model tiny: {TINY}", f"with others on a CPU: {ON_CPU}"]
     presets_as_text += [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
                         for world in envs.WORLDS]
-    parser = argparse.ArgumentParser(
+    parser = envs.CommandParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]",
         description=description, epilog="\n".join(presets_as_text), allow_abbrev=False,
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = refuse
-    owners = config_class.__mro__[:-1]
-    groups = [parser.add_argument_group(owner.__doc__) for owner in owners]
     of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
     hints = get_type_hints(config_class)
     flags = {f.name: f for f in fields(config_class) if f.metadata}
-    for owner, group in zip(owners, groups):
+    for owner in config_class.__mro__[:-1]:
+        group = parser.add_argument_group(owner.__doc__)
         for comment, name in re.findall(r"^((?:    #.*\n)*)    (\w+):", inspect.getsource(owner),
                                         re.MULTILINE):
             if name not in flags:  # no flag, or one that was declared anew
@@ -246,16 +244,10 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
                 type=string_to_bool if kind is bool else kind,
                 metavar="|".join(choices) if isinstance(choices, tuple) else kind.__name__,
                 **dict(nargs="?", const=True) if kind is bool else {})
-
     of_studies.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE")
     given = parser.parse_args(argv)
     given = parser.parse_args([f"--set {x}" for words in given.set for x in words.split()], given)
     return {name: value for name, value in vars(given).items() if name != "set"}
-
-
-def refuse(message: str) -> None:
-    """What argparse calls for a command line that it cannot read."""
-    raise ValueError(message)
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
@@ -272,9 +264,11 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
     world and model, or else the class's default; a resumed run has what it was started with.
     Raises ValueError."""
     env, model = given.get("env", RunConfig.env), given.get("model", RunConfig.model)
-    names = [re.sub(r"[^a-z0-9.]+", "_", env),
-             re.sub(r"\W+", "_", given.get("algo", config_class.algo)), *model_label(model)]
-    out = given.get("out") or f"runs/{'_'.join(names)}_s{given.get('seed', 0)}"
+    words = [env, given.get("algo", config_class.algo)]
+    if model != "tiny":
+        words.append(Path(re.sub(r"/(final|checkpoints/[^/]*)/?$", "", model)).name)
+    name = "_".join(re.sub(r"[^a-z0-9.-]+", "_", word.lower()) for word in words)
+    out = given.get("out") or f"runs/{name}_s{given.get('seed', 0)}"
     if given.get("resume"):
         return resumed(config_class, given, out)
 
@@ -392,16 +386,6 @@ def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
     if path and not texts.keys() & set(worlds):
         raise ValueError(f"--prompts: {path} has no texts for {', '.join(worlds)}")
     return texts
-
-
-def model_label(model: str) -> list[str]:
-    """The model's part of the default run folder's name; [] for "tiny", which is not named.
-
-    >>> model_label("tiny"), model_label("Qwen/Qwen2.5-7B-Instruct"), model_label("runs/warm/final")
-    ([], ['qwen2.5-7b-instruct'], ['warm'])
-    """
-    path = Path(re.sub(r"/(final|checkpoints/[^/]*)/?$", "", model))
-    return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())] if model != "tiny" else []
 
 
 # ---- what would go wrong in silence; each raises ValueError with one line ----

@@ -10,7 +10,6 @@ import torch
 import rl
 import update
 from config import parse_config
-from rollout import rollout
 from trajectory import Status, Trajectory
 
 
@@ -20,12 +19,6 @@ def config(*flags):
 
 def weights_of(*models):
     return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
-
-
-@pytest.fixture(scope="module")
-def trajectories(tiny, pool):
-    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
-                   max_tokens=8)
 
 
 @pytest.fixture
