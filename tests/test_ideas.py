@@ -273,7 +273,7 @@ TURNS = [
     turn_trajectory([0.5, 0.0, 0.25], 4, ["a", "a", "b"]),
     turn_trajectory([0.0], 4, ["a"]),
     turn_trajectory([1.0], 9, ["b"]),
-    turn_trajectory([0.0, 0.0], 9, [None, None]),
+    turn_trajectory([0.0, 0.5], 9, [None, None]),
     turn_trajectory([0.0, 9.0, 0.0, 0.0], 9, ["b"] * 4, Status.ENV_ERROR),
 ]
 
