@@ -83,10 +83,10 @@ def test_what_an_idea_does_not_do_is_refused(function, settings, message):
 
 
 def test_shaping_and_a_discount_of_turns_do_not_go_together():
-    flags = [*NO_RUN, *"--algo gigpo --env textcraft --shaping potential".split()]
+    flags = [*NO_RUN, *"--algo gigpo --env textcraft --shaping potential --algo_args".split()]
+    parse_config([*flags, "gamma=1"])
     with pytest.raises(ValueError, match="--shaping needs --algo_args gamma=1"):
-        parse_config(flags)
-    parse_config([*flags, "--algo_args", "gamma=1"])
+        parse_config([*flags, ""])
 
 
 # ---- the ratio of a sequence or a turn ----

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -295,18 +296,6 @@ def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(
         assert sum(last[i:i + len(part)] == part for i in range(len(last))) == count
 
 
-def test_rows_in_lockstep_of_which_some_begin_a_segment(tiny, pool):
-    def sometimes(play):
-        yield from agent.window(play, keep=1) if play.number > 9 else agent.react(play)
-
-    hf, ragged = (play(tiny, pool, "react", agent=sometimes, max_tokens=12, horizon=4,
-                       engine=engine) for engine in ("hf", None))
-    assert [t.tokens for t in hf] == [t.tokens for t in ragged]
-    assert {len(t.starts) > 1 for t in hf} == {False, True}
-    for t, other in zip(hf, ragged):
-        assert other.logprobs == pytest.approx(t.logprobs, abs=2e-4)
-
-
 def test_other_tools_begin_a_segment(thinking, echoes, monkeypatch):
     if "tools" not in thinking[1].chat_template:
         pytest.skip("this template shows no tools")
@@ -323,15 +312,12 @@ def test_other_tools_begin_a_segment(thinking, echoes, monkeypatch):
 
 def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(
         channels, echoes, monkeypatch):
-    model, tokenizer = channels
     analysis = "<|channel|>analysis<|message|>left or right?<|end|>"
     final = "<|start|>assistant<|channel|>final<|message|>"
-    replies = [analysis + final + "look<|return|>", final[18:] + "stop<|return|>"]
-    scripted(monkeypatch, sum(map(tokenizer.encode, replies), []))
-    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 4, max_tokens=60, engine="hf",
-                   action_format="plain")
+    replies = [f"{analysis}{final}look", "<|channel|>final<|message|>stop"]
+    (t,), _ = say(channels, echoes, monkeypatch, replies, engine="hf")
     assert len(t.starts) == 2 and t.success
-    first, second = (tokenizer.decode(t.tokens[a:b]) for a, b in t.spans())
+    first, second = (channels[1].decode(t.tokens[a:b]) for a, b in t.spans())
     assert "left or right?" in first and "left or right?" not in second
     assert f"{final}look<|end|><|start|>user" in second
 
@@ -552,7 +538,7 @@ def test_a_fault_of_the_world_is_an_env_error_under_any_agent_also_if_it_is_caug
 
 
 def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
-    closed = []
+    closed = []  # whether in the main thread
 
     def closing(play):
         try:
@@ -562,14 +548,12 @@ def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
             play.reset()  # the environment is still its own
             closed.append(threading.current_thread() is threading.main_thread())
 
-    def interrupt(queue):
-        raise KeyboardInterrupt
-
     closing.instant = True
     with EnvPool(make=lambda _: Echo()) as pool:
-        rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=closing, max_tokens=3, samples=2)
+        play = partial(rollout, *tiny, pool, horizon=2, agent=closing, max_tokens=3)
+        play(["echo_1", "echo_2"], samples=2)
         with pytest.raises(KeyboardInterrupt):
-            rollout(*tiny, pool, ["echo_3"], 2, agent=closing, max_tokens=3, on_step=interrupt)
+            play(["echo_3"], on_step=Mock(side_effect=KeyboardInterrupt))
     assert closed == [False] * 5
 
 
@@ -598,11 +582,10 @@ def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_
     args = [*TINIEST, "--agent", f"{path}:agent", "--out", tmp_path / "r"]
     completed(*args)
     envs._load_file.cache_clear()  # another process would import it anew
-    path.write_text(source.replace("(an earlier observation)", "(gone)"))
-    args += ["--resume", "--steps", "2"]
-    assert "another source of agent" in refused(*args)
+    path.write_text(source + "# changed")
+    assert "another source of agent" in refused(*args, "--resume", "--steps", "2")
     path.write_text(source)
-    completed(*args)
+    completed(*args, "--resume", "--steps", "2")
     evaluation = ["--model", tmp_path / "r/final", "--items", "2"]
     completed(*evaluation, script="eval.py")
     path.unlink()
