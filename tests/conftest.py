@@ -49,20 +49,17 @@ def run_script(name, *args):
     second time. -> what subprocess.run gives: returncode, stdout, stderr."""
     out, errors = io.StringIO(), io.StringIO()
     code = 0
-    argv, folder = sys.argv, os.getcwd()
-    try:
-        sys.argv = [name, *map(str, args)]
-        os.chdir(ROOT)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    with (pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(errors)):
+        patch.setattr(sys, "argv", [name, *map(str, args)])
+        patch.chdir(ROOT)
+        try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
-    except SystemExit as e:
-        code = e.code or 0
-        if isinstance(code, str):
-            errors.write(code + "\n")
-            code = 1
-    finally:
-        sys.argv = argv
-        os.chdir(folder)
+        except SystemExit as e:
+            code = e.code or 0
+    if isinstance(code, str):
+        errors.write(code + "\n")
+        code = 1
     return subprocess.CompletedProcess(args, code, out.getvalue(), errors.getvalue())
 
 
@@ -89,7 +86,7 @@ def pool():
     return EnvPool()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trajectories(tiny, pool):
     """Two of each of three items. A test that changes them takes a copy."""
     from rollout import rollout

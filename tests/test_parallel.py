@@ -257,7 +257,7 @@ def test_shards_hold_the_weights_that_from_pretrained_reads(by_two, models, name
     if kind == "critic":
         body = model.base_model
         tensors = dict(body.named_parameters()) | dict(body.named_buffers())
-        expected = {f"body.{name}": tensor for name, tensor in tensors.items()}
+        expected = {f"base_model.{name}": tensor for name, tensor in tensors.items()}
         expected |= {"head.weight": torch.zeros(1, 64), "head.bias": torch.zeros(1)}
     found = load_file(models / name / f"{kind}.loaded")
     assert found.keys() == expected.keys()
