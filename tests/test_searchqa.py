@@ -198,7 +198,7 @@ def test_questions_and_a_corpus_of_ones_own(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "a.jsonl", [asked("Who makes honey?", ["bees", "the bee"])])
     write_rows(tmp_path / "b.jsonl", [asked("How big are ants?", "small")])
-    text = "searchqa.corpus=2018 searchqa.questions=a.jsonl,b.jsonl searchqa.topk=1"
+    text = "searchqa.corpus=2018 searchqa.questions=a.jsonl,b.jsonl searchqa.topk=2"
     env = make_env("searchqa", **env_options(text, ["searchqa"])["searchqa"])
     assert env.reset(0) == "Question: Who makes honey?" and env.expert() is None
     found = "<information>Doc 1(Title: Bee) Bees make honey.</information>"

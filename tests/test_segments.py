@@ -183,16 +183,15 @@ SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look
         "<think>\nenough\n</think>", "stop"]
 
 
-def say(model, echoes, monkeypatch, replies, tokenizer=None, **how):
-    """Play an episode in which the policy writes these replies -> trajectories, the ids of the
+def say(model, echoes, monkeypatch, replies, **how):
+    """Play an episode in which the policy writes these replies -> trajectory, ids of the
     replies."""
-    tokenizer = tokenizer or model[1]
+    tokenizer = model[1]
     written = [tokenizer.encode(text) + tokenizer.encode(tokenizer.eos_token) for text in replies]
     rest = scripted(monkeypatch, sum(written, []))
-    played = rollout(model[0], tokenizer, echoes, ["echo_1"], 9, action_format="plain",
-                     **{"max_tokens": 60} | how)
+    (t,) = rollout(*model, echoes, ["echo_1"], 9, action_format="plain", max_tokens=60, **how)
     assert next(rest, None) is None
-    return played, written
+    return t, written
 
 
 @pytest.mark.parametrize("name", ["react", "window", "last_two"])
@@ -212,8 +211,7 @@ def test_every_prompt_is_what_the_template_writes(
     monkeypatch.setattr(Play, "send", lambda *how: asked.append(send(*how)) or asked[-1])
     chat = Chat(tokenizer)
     assert chat.drops_thoughts and chat.history == "template"
-    (t,), written = say(thinking, echoes, monkeypatch, SAYS, tokenizer=tokenizer, parse="strict",
-                        **AGENTS[name])
+    t, written = say((model, tokenizer), echoes, monkeypatch, SAYS, parse="strict", **AGENTS[name])
     assert t.turns == len(SAYS) and t.status == Status.DONE
     spans = update.reply_spans(t.mask)
     assert [t.tokens[a:b] for a, b in spans] == written
@@ -240,7 +238,7 @@ def test_every_prompt_is_what_the_template_writes(
 
 def test_history_append_keeps_every_reply_as_it_was_sampled(thinking, echoes, monkeypatch):
     replies = [SAYS[0], SAYS[2], "stop"]
-    (t,), written = say(thinking, echoes, monkeypatch, replies, history="append")
+    t, written = say(thinking, echoes, monkeypatch, replies, history="append")
     assert len(t.starts) == 1 and sampled_of(t) == sum(written, [])
 
 
@@ -305,7 +303,7 @@ def test_other_tools_begin_a_segment(thinking, echoes, monkeypatch):
         for play.tools in (TOOL, TOOL, WEIGH):
             messages += [assistant((yield messages)), user("More.")]
 
-    (t,), _ = say(thinking, echoes, monkeypatch, ["look"] * 3, agent=changing, history="append")
+    t, _ = say(thinking, echoes, monkeypatch, ["look"] * 3, agent=changing, history="append")
     assert len(t.starts) == 2
     assert "weigh" in thinking[1].decode(t.segment())
 
@@ -315,7 +313,7 @@ def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(
     analysis = "<|channel|>analysis<|message|>left or right?<|end|>"
     final = "<|start|>assistant<|channel|>final<|message|>"
     replies = [f"{analysis}{final}look", "<|channel|>final<|message|>stop"]
-    (t,), _ = say(channels, echoes, monkeypatch, replies, engine="hf")
+    t, _ = say(channels, echoes, monkeypatch, replies, engine="hf")
     assert len(t.starts) == 2 and t.success
     first, second = (channels[1].decode(t.tokens[a:b]) for a, b in t.spans())
     assert "left or right?" in first and "left or right?" not in second
