@@ -412,7 +412,8 @@ TEXTS = {  # observations after invalid actions
     ("movie", [dict(reward=1), dict(reward=1, done=True)],
      [Step("x", 1, 1), Step("x", 0, 1, True, True)]),
     # the reward counts only when the task has terminated
-    ("webarena", [dict(reward=1), dict(reward=1, truncated=True)], [Step("x"), Step("x", done=True)]),
+    ("webarena", [dict(reward=1), dict(reward=1, truncated=True)],
+     [Step("x"), Step("x", done=True)]),
     # "info" is null after an action that was not understood, else what the browser said
     ("webarena", [dict(info=None), dict(info={"fail_error": "no such element"}), {}],
      [Step("x", valid=False), Step("x", valid=False), Step("x")]),
