@@ -225,7 +225,7 @@ def test_answers_are_compared_as_in_search_r1(tmp_path, corpus, golden, right, w
 
 
 @pytest.mark.parametrize("options, named", [
-    ({"questions": "a.jsonl"}, "corpus"), ({"topk": "five"}, "topk"), ({"depth": 2}, "depth"),
+    ({"questions": "a.jsonl"}, "corpus"), ({"topk": 0}, "topk"), ({"depth": 2}, "depth"),
     ({"corpus": "none.jsonl"}, "none.jsonl")])
 def test_wrong_arguments_are_value_errors(options, named):
     with pytest.raises(ValueError, match=named):
