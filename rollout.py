@@ -73,18 +73,18 @@ class Rollouts(Sampling):
     # taken off the reward of an invalid action
     invalid_penalty: float = flag(0.0, NOT_NEGATIVE)
     # trajectories that each process plays at the same time
-    slots: int = flag(32, ABOVE_0)
+    slots: int = flag(32, ABOVE_0, may_change=True)
     # seconds an environment has to answer
-    deadline: float = flag(60.0, ABOVE_0)
+    deadline: float = flag(60.0, ABOVE_0, may_change=True)
     # seconds to create an environment
-    create_deadline: float = flag(300.0, ABOVE_0, study=True)
+    create_deadline: float = flag(300.0, ABOVE_0, study=True, may_change=True)
     # hf: the model's own attention, in lockstep (slow; the reference)
     engine: str = flag("ragged", ("ragged", "hf"), study=True)
     # on a GPU, record decode steps as CUDA graphs
-    graphs: bool = flag(True, study=True)
+    graphs: bool = flag(True, study=True, may_change=True)
     # take environments' answers as they come: faster, and not repeatable bit for bit; default: with
     # --env_url
-    arrival_order: bool | None = flag(None, study=True)
+    arrival_order: bool | None = flag(None, study=True, may_change=True)
     top_p: float = 1.0  # nucleus sampling, in evaluation
     top_k: int = 0  # sample from the k likeliest tokens, in evaluation; 0: off
     samples: int = 1  # trajectories of each item

@@ -56,17 +56,17 @@ class Optim(Sampling):
     # gradients are clipped to this norm
     max_grad_norm: float = flag(1.0, ABOVE_0, study=True)
     # largest number of tokens in one forward and backward pass
-    microbatch_tokens: int = flag(16384, ABOVE_0)
+    microbatch_tokens: int = flag(16384, ABOVE_0, may_change=True)
     # compute blocks again in the backward pass: a third slower, far less memory
-    gradient_checkpointing: bool = flag(True)
+    gradient_checkpointing: bool = flag(True, may_change=True)
     # 0: train all weights; else LoRA adapters of this rank (needs the extra lora), merged into the
     # weights in final/
     lora_rank: int = flag(0, NOT_NEGATIVE)
     # FSDP2: shard weights, gradients and optimizer states over the ranks; default: on GPUs, without
     # --lora_rank
-    shard: bool | None = flag(None)
+    shard: bool | None = flag(None, may_change=True)
     # with --shard: keep the shards in CPU memory and update them there
-    offload: bool = flag(False, study=True)
+    offload: bool = flag(False, study=True, may_change=True)
 
 
 @dataclass
