@@ -512,9 +512,8 @@ class Chat:
 
         # Which tokens end a reply.
         self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        added = tokenizer.added_tokens_decoder.items()
-        special_ids = {*tokenizer.all_special_ids, *self.eos_ids,
-                       *(number for number, token in added if token.special)}
+        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
+        special_ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if not self.to_user or self.to_user[0] not in special_ids:
             raise ValueError(
                 f"this chat template ends a reply with {tokenizer.decode(self.to_user[:1])!r}, no "
@@ -585,12 +584,14 @@ class Chat:
         # A template may write something else around an empty text, or around a reply's thought.
         # So the marks stand for whole texts or, if the template changes them, for the thought and
         # the rest of each reply.
-        rests = [message["content"].rpartition("</think>")[2] if message["role"] == "assistant"
-                 else message["content"] for message in messages]
-        whole = [f"@message{i}@" if m["content"] else "" for i, m in enumerate(messages)]
-        parted = [(f"<think>\n@thought{i}@\n</think>\n\n" if rest != m["content"] else "")
-                  + (f"@message{i}@" if rest.strip() else "")
-                  for i, (m, rest) in enumerate(zip(messages, rests))]
+        whole, parted = [], []
+        for number, message in enumerate(messages):
+            mark, text = f"@message{number}@", message["content"]
+            is_thinking = message["role"] == "assistant" and "</think>" in text
+            text = text.rpartition("</think>")[2] if is_thinking and self.drops_thoughts else text
+            thought = f"<think>\n@thought{number}@\n</think>\n\n" if is_thinking else ""
+            whole.append(mark if text else "")
+            parted.append(thought + (mark if text.strip() else ""))
         for marks in (whole, parted):
             marked = [message | {"content": mark} for message, mark in zip(messages, marks)]
             outline = write(self.tokenizer, marked, self.tried, tools)
@@ -607,8 +608,7 @@ class Chat:
         loss.
         """
         before = {"user": self.to_user, "assistant": self.to_reply}
-        ids = [token for message in messages
-               for token in before[message["role"]] + self._encode(message["content"])]
+        ids = [token for m in messages for token in before[m["role"]] + self._encode(m["content"])]
         return ids[int(closed):] + self.to_policy
 
     def reply(self, text: str) -> list[int]:

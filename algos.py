@@ -58,6 +58,7 @@ def _check_mask(mask: Tensor, *tensors: Tensor) -> None:
 # ---- advantages: constants for the optimizer, computed once over the whole gathered batch ----
 
 
+@torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0,
         lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16), over sampled tokens only.

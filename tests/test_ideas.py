@@ -83,10 +83,10 @@ def test_what_an_idea_does_not_do_is_refused(function, settings, message):
 
 
 def test_shaping_and_a_discount_of_turns_do_not_go_together():
-    flags = [*NO_RUN, *"--algo gigpo --env textcraft --shaping potential".split()]
+    flags = [*NO_RUN, *"--algo gigpo --env textcraft --shaping potential --algo_args".split()]
+    parse_config([*flags, "gamma=1"])
     with pytest.raises(ValueError, match="--shaping needs --algo_args gamma=1"):
-        parse_config(flags)
-    parse_config([*flags, "--algo_args", "gamma=1"])
+        parse_config([*flags, ""])
 
 
 # ---- the ratio of a sequence or a turn ----
@@ -273,7 +273,7 @@ TURNS = [
     turn_trajectory([0.5, 0.0, 0.25], 4, ["a", "a", "b"]),
     turn_trajectory([0.0], 4, ["a"]),
     turn_trajectory([1.0], 9, ["b"]),
-    turn_trajectory([0.0, 0.0], 9, [None, None]),
+    turn_trajectory([0.0, 0.5], 9, [None, None]),
     turn_trajectory([0.0, 9.0, 0.0, 0.0], 9, ["b"] * 4, Status.ENV_ERROR),
 ]
 

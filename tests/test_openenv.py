@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import requests
 from conftest import run_script
-from test_protocol import refusing, serving
+from serving import our_server, refusing
 
 import envs
 from envs import EnvError, EnvPool, Step, UserError, make_env
@@ -36,15 +36,15 @@ SCHEMA = fields(move=TEXT)
 @pytest.fixture(scope="module")
 def babyai():
     """Our server -> its address. It may be resting for longer than a request may take."""
-    with serving("babyai", "--protocol", "openenv", "--max_episodes", "3", seconds=1) as (url, _):
+    flags = ("--protocol", "openenv", "--max_episodes", "3")
+    with our_server("babyai", *flags, seconds=1) as (url, _):
         yield url
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """Our server of the world "slow" of tests/test_protocol.py."""
-    folder = tmp_path_factory.mktemp("slow")
-    with serving("slow", "--protocol", "openenv", "--idle_seconds", "3", folder=folder) as (url, _):
+def slow():
+    """Our server of the world of tests/slow.py."""
+    with our_server("slow", "--protocol", "openenv", "--idle_seconds", "3") as (url, _):
         yield url
 
 
@@ -249,7 +249,7 @@ def test_connections_play_at_the_same_time(slow):
 
 
 def test_a_killed_server_is_a_fault_and_a_new_one_is_found_by_the_next_reset():
-    with serving("babyai", "--protocol", "openenv") as (url, process):
+    with our_server("babyai", "--protocol", "openenv") as (url, process):
         env = make_env("openenv", url=url)
         env.reset(0)
         process.kill()
@@ -259,13 +259,13 @@ def test_a_killed_server_is_a_fault_and_a_new_one_is_found_by_the_next_reset():
                 env.step("turn left")
         with pytest.raises(EnvError, match="Refused"):
             env.reset(0)
-    with serving("babyai", "--protocol", "openenv", "--port", url.split(":")[-1]):
+    with our_server("babyai", "--protocol", "openenv", "--port", url.split(":")[-1]):
         assert env.reset(0) == make_env("babyai").reset(0)
         env.close()
 
 
-def test_our_server_ends_within_ten_seconds_of_sigterm_with_an_open_connection(tmp_path):
-    with serving("slow", "--protocol", "openenv", folder=tmp_path) as (url, process):
+def test_our_server_ends_within_ten_seconds_of_sigterm_with_an_open_connection():
+    with our_server("slow", "--protocol", "openenv") as (url, process):
         with raw(url) as hanging, raw(url) as resting:
             for ws in (hanging, resting):
                 ask(ws, {"type": "reset", "data": {"seed": 0}})

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,15 +160,13 @@ def test_steps_are_the_same_here_and_there(env, actions, server):
     here.close()
 
 
-@pytest.mark.parametrize("name", ["babyai", "sciworld"])
+@pytest.mark.parametrize("name, plan", [
+    ("babyai", ["turn left", "turn right", "go to red ball 1"]),
+    ("sciworld", ["look around", "focus on picture"]),  # which the task does not name
+])
 def test_an_episode_that_has_ended_is_refused_until_it_is_reset_as_by_agentgyms_servers(
-        name, server):
+        name, plan, server):
     url = server(name)
-    env = make_env(name)
-    env.reset(8)
-    plan = [env.expert()]
-    while not env.step(plan[-1]).done:
-        plan.append(env.expert())
     number = post(url, "create")["id"]
     first = post(url, "reset", id=number, data_idx=8)["observation"]
     replies = [post(url, "step", id=number, action=action) for action in plan]
@@ -177,8 +175,7 @@ def test_an_episode_that_has_ended_is_refused_until_it_is_reset_as_by_agentgyms_
     assert post(url, "step", id=number, action=plan[0]) == refused
     assert get(url, f"observation?id={number}") == refused
     assert post(url, "reset", id=number, data_idx=8)["observation"] == first
-    again = post(url, "step", id=number, action=plan[0])
-    assert again["observation"] == replies[0]["observation"]
+    assert post(url, "step", id=number, action=plan[0]) == replies[0]
 
 
 def test_babyais_picture_is_the_frame_that_minigrid_draws(server):
@@ -267,18 +264,18 @@ def test_episodes_are_limited_in_number_and_idle_ones_are_closed():
         assert three[1].reset(7) in ("world 1 item 7", "world 2 item 7")
 
 
-@pytest.mark.parametrize("seconds", [0.8, 60])
-def test_sigterm_ends_the_server_within_10_seconds(seconds):
+def test_sigterm_ends_the_server_within_10_seconds():
     """A request under way is answered if it takes less than 5 s; a world that hangs is left."""
     with our_server("slow") as (url, process), ThreadPoolExecutor() as threads:
-        env = RemoteEnv("slow", url)
-        env.reset(0)
-        step = threads.submit(env.step, str(seconds))
+        two = [RemoteEnv("slow", url) for _ in range(2)]
+        for env in two:
+            env.reset(0)
+        answered, left = (threads.submit(env.step, time) for env, time in zip(two, ("0.8", "60")))
         time.sleep(0.4)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
-        error = step.exception(5)
-        assert error is None if seconds < 5 else isinstance(error, EnvError)
+        assert answered.result(5).observation == "alone"
+        assert isinstance(left.exception(5), EnvError)
 
 
 def test_a_port_in_use_and_a_missing_package_are_one_line_and_exit_code_2(server, monkeypatch):
@@ -412,7 +409,8 @@ TEXTS = {  # observations after invalid actions
     ("movie", [dict(reward=1), dict(reward=1, done=True)],
      [Step("x", 1, 1), Step("x", 0, 1, True, True)]),
     # the reward counts only when the task has terminated
-    ("webarena", [dict(reward=1), dict(reward=1, truncated=True)], [Step("x"), Step("x", done=True)]),
+    ("webarena", [dict(reward=1), dict(reward=1, truncated=True)],
+     [Step("x"), Step("x", done=True)]),
     # "info" is null after an action that was not understood, else what the browser said
     ("webarena", [dict(info=None), dict(info={"fail_error": "no such element"}), {}],
      [Step("x", valid=False), Step("x", valid=False), Step("x")]),
@@ -433,24 +431,20 @@ def test_a_failure_of_webarena_in_the_place_of_a_page_is_a_fault(text):
             env.step("a")
 
 
-@pytest.mark.parametrize("name, ours", [("weather", False), ("webarena", False),
-                                        ("webarena", True)])
-def test_an_episode_outlives_a_pause_after_any_reply(name, ours):
+@pytest.mark.parametrize("name", ["weather", "webarena"])
+def test_an_episode_outlives_a_pause_after_any_reply(name):
     """uvicorn closes a connection after a pause of 5 s. The tool servers' GET /observation lacks
     /step's last line, and its message about an unreadable action. AgentGym's WebArena replies with
-    the page instead of that message. Ours replies with what /step did, whose "info" is always
-    null."""
+    the page instead of that message."""
     steps = []
 
     def answer(path, body):
-        page = f"Page {len(steps)}." if ours else SEEN
+        page = SEEN if name == "webarena" else f"After {steps.count('good')}."
         if path.startswith("/observation"):
-            return 200, f"After {steps.count('good')}." if name == "weather" else page
+            return 200, page
         if path != "/step":
             return 200, fixed_reply(name, path)
         steps.append(body["action"])
-        if ours:
-            return 200, turn(name, observation=f"Page {len(steps)}.", info=None)
         if body["action"] == "bad":
             return 200, turn(name, observation="I cannot read that.\nGive an action.", info=None)
         text = f"After {steps.count('good')}.\nGive an action."
@@ -480,99 +474,75 @@ def test_an_episode_that_has_ended_is_closed(server):
     assert env.reset(5) == first and env.server.doubts == 0
 
 
-STEP = b'{"observation": "x", "reward": %s, "done": %s}'
-NO_REPLIES = [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b'""', b'{"error": "no"}',
-              b"[" * 50_000, b'{"observation": 3}']
-NO_STEPS = [
-    b"3", b'{"observation": "x", "done": false}',
-    b'{"observation": null, "reward": 0, "done": false}',
-    *[STEP % (reward, b"false") for reward in (b'"1"', b"NaN", b"1e999", b"9" * 400, b"null")],
-    *[STEP % (b"0", done) for done in (b'"no"', b"2", b"null", b'false, "score": "a"')],
-]
-FIRST = b'{"observation": "Your goal: go", "reward": %s, "done": %s}'
-NO_RESETS = [FIRST % values for values in (
-    (b"0", b"true"), (b'"x"', b"false"), (b"null", b"false"), (b"NaN", b"false"), (b"0", b'"no"'))]
+NO_JSON = [b"", b"hello", b"\xff\xfe", b"[]", b"{}", b"null", b'""', b'{"error": "no"}',
+           b"[" * 50_000, b'{"observation": 3}']
+REPLY = b'{"observation": "Your goal: go", "reward": %s, "done": %s}'
+GARBAGE = {
+    "create": NO_JSON,
+    "reset": NO_JSON + [REPLY % (b"0", b"true")],
+    "step": NO_JSON + [b"3", b'{"observation": "x", "done": false}',
+                       REPLY % (b"null", b"false"), REPLY % (b"0", b'false, "score": "a"')],
+}
+NO_NUMBERS = [REPLY % (reward, b"false") for reward in (b'"1"', b"NaN", b"1e999", b"9" * 400)]
+NO_TRUTHS = [REPLY % (b"0", done) for done in (b'"no"', b"2", b"null")]
 
 
-@pytest.mark.parametrize("path, garbage", [
-    ("create", NO_REPLIES), ("reset", NO_REPLIES + NO_RESETS), ("step", NO_REPLIES + NO_STEPS)])
-def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else(path, garbage):
-    bad = []  # the reply, if there is one
-    answer = like_babyai()
+@pytest.mark.parametrize("path", GARBAGE)
+def test_garbage_is_an_env_error_that_names_the_server_and_nothing_else(path):
+    good, bad = like_babyai(), []
 
-    def garbled(asked, body):
-        good = answer(asked, body)
-        return (200, bad[0]) if bad and asked == f"/{path}" else good
+    def answer(asked, body):
+        reply = good(asked, body)
+        return (200, bad[0]) if bad and asked == f"/{path}" else reply
 
-    with stand_in_server(garbled) as (url, seen):
-        for data in garbage:
+    with stand_in_server(answer) as (url, seen):
+        for data in GARBAGE[path] + (NO_NUMBERS + NO_TRUTHS) * (path != "create"):
             bad.clear()
             env = RemoteEnv("babyai", url)
             env.reset(0)
             bad.append(data)
             seen.clear()
-            with pytest.raises(EnvError, match=f"{url}/?{path}?"):
-                if path == "create":
-                    RemoteEnv("babyai", url)
-                else:
-                    env.reset(0) if path == "reset" else env.step("x")
+            calls = {"create": lambda: RemoteEnv("babyai", url), "reset": lambda: env.reset(0),
+                     "step": lambda: env.step("x")}
+            with pytest.raises(EnvError, match=url):
+                calls[path]()
             # An {"error": ...} makes the client create a new episode once.
             assert paths_of(seen).count(f"/{path}") == 1 + (path == "reset" and b"error" in data)
 
 
 def test_only_what_is_safe_to_repeat_is_repeated(monkeypatch):
     monkeypatch.setattr(agentgym.random, "uniform", lambda *_: 0.05)  # short pauses
-    failing = {}  # path -> the answers that come before the good one, the last one first
-    healthy = like_babyai()
+    good = like_babyai()
+    failing = {"create": [(500, "x"), None]}  # path -> what comes before the good answer, reversed
 
     def answer(path, body):
         left = failing.get(path.strip("/"))
-        return left.pop() if left else healthy(path, body)
-
-    def asked(call, error=None):
-        """The paths of the requests that the call makes."""
-        seen.clear()
-        if error:
-            with pytest.raises(EnvError, match=error):
-                call()
-        else:
-            call()
-        return [path.strip("/") for path, _ in seen if "observation" not in path]
-
-    def reset():
-        assert env.reset(0) == GO
-
-    def step():
-        assert env.step("x").observation == "ok"
+        return left.pop() if left else good(path, body)
 
     with stand_in_server(answer) as (url, seen):
-        failing["create"] = [(500, "x"), None]  # None: the connection breaks off
-        failing["reset"] = [(503, "x"), (503, "x")]
         env = RemoteEnv("babyai", url)
         assert paths_of(seen) == ["/create"] * 3
-        assert asked(reset) == ["reset"] * 3
-        for fault in ((500, "x"), (503, "x"), (404, "x")):
-            failing["step"] = [fault]
-            assert asked(step, url + "/step") == ["step"]  # the server may have taken it
-        assert asked(step) == ["step"]
-
-        # A lost connection: nobody knows whether the step or the reset was taken.
-        failing["step"] = [None]
-        assert asked(step, url + "/step") == ["step"]
-        assert asked(reset) == ["create", "reset"]
-        failing["reset"] = [None]
-        assert asked(reset) == ["reset", "create", "reset"]
-
-        # A server that goes on failing gets a new episode, once.
-        failing["reset"] = [(500, "x")] * 9
         again = ["reset"] * 3 + ["close", "create"] + ["reset"] * 3
-        assert asked(reset, "status 500") == again
-        failing["reset"] = [(500, "x")] * 3
-        assert asked(reset) == again[:-2]
-        failing["reset"] = [(422, "x")]
-        assert asked(reset, "status 422") == ["reset"]
-        failing["close"] = [(500, "x")]
-        assert asked(env.close) == ["close"] * 2
+        for path, failures, requested, error in (
+            ("reset", [(503, "x")] * 2, ["reset"] * 3, None),
+            # the server may have taken the step
+            *(("step", [(status, "x")], ["step"], url + "/step") for status in (500, 503, 404)),
+            ("step", [], ["step"], None),
+            # a lost connection: nobody knows whether the step or the reset was taken
+            ("step", [None], ["step"], url + "/step"), ("reset", [], ["create", "reset"], None),
+            ("reset", [None], ["reset", "create", "reset"], None),
+            # a server that goes on failing gets a new episode, once
+            ("reset", [(500, "x")] * 9, again, "status 500"),
+            ("reset", [(500, "x")] * 3, again[:-2], None),
+            ("reset", [(422, "x")], ["reset"], "status 422"),
+            ("close", [(500, "x")], ["close"] * 2, None),
+        ):
+            seen.clear()
+            failing[path] = failures
+            with pytest.raises(EnvError, match=error) if error else nullcontext():
+                {"reset": lambda: env.reset(0), "step": lambda: env.step("x"),
+                 "close": env.close}[path]()
+            assert [p.strip("/") for p in paths_of(seen) if "observation" not in p] == requested
 
 
 # ---- restarted servers ----
@@ -627,40 +597,27 @@ def test_a_restarted_server_is_not_asked_to_step_or_close_an_episode_of_before()
             assert observation == make_env("textcraft").reset(50 + number)
 
 
-def test_a_number_that_another_live_episode_has_is_refused():
-    """AgentGym's sqlgym hands out numbers twice beyond eight episodes."""
-    numbers = itertools.count()
-    create = lambda _: (200, {"id": next(numbers) % 2})  # noqa: E731
-    with stand_in_server(like_babyai(create=create)) as (url, seen):
+@pytest.mark.parametrize("numbers", [(0, 1, 0), (5, 6, 0)])
+def test_a_number_that_is_no_new_one_is_a_sign_of_a_restart(numbers):
+    """Each episode is checked once. AgentGym's sqlgym hands out numbers twice beyond eight
+    episodes: that of another live episode is refused."""
+    left = iter([*numbers, numbers[0]])
+    with stand_in_server(like_babyai(create=lambda _: (200, {"id": next(left)}))) as (url, seen):
         two = [RemoteEnv("babyai", url) for _ in range(2)]
         for env in two:
             env.reset(0)
-        with pytest.raises(EnvError, match="/create: 0 is the number of another live episode"):
-            RemoteEnv("babyai", url)
-        # It may have been restarted: each episode is checked once.
+        if numbers[2] in numbers[:2]:
+            with pytest.raises(EnvError, match="/create: 0 is the number of another live episode"):
+                RemoteEnv("babyai", url)
+        else:
+            assert RemoteEnv("babyai", url).reset(0) == GO
         seen.clear()
         for env in two:
             assert [env.step("x").observation for _ in range(2)] == ["ok", "ok"]
-        assert paths_of(seen) == ["/observation?id=0", "/step", "/step",
-                                  "/observation?id=1", "/step", "/step"]
+        assert paths_of(seen) == [f"/observation?id={numbers[0]}", "/step", "/step",
+                                  f"/observation?id={numbers[1]}", "/step", "/step"]
         two[0].close()
-        with pytest.raises(EnvError, match="/create: 1 is the number of another live episode"):
-            RemoteEnv("babyai", url)
-        assert RemoteEnv("babyai", url).reset(2) == GO
-
-
-def test_a_number_below_earlier_ones_is_a_sign_of_a_restart():
-    numbers = iter([5, 6, 0, 7])
-    with stand_in_server(like_babyai(create=lambda _: (200, {"id": next(numbers)}))) as (url, seen):
-        three = []
-        for _ in range(3):
-            three.append(RemoteEnv("babyai", url))
-            three[-1].reset(0)
-        seen.clear()
-        for env in three:
-            env.step("x")
-        asked = [path for path in paths_of(seen) if "observation" in path]
-        assert asked == ["/observation?id=5", "/observation?id=6"]
+        assert RemoteEnv("babyai", url).reset(2) == GO  # in an episode with its number
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once(monkeypatch):
@@ -743,29 +700,21 @@ def test_episodes_are_closed_however_a_run_ends(tiny, capsys):
         assert created == closed > 0
 
 
-def test_maze_is_played_from_the_command_line(tmp_path):
-    """Its address has a path, at which GET finds nothing, and its items another name."""
+def test_maze_has_an_address_with_a_path_and_items_of_another_name(tmp_path):
+    """At this address GET finds nothing."""
     folder = tmp_path / "AgentEval/lmrlgym_maze"
     folder.mkdir(parents=True)
-    items = [{"item_id": f"lmrlgym_maze_{n}"} for n in range(20)]
-    (folder / "lmrlgym_maze_test.json").write_text(json.dumps(items))
+    (folder / "lmrlgym_maze_test.json").write_text('[{"item_id": "lmrlgym_maze_3"}]')
+    assert [envs.split_item(item) for item in envs.items("maze", "test", tmp_path)] == [("maze", 3)]
 
     def answer(path, body):
-        if path in ("/", "/maze/"):
-            return (200, b'"This is environment LMRL-Gym."') if path == "/" else (404, {})
-        path = path.removeprefix("/maze")
-        return 200, turn("maze") if path == "/step" else fixed_reply("maze", path)
+        greeting = b'"This is environment LMRL-Gym."'
+        return (200, greeting) if path == "/" else (404, {"detail": "Not Found"})
 
-    with stand_in_server(answer) as (url, seen):
+    with stand_in_server(answer) as (url, _):
+        envs.check_env("maze", [f"{url}/maze/"])
         with pytest.raises(envs.UserError, match=f"{url}/maze/"):
             envs.check_env("maze", [url])
-        assert not evaluation.main([
-            "--env", "maze", "--data", str(tmp_path), "--out", str(tmp_path / "result.json"),
-            "--samples", "1", "--horizon", "2", "--slots", "1", "--items", "3",
-            "--env_url", f"{url}/maze/"])
-    numbers = {body["game"] for path, body in seen if path.endswith("/reset")}
-    assert len(numbers) == 3 and numbers < set(range(20)) and "/maze/step" in paths_of(seen)
-    assert envs.split_item("lmrlgym_maze_3") == ("maze", 3)
 
 
 def test_the_wrong_world_behind_an_address_is_found(server):
@@ -822,19 +771,24 @@ def test_slow_clients_are_cut_off_and_idle_connections_are_not():
         assert env.step("turn left").observation
 
 
-def test_numbers_of_episodes_cannot_be_guessed_but_on_loopback():
-    with our_server("textcraft", "--random_ids") as (url, _):
-        three = [RemoteEnv("textcraft", url) for _ in range(3)]
+@pytest.mark.parametrize("flags, are_random", [
+    ("--random_ids", True), ("--host 0.0.0.0", True), ("--host ::1", False), ("", False)])
+def test_numbers_of_episodes_cannot_be_guessed_but_on_loopback(flags, are_random):
+    if "::1" in flags:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("no loopback address of IPv6")
+    with our_server("textcraft", *flags.split()) as (url, _):
+        three = [RemoteEnv("textcraft", url.replace("0.0.0.0", "127.0.0.1")) for _ in range(3)]
         numbers = {env.episode_id for env in three}
-        assert len(numbers) == 3 and min(numbers) > 1 << 32 and max(numbers) < 1 << 53
+        if are_random:
+            assert len(numbers) == 3 and min(numbers) > 1 << 32 and max(numbers) < 1 << 53
+        else:
+            assert numbers == {0, 1, 2}
         for item, env in enumerate(three):
             assert env.reset(item) == make_env("textcraft").reset(item)
             assert env.server.doubts == 0
-            env.close()
-    for flags, is_random in ((("--host", "0.0.0.0"), True), ((), False)):
-        with our_server("babyai", *flags) as (url, _):
-            number = post(url.replace("0.0.0.0", "127.0.0.1"), "create")["id"]
-            assert number > 1 << 32 if is_random else number == 0
 
 
 def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
@@ -849,12 +803,3 @@ def test_an_episode_that_is_being_made_is_not_reaped(monkeypatch):
         store.reap()
         go_on.set()
         assert store.reset(number.result(), 1)["observation"]
-
-
-def test_the_address_of_a_server_on_ipv6_can_be_used():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no loopback address of IPv6")
-    with our_server("textcraft", "--host", "::1") as (url, _):
-        assert make_env("textcraft", url=url).reset(0).startswith("Crafting commands")
