@@ -227,9 +227,10 @@ def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypa
             expected = model(ids).logits
             parallel.shard(model, torch.device("cpu"))
             for _ in range(2):
-                with parallel.unsharded(model):
+                with parallel.unsharded(model), parallel.unsharded(model):  # as in train.py
                     assert torch.equal(model(ids).logits, expected)
                     assert not calls
+                assert all(isinstance(p, DTensor) for p in model.parameters())
                 assert torch.equal(model(ids).logits, expected)
                 assert len(calls) == 2 * num_parts > 2
                 calls.clear()
