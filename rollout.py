@@ -259,7 +259,7 @@ class Episode(Conversation):
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        return self.future.done() or self.worker.seconds_left(*self.deadlines) <= 0
+        return self.future.done() or bool(self.worker.late(*self.deadlines))
 
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Append a token that the policy sampled. -> whether the reply is complete: then the
@@ -301,7 +301,7 @@ class Episode(Conversation):
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        _, error = self.worker.outcome(self.future, *self.deadlines)
+        error = self.worker.failure(self.future, *self.deadlines)
         goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
         if goes_on:
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids

@@ -133,7 +133,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
         try:
             while True:
                 future = worker.call(episode.advance, reply, (), True, cut)
-                _, error = worker.outcome(future, config.deadline, config.create_deadline)
+                error = worker.failure(future, config.deadline, config.create_deadline)
                 if error:
                     episode.end(Status.ENV_ERROR, error)
                 elif episode.take() and tokens >= episode.max_length:

@@ -123,8 +123,7 @@ def test_an_episode_on_our_server_is_the_one_played_in_this_process(babyai):
     with EnvPool({"openenv": [babyai]}) as pool:
         for item in (0, 41, 82, 123, 7):
             worker = pool.take("openenv")
-            text, problem = worker.outcome(worker.call(lambda env: env.reset(item)), 30, 30)
-            assert text == here.reset(item) and not problem
+            assert worker.call(lambda env: env.reset(item)).result(30) == here.reset(item)
             there = worker.env
             step = here.step("fly")
             assert there.step("fly") == step and not step.valid
