@@ -16,7 +16,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -41,6 +41,7 @@ from models.check import find_paths
 from models.served import ModelError, ServedModel, play_served
 from rollout import Rollouts, rollout
 from trajectory import Status, Trajectory, read_objects, read_trajectories, write_atomically
+from trajectory import write_trajectories
 
 # ---- flags ----
 
@@ -72,20 +73,19 @@ class EvalConfig(Setup):
 # Settings whose default is the run's; those of `OF_WORLD` only in a world that it was trained on.
 OF_RUN = ("parse", "agent", "agent_args", "history", "dtype")
 OF_WORLD = ("max_tokens", "max_length", "slots", "data", "action_format")
-MAX_SERVED_SLOTS = 32  # with a model on a server each slot is a thread
 
 
 def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     """The command line, checked and with every default filled in: a setting that is not given is
-    the run's whose folder holds the model, or else train.py's. Raises ValueError with one line."""
+    the run's whose folder holds the model, or else train.py's. Raises ValueError for what would go
+    wrong in silence, or after hours of playing, and OSError if a model's server does not answer."""
     given = read_flags(EvalConfig, argv, "eval.py", __doc__.split("\n\n")[0])
     model = given.get("model", EvalConfig.model)
     run = run_of(model)
     trained_on = run.get("worlds", {})
     env = given.get("env") or [*trained_on, EvalConfig.env][0]
     if len(trained_on) > 1 and not given.get("env"):
-        raise ValueError(f"the run was trained on {', '.join(trained_on)}; "
-                         "choose one of them with --env")
+        raise ValueError(f"the run was trained on {', '.join(trained_on)}: choose --env")
     default = presets(model, env)
     default["horizon"] = str(default["eval_horizon"])
     default |= {name: run[name] for name in OF_RUN if run}
@@ -98,46 +98,32 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if given.get("env_args") == "" or given.get("env_url") and env != "openenv":
         env_args = ""
     given["env_args"] = f"{env_args} {given.get('env_args', '')}".strip()
+    default["arrival_order"] = bool(given.get("env_url"))
     if "prompts" in given:
         default["prompt_texts"] = read_prompts(given["prompts"], [env])
     values = default | given | {"env": env}
     cfg = EvalConfig(**{f.name: values[f.name] for f in fields(EvalConfig) if f.name in values})
+
+    if cfg.out and Path(cfg.out).absolute() == Path(cfg.trajectories).absolute():
+        raise ValueError(f"--out and --trajectories are both {cfg.out}")
+    if not is_served(cfg) and cfg.base_url:
+        raise ValueError("--base_url is for --model openai:NAME")
     if is_served(cfg):
-        cfg.slots = min(cfg.slots, MAX_SERVED_SLOTS)
-    if cfg.arrival_order is None:
-        cfg.arrival_order = bool(cfg.env_url)
-    check(cfg)
+        # The result file contains the URL, so the URL must not contain a password.
+        if not cfg.base_url.startswith("http") or "@" in cfg.base_url:
+            raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
+                             "password: a key is taken from OPENAI_API_KEY")
+        if cfg.top_k or cfg.system or cfg.chat_args or cfg.chat_template or cfg.engine == "hf":
+            raise ValueError("--top_k, --system, --chat_args, --chat_template and engine=hf are "
+                             "for models that run here")
+        requests.get(cfg.base_url, timeout=5, stream=True).close()
+    check_worlds(cfg, [cfg.env])
     return cfg
 
 
 def is_served(cfg: EvalConfig) -> bool:
     """Whether the model is behind a server (openai:NAME)."""
     return cfg.model.startswith("openai:")
-
-
-def check(cfg: EvalConfig) -> None:
-    """What would go wrong in silence, or after hours of playing. Raises ValueError."""
-    of_models_here = (cfg.top_k, cfg.system, cfg.chat_args, cfg.chat_template, cfg.engine == "hf")
-    for is_wrong, why in (
-        (cfg.base_url and not is_served(cfg), "--base_url is for --model openai:NAME"),
-        # The result file contains the URL, so the URL must not contain a password.
-        (is_served(cfg) and (not cfg.base_url.startswith("http") or "@" in cfg.base_url),
-         "--model openai:NAME needs --base_url http://host:port/v1, without a password: a key is "
-         "taken from OPENAI_API_KEY"),
-        (is_served(cfg) and any(of_models_here),
-         "--top_k, --system, --chat_args, --chat_template and engine=hf are for models that run "
-         "here"),
-        (cfg.out and Path(cfg.out).absolute() == Path(cfg.trajectories).absolute(),
-         f"--trajectories {cfg.trajectories} is the file of --out; give it another name"),
-    ):
-        if is_wrong:
-            raise ValueError(why)
-    if is_served(cfg):
-        try:
-            requests.get(cfg.base_url, timeout=5, stream=True).close()
-        except requests.RequestException as e:
-            raise ValueError(f"no server answers at {cfg.base_url} ({type(e).__name__})") from e
-    check_worlds(cfg, [cfg.env])
 
 
 # ---- items ----
@@ -177,8 +163,8 @@ class Record:
         evaluation with another one; the flags in MAY_CHANGE may differ.
         """
         settings = {k: v for k, v in config.items() if k not in ("date", *MAY_CHANGE)}
-        text = json.dumps(settings | {"horizon": horizon}, sort_keys=True)
-        self.evaluation = sha256(text)[:16]
+        settings["horizon"] = horizon
+        self.evaluation = sha256(json.dumps(settings, sort_keys=True))[:16]
         self.finished: list[Trajectory] = []
         self.path = Path(cfg.trajectories) if cfg.trajectories else None
         if self.path and "," in cfg.horizon:
@@ -186,8 +172,7 @@ class Record:
         if not self.path or not self.path.exists():
             return
         if any(row.get("evaluation") != self.evaluation for row in read_objects(self.path)[0]):
-            raise ValueError(f"{self.path} is of an evaluation with another model, other items or "
-                             "flags: remove it, or give another --trajectories")
+            raise ValueError(f"{self.path} is of an evaluation with another model, items or flags")
         # A sample of an incomplete item may have been played again: its last trajectory counts.
         # One whose environment failed is played again.
         found = {(t.item, t.sample): t for t in read_trajectories(self.path)}
@@ -196,19 +181,17 @@ class Record:
         print(f"eval.py: goes on from {len(self.finished)} trajectories in {self.path}",
               file=sys.stderr)
 
-    def line(self, trajectory: Trajectory) -> str:
-        return json.dumps(trajectory.to_json() | {"evaluation": self.evaluation}) + "\n"
-
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory."""
         if self.path:
             with self.path.open("a") as file:
-                file.write(self.line(trajectory))
+                line = trajectory.to_json() | {"evaluation": self.evaluation}
+                file.write(json.dumps(line) + "\n")
 
     def write(self, trajectories: list[Trajectory]) -> None:
         """Replace what the file holds."""
         if self.path:
-            write_atomically(self.path, "".join(map(self.line, trajectories)))
+            write_trajectories(self.path, trajectories, evaluation=self.evaluation)
 
 
 def load_model(cfg: EvalConfig) -> tuple[Model, PreTrainedTokenizerBase | None]:
@@ -240,12 +223,11 @@ def evaluate(policy: Model, tokenizer: PreTrainedTokenizerBase | None, pool: Env
     samples_of = Counter(t.item for t in finished)
     kept = [t for t in finished if samples_of[t.item] == config.samples]
     wins = [t.success for t in kept]
-    places = {item: place for place, item in enumerate(items)}
     missing = [item for item in items if samples_of[item] < config.samples]
     with tqdm(total=len(items) * config.samples, initial=len(kept), desc=f"horizon {horizon}",
               delay=1, leave=False, dynamic_ncols=True) as bar:
         def on_end(t):
-            t.group = places[t.item]
+            t.group = items.index(t.item)
             save(t)
             if t.status != Status.ENV_ERROR:
                 wins.append(t.success)
@@ -285,9 +267,8 @@ def bootstrap(values: Sequence[float] | np.ndarray, seed: int,
     rng = np.random.default_rng(seed)
     means = []
     for _ in range(resamples // 1000):  # a thousand at a time, to bound the memory
-        drawn = rng.integers(0, len(values), (1000, len(values)))
-        means.append(values[drawn].mean(1))
-    return np.percentile(np.concatenate(means), [2.5, 97.5]).tolist()
+        means += values[rng.integers(0, len(values), (1000, len(values)))].mean(1).tolist()
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 
 def summarise(trajectories: list[Trajectory], categories: dict[str, str], samples: int,
@@ -307,26 +288,22 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], sample
     `success`, over all samples. pass@k, for powers of two and `samples`: over the items with at
     least k samples; None if there is none.
     """
-    failed = {}  # item -> for each of its trajectories, whether the environment failed
-    played = {}  # item -> its other trajectories
+    failed = defaultdict(list)  # item -> for each of its trajectories, whether the world failed
+    played = defaultdict(list)  # item -> its other trajectories
     for t in trajectories:
-        failed.setdefault(t.item, []).append(t.status == Status.ENV_ERROR)
+        failed[t.item].append(t.status == Status.ENV_ERROR)
         if t.status != Status.ENV_ERROR:
-            played.setdefault(t.item, []).append(t)
+            played[t.item].append(t)
     if not played:
-        raise EnvError("nothing to report, every environment failed; the first: "
-                       + trajectories[0].error)
+        raise EnvError(f"every environment failed; the first: {trajectories[0].error}")
 
-    def column(name, part):
-        return [float(np.mean([getattr(t, name) for t in ts])) for ts in part.values()]
-
-    basic = ("success", "score", "turns")
-    columns = {name: column(name, played) for name in basic}
-    columns["valid_actions"] = [np.mean([t.valid_actions / max(1, t.turns) for t in ts])
-                                for ts in played.values()]
+    measures = {"success": lambda t: t.success, "score": lambda t: t.score,
+                "turns": lambda t: t.turns,
+                "valid_actions": lambda t: t.valid_actions / max(1, t.turns)}
+    columns = {name: [float(np.mean([*map(measure, ts)])) for ts in played.values()]
+               for name, measure in measures.items()}
     columns["env_error"] = [np.mean(flags) for flags in failed.values()]
-    for k in sorted({1, samples}):
-        columns[f"avg@{k}"] = columns["success"]
+    columns |= {f"avg@{k}": columns["success"] for k in (1, samples)}
     for k in sorted({2 ** i for i in range(samples.bit_length())} | {samples}):
         columns[f"pass@{k}"] = [pass_at_k(len(ts), sum(t.success for t in ts), k)
                                 for ts in played.values() if len(ts) >= k]
@@ -335,11 +312,13 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], sample
     result["ci95"] = {name: bootstrap(values, seed) if values else None
                       for name, values in columns.items()}
     result["categories"] = {}
-    for category in sorted({categories[item] for item in played if item in categories}):
-        part = {item: ts for item, ts in played.items() if categories.get(item) == category}
-        means = {name: float(np.mean(column(name, part))) for name in basic}
-        interval = {"success": bootstrap(column("success", part), seed)}
-        result["categories"][category] = {"items": len(part), **means, "ci95": interval}
+    kinds = [categories.get(item) for item in played]
+    for category in sorted({*kinds} - {None}):
+        part = {name: [x for x, kind in zip(columns[name], kinds) if kind == category]
+                for name in ("success", "score", "turns")}
+        means = {name: float(np.mean(values)) for name, values in part.items()}
+        interval = {"success": bootstrap(part["success"], seed)}
+        result["categories"][category] = {"items": len(part["turns"]), **means, "ci95": interval}
     result["items"] = dict(zip(played, columns["success"]))
     return result
 
@@ -377,16 +356,15 @@ def sha256(text: str) -> str:
 def tables(results: list[dict]) -> str:
     """For people: one result in full, or a line for each of several horizons."""
     config = results[0]["config"]
-    title = (f"{config['model']} on {config['env']} {config['split']}, "
-             f"{config['items']} items x {config['samples']}")
+    title = "{model} on {env} {split}, {items} items x {samples}".format(**config)
     if len(results) > 1:
         names = ["score", "turns", "valid_actions", "env_error", f"pass@{config['samples']}"]
         rows = [["horizon", "success", "95 % interval", *names],
-                *([r["config"]["horizon"], r["success"], r["ci95"]["success"],
-                   *(r[name] for name in names)] for r in results)]
+                *([r["config"]["horizon"], r["success"], r["ci95"]["success"], *map(r.get, names)]
+                  for r in results)]
         return f"{title}\n{table(rows)}"
 
-    result = results[0]
+    (result,) = results
     rows = [["", "mean", "95 % interval"],
             *([name, result[name], interval] for name, interval in result["ci95"].items())]
     text = f"{title}, horizon {config['horizon']}\n{table(rows)}"
@@ -402,7 +380,7 @@ def table(rows: list[list]) -> str:
     def cell(value):
         if isinstance(value, list):
             return " .. ".join(map(cell, value))
-        return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+        return f"{value:.3f}" if isinstance(value, float) else str("-" if value is None else value)
 
     cells = [[cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]

@@ -176,9 +176,9 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write a file with one trajectory a line."""
-    write_atomically(path, "".join(json.dumps(t.to_json()) + "\n" for t in trajectories))
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **marks: str) -> None:
+    """Write a file with one trajectory a line. marks: more fields of every line."""
+    write_atomically(path, "".join(json.dumps(t.to_json() | marks) + "\n" for t in trajectories))
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict | str]]:

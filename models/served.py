@@ -21,6 +21,7 @@ from rollout import Conversation, Rollouts
 from trajectory import Status, Trajectory
 from worlds.agentgym import read_body
 
+MAX_THREADS = 32  # each plays a trajectory
 REFUSED = "the model's server refused: "  # how the error of a refused conversation begins
 # Parameters that some servers do not know -> their newer names ("": there is none).
 PARAMETERS = {"max_tokens": "max_completion_tokens", "seed": ""}
@@ -55,7 +56,7 @@ class ServedModel:
         retry = Retry(tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
                       status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
         self.session = requests.Session()
-        self.session.mount(self.url, HTTPAdapter(pool_maxsize=32, max_retries=retry))
+        self.session.mount(self.url, HTTPAdapter(pool_maxsize=MAX_THREADS, max_retries=retry))
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("OPENAI_API_KEY holds a character that no key has")
@@ -68,28 +69,25 @@ class ServedModel:
 
         Raises ModelError if the server fails or calls the request wrong, ConversationRefused if it
         calls a request wrong after it has replied to others."""
-        while True:
-            renamed = self.renamed
-            sent = self.settings | {"messages": messages, "seed": seed}
-            body = {renamed.get(name, name): value for name, value in sent.items()}
-            body.pop("", None)
-            status, answer = self._post(body)
-            if status == 200:
-                self.has_replied = True
-                return answer
-            reason = f"status {status} {answer[:200]}"
-            if status not in (400, 413, 422):
-                raise ModelError(f"{self.url}: {reason}")
-            if not self.has_replied and re.search(ABOUT_SUPPORT, answer, re.I):
-                self.renamed = self.renamed | {old: new for old, new in PARAMETERS.items()
-                                               if old in answer}
-            if self.renamed != renamed:  # by this answer, or by another thread in the meantime
-                continue
-            if not self.has_replied:
-                raise ModelError(f"{self.url}: {reason}")
-            if status == 413 or re.search(ABOUT_LENGTH, answer, re.I):
-                raise ConversationRefused(Status.LENGTH, "")
-            raise ConversationRefused(Status.ENV_ERROR, REFUSED + reason)
+        renamed = self.renamed
+        sent = self.settings | {"messages": messages, "seed": seed}
+        body = {renamed.get(name, name): value for name, value in sent.items()}
+        body.pop("", None)
+        status, answer = self._post(body)
+        if status == 200:
+            self.has_replied = True
+            return answer
+        reason = f"status {status} {answer[:200]}"
+        if not self.has_replied and re.search(ABOUT_SUPPORT, answer, re.I):
+            self.renamed = self.renamed | {old: new for old, new in PARAMETERS.items()
+                                           if old in answer}
+        if self.renamed != renamed:  # by this answer, or by another thread in the meantime
+            return self(messages, seed)
+        if not self.has_replied or status not in (400, 413, 422):
+            raise ModelError(f"{self.url}: {reason}")
+        if status == 413 or re.search(ABOUT_LENGTH, answer, re.I):
+            raise ConversationRefused(Status.LENGTH, "")
+        raise ConversationRefused(Status.ENV_ERROR, REFUSED + reason)
 
     def _post(self, body: dict) -> tuple[int, str | tuple[str, bool, int]]:
         """Send a request -> the status and, for 200, what `__call__` returns, else the text of the
@@ -103,9 +101,7 @@ class ServedModel:
                 return response.status_code, text.replace(self.key or "\0", "***")
             answer = json.loads(data)
             choice = answer["choices"][0]
-            text = choice["message"].get("content") or ""
-            if not isinstance(text, str):
-                raise TypeError("the content is not text")
+            text = "".join(choice["message"].get("content") or "")  # TypeError: it is no text
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
             return 200, (text, choice.get("finish_reason") == "length", tokens)
         except Exception as e:  # no connection, no JSON, JSON of any other form
@@ -113,17 +109,15 @@ class ServedModel:
 
 
 def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: int,
-                config: Rollouts, on_end: Callable[[Trajectory], object] = lambda t: None,
-                ) -> list[Trajectory]:
+                config: Rollouts, on_end: Callable = lambda t: None) -> list[Trajectory]:
     """As `rollout.rollout`, with a `ServedModel`: `config.slots` trajectories at a time, a thread
-    each. How replies are sampled is the model's; `config` says the rest.
+    each, and at most MAX_THREADS. How replies are sampled is the model's; `config` says the rest.
 
     -> the trajectories in the order of items. They have messages, but no tokens. Status "env_error"
     is also that of a conversation that the server refused, which is not begun again. Raises
     ModelError if the model's server fails, ValueError for an item that does not exist.
     """
     cancelled = threading.Event()
-    reporting = threading.Lock()  # `on_end` writes a file: one thread at a time
 
     def play(group: int, sample: int, retries: int = config.retries) -> Trajectory:
         t = Trajectory(items[group], split_item(items[group])[0], group=group, sample=sample)
@@ -138,10 +132,8 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
                     episode.end(Status.ENV_ERROR, error)
                 elif episode.take() and tokens >= episode.max_length:
                     episode.end(Status.LENGTH)
-                if t.status != Status.RUNNING:
+                if t.status != Status.RUNNING or cancelled.is_set():
                     break
-                if cancelled.is_set():
-                    raise ModelError("the evaluation has ended")
                 # A server draws the same random numbers for the same seed: each turn has its own.
                 seed = zlib.crc32(f"{config.seed} {t.item} {t.sample} {t.turns}".encode()) >> 1
                 reply, cut, tokens = model(episode.prompt, seed)
@@ -155,16 +147,14 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
             episode.give_back(pool, worker, broken=t.status in (Status.ENV_ERROR, Status.RUNNING))
         if t.status == Status.ENV_ERROR and retries and not t.error.startswith(REFUSED):
             return play(group, sample, retries - 1)
-        with reporting:
-            on_end(t)
         return t
 
-    with ThreadPoolExecutor(config.slots) as executor:
+    with ThreadPoolExecutor(min(config.slots, MAX_THREADS)) as executor:
         futures = [executor.submit(play, group, sample)
                    for group in range(len(items)) for sample in range(config.samples)]
         try:
             for future in as_completed(futures):
-                future.result()
+                on_end(future.result())  # in this thread alone, because it writes a file
         finally:
             cancelled.set()  # episodes under way end with their next request, which may cost money
             executor.shutdown(cancel_futures=True)

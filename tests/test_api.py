@@ -182,12 +182,16 @@ def test_when_the_server_fails_nobody_goes_on_asking_it():
     assert len(asked) < 16
 
 
-def test_an_item_that_does_not_exist_is_named_and_so_is_a_server_that_is_not_there(pauses):
+def test_an_item_that_does_not_exist_is_named_and_so_is_a_server_that_is_not_there(
+        pauses, capsys):
     with pytest.raises(ModelError, match="127.0.0.1:9.*Connection"):
         play("http://127.0.0.1:9/v1", ["textcraft_0"], 3)
     assert 120 <= sum(pauses) <= 135  # two minutes
     with pytest.raises(ValueError, match="textcraft_-1"):
         play("http://127.0.0.1:9/v1", ["textcraft_-1"], 3)
+    # The command asks once, before it loads anything.
+    assert evaluation.main(["--model", "openai:m", "--base_url", "http://127.0.0.1:9/v1"]) == 1
+    assert "port=9" in capsys.readouterr().err
 
 
 # ---- one request ----
@@ -236,7 +240,7 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says_so(pauses):
 @pytest.mark.parametrize("status, reply, says", [
     (500, {}, "status 500"),
     (200, {}, "KeyError"),
-    (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "not text"),
+    (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "TypeError"),
     (200, b"[" * 100_000, "RecursionError"),
 ])
 def test_a_server_that_fails_every_time_is_given_up(pauses, status, reply, says):
