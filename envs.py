@@ -178,8 +178,8 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
 def _load_file(path: Path) -> Any:
     """The module that a file is."""
     spec = importlib.util.spec_from_file_location(f"file:{path}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    # Dataclasses look in sys.modules.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -432,9 +432,7 @@ class Worker:
     def late(self, deadline: float, create_deadline: float) -> str:
         """Say that the last call has missed its deadline; "": it may go on. It may take
         `create_deadline` seconds while the environment is being made, then `deadline` seconds."""
-        limit, what = deadline, "no answer"
-        if self.env is None:
-            limit, what = create_deadline, "not made"
+        limit, what = (create_deadline, "not made") if self.env is None else (deadline, "no answer")
         is_late = time.monotonic() >= self.began + limit
         return f"timeout: {what} within {limit:g} s" if is_late else ""
 
