@@ -142,10 +142,9 @@ WORLDS = {  # name -> "module:class"
 }
 # World -> the client that plays it on a server, "module:class". It is made with the world's name,
 # the server's address and the arguments in --env_args.
-CLIENTS = dict.fromkeys(
-    [*WORLDS, "webshop", "sqlgym", "alfworld", "maze", "wordle", "weather", "todo", "movie",
-     "sheet", "academia"], "worlds.agentgym:RemoteEnv"
-) | {"openenv": "worlds.openenv:OpenEnv"}  # plays whatever world the server has
+CLIENTS = dict.fromkeys([*WORLDS, "webshop", "sqlgym", "alfworld", "maze", "wordle", "weather",
+                         "todo", "movie", "sheet", "academia"], "worlds.agentgym:RemoteEnv")
+CLIENTS["openenv"] = "worlds.openenv:OpenEnv"  # plays whatever world the server has
 # What is not part of a plain install has an extra of its own name.
 EXTRAS = {*CLIENTS, "serve"} - {"babyai", "textcraft"}
 _loading = threading.RLock()
@@ -160,11 +159,13 @@ def load_named(name: str, table: dict[str, str], kind: str) -> Any:
     """
     path = table.get(name, name if ":" in name else f"ideas.{name}:{kind}")
     where, _, attribute = path.rpartition(":")
-    module = None
+    file, module = Path(where).resolve(), None
     try:
-        with _loading:
-            file = Path(where).resolve()
-            module = _load_file(file) if file.suffix == ".py" else importlib.import_module(where)
+        if file.suffix == ".py" and file.is_file():
+            with _loading:
+                module = _load_file(file)
+        elif not where.startswith("."):
+            module = importlib.import_module(where)
     except ModuleNotFoundError as e:
         if not f"{where}.".startswith(f"{e.name}."):  # a package that the module needs
             raise _missing_package(name, e) from e
@@ -507,13 +508,15 @@ class EnvPool(AbstractContextManager):
         worker.inbox.put(None)
         self.workers = [other for other in self.workers if other.thread.is_alive()]
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Close every environment, also those still in use. Waits for at most 5 seconds."""
         for worker in self.workers:
             worker.inbox.put(None)
         deadline = time.monotonic() + 5
         for worker in self.workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
+
+    __exit__ = close
 
     def _make(self, name, number):
         """Make environment `number` (0, 1, ...) of the world `name`.
@@ -532,9 +535,6 @@ class EnvPool(AbstractContextManager):
             except EnvError as e:
                 error = e
         raise error
-
-    def __exit__(self, *_):
-        self.close()
 
 
 def close_quietly(env: Env) -> None:

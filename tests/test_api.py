@@ -2,7 +2,6 @@
 keys are never written; a failing server ends the evaluation with one line."""
 
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -85,8 +84,11 @@ def test_the_same_replies_make_the_same_trajectories(tiny, env, how):
         assert body["model"] == "m" and body["max_tokens"] == 32
         return 200, said[json.dumps(roles_and_texts(body["messages"]))]
 
+    reported_by = []  # it may write a file: two threads at once would lose a trajectory
     with server(answer) as url, EnvPool() as pool:
-        there = play_served(ServedModel("m", url, max_tokens=32), pool, names, 4, config)
+        there = play_served(ServedModel("m", url, max_tokens=32), pool, names, 4, config,
+                            lambda t: reported_by.append(threading.current_thread()))
+    assert reported_by == [threading.current_thread()] * 12
     assert len(there) == 12 and sum(t.turns for t in there) > 12
     for a, b in zip(here, there, strict=True):
         for name in ("item", "group", "sample", "status", "turns", "valid_actions", "score",
@@ -102,23 +104,6 @@ def test_replies_end_at_the_worlds_stop_strings():
         (t,) = play(url, ["searchqa_0"], 1)
     assert t.messages[3]["content"] == "<search> Tavi </search>"
     assert t.status == "horizon" and t.valid_actions == 1
-
-
-def test_finished_trajectories_are_reported_by_one_thread_at_a_time():
-    """What is reported is written to a file: two threads at once would lose a trajectory."""
-    under_way = []
-    overlaps = []
-
-    def progress(t):
-        overlaps.extend(under_way)
-        under_way.append(t)
-        time.sleep(0.05)
-        under_way.remove(t)
-
-    with server(lambda *_: (200, LOOK)) as url, EnvPool() as pool:
-        play_served(ServedModel("m", url), pool, items("textcraft", "test")[:8], 1,
-                    Rollouts(slots=8), progress)
-    assert overlaps == []
 
 
 def test_a_failed_environment_is_no_reward_of_zero():
@@ -191,29 +176,24 @@ def test_an_item_that_does_not_exist_is_named_and_so_is_a_server_that_is_not_the
         play("http://127.0.0.1:9/v1", ["textcraft_-1"], 3)
     # The command asks once, before it loads anything.
     assert evaluation.main(["--model", "openai:m", "--base_url", "http://127.0.0.1:9/v1"]) == 1
-    assert "port=9" in capsys.readouterr().err
+    assert "port=9" in capsys.readouterr().err and len(pauses) == 6
 
 
 # ---- one request ----
 
 
 def test_a_reply_that_trickles_in_has_a_deadline():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        def drip():
-            peer, _ = listener.accept()
-            with peer, suppress(OSError):
-                peer.recv(65536)
-                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-                for _ in range(300):
-                    peer.sendall(b" ")
-                    time.sleep(0.1)
+    def drip(request):
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        with suppress(OSError):
+            for _ in range(300):
+                request.wfile.write(b" ")
+                time.sleep(0.1)
 
-        threading.Thread(target=drip, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        start = time.monotonic()
-        with pytest.raises(ModelError, match="no end of the reply"):
-            ask(url, timeout=1, tries=1)
-        assert time.monotonic() - start < 20
+    start = time.monotonic()
+    with serving(drip) as port, pytest.raises(ModelError, match="no end of the reply"):
+        ask(f"http://127.0.0.1:{port}", timeout=1, tries=1)
+    assert time.monotonic() - start < 20
 
 
 def test_a_request_that_the_server_calls_wrong_is_not_repeated_and_the_key_is_not_shown(
