@@ -240,10 +240,11 @@ def test_requests_to_one_episode_take_turns_and_environments_are_used_again():
         env.close()
         again = RemoteEnv("slow", url)
         assert again.reset(5) == "world 0 item 5"  # not made anew
+        number = again.episode_id
         for action, why in (("fault", "the world broke"), ("crash", "status 500")):
             with pytest.raises(EnvError, match=why):
                 again.step(action)
-        again.close()
+        assert post(url, "close", id=number)
         # the environment that failed is not used again
         assert RemoteEnv("slow", url).reset(1) == "world 1 item 1"
 
