@@ -619,6 +619,9 @@ def test_a_number_that_is_no_new_one_is_a_sign_of_a_restart(numbers):
                                   f"/observation?id={numbers[1]}", "/step", "/step"]
         two[0].close()
         assert RemoteEnv("babyai", url).reset(2) == GO  # in an episode with its number
+        seen.clear()
+        two[1].step("x")
+        assert paths_of(seen) == ["/step"]  # that was no sign
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once(monkeypatch):

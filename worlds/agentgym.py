@@ -490,7 +490,7 @@ class RemoteEnv(Env):
         """One attempt -> (status, bytes of the reply). Raises OSError, and EnvError for a reply
         that is too large."""
         seconds_left = max(0.01, deadline - time.monotonic())
-        timeouts = 60  # to connect, between two reads
+        timeouts = (min(5.0, seconds_left), seconds_left)  # to connect, between two reads
         method = "GET" if body is None else "POST"
         with self.session.request(method, url, json=body, timeout=timeouts, stream=True) as reply:
             self.socket = getattr(reply.raw.connection, "sock", None)
