@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import requests
-from conftest import run_script
 from serving import our_server, refusing
 
 import envs
@@ -214,12 +213,14 @@ def test_a_worlds_fault_crash_and_unknown_item_are_errors_of_one_episode(slow):
 
 
 def test_an_idle_episode_is_closed_and_its_connection_plays_the_next_one(slow):
-    with raw(slow) as ws:
-        ask(ws, {"type": "reset", "data": {"seed": 0}})
+    with raw(slow) as one, raw(slow) as two:
+        for ws in (one, two):
+            ask(ws, {"type": "reset", "data": {"seed": 0}})
         time.sleep(3)
-        assert ask(ws, {"type": "step", "data": {"message": "0"}})["type"] == "error"
-        reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
-        assert reply["data"]["observation"]["text"].endswith("item 5")
+        assert ask(one, {"type": "step", "data": {"message": "0"}})["type"] == "error"
+        for ws in (one, two):
+            reply = ask(ws, {"type": "reset", "data": {"seed": 5}})
+            assert reply["data"]["observation"]["text"].endswith("item 5")
 
 
 def test_connections_play_at_the_same_time(slow):
@@ -417,17 +418,8 @@ def test_arguments_that_do_not_fit_the_server_are_refused():
 def test_a_server_that_is_not_there_silent_or_malformed_is_named():
     with (refusing() as dead, socket.create_server(("", 0)) as silent,
           stand_in(healthy, schema="[" * 100_000) as malformed):
+        began = time.monotonic()
         for url in (dead, f"http://127.0.0.1:{silent.getsockname()[1]}", "nonsense", malformed):
             with pytest.raises(UserError, match=url.replace("ws", "http")):
                 envs.check_env("openenv", [url])
-
-
-def test_the_model_is_evaluated_on_a_server(tmp_path):
-    out = tmp_path / "out.json"
-    with stand_in(healthy) as url:
-        done = run_script("eval.py", "--env", "openenv", "--model", "tiny", "--items", "2",
-                          "--horizon", "2", "--env_url", url, "--out", str(out),
-                          "--action_format", "plain")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    assert (result["env_error"], result["turns"], result["score"]) == (0.0, 2.0, 0.5)
+        assert time.monotonic() - began < 15

@@ -432,31 +432,17 @@ def test_a_failure_of_webarena_in_the_place_of_a_page_is_a_fault(text):
             env.step("a")
 
 
-@pytest.mark.parametrize("name", ["weather", "webarena"])
-def test_an_episode_outlives_a_pause_after_any_reply(name):
+@pytest.mark.parametrize("name, text", [("weather", "Sunny.\nGive an action."), ("webarena", SEEN)])
+def test_an_episode_outlives_a_pause_after_any_reply(name, text):
     """uvicorn closes a connection after a pause of 5 s. The tool servers' GET /observation lacks
     /step's last line, and its message about an unreadable action. AgentGym's WebArena replies with
     the page instead of that message."""
-    steps = []
-
-    def answer(path, body):
-        page = SEEN if name == "webarena" else f"After {steps.count('good')}."
-        if path.startswith("/observation"):
-            return 200, page
-        if path != "/step":
-            return 200, fixed_reply(name, path)
-        steps.append(body["action"])
-        if body["action"] == "bad":
-            return 200, turn(name, observation="I cannot read that.\nGive an action.", info=None)
-        text = f"After {steps.count('good')}.\nGive an action."
-        return 200, turn(name, observation=text if name == "weather" else SEEN)
-
-    with stand_in_server(answer) as (url, _):
-        env = make_env(name, url=url)
-        env.reset(5)
-        for action in ("good", "bad", "bad", "good"):
+    good = turn(name, observation=text)
+    bad = turn(name, observation="I cannot read that.\nGive an action.", info=None)
+    with playing(name, good, bad, bad, good) as (env, _):
+        for _ in range(4):
             env.socket.shutdown(socket.SHUT_RDWR)
-            env.step(action)
+            env.step("a")
         assert env.server.doubts == 0
 
 

@@ -455,7 +455,7 @@ def test_a_browser_that_is_killed_or_hangs_costs_its_episodes_and_nothing_else(
             each.step("```click [3]```")
         with pytest.raises(EnvError, match="before reset"):
             each.step("```click [3]```")
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 10  # after 12 s the browser's thread is given up
     monkeypatch.undo()  # on a busy machine a new browser takes more than two seconds
     assert solve(one, 0).success and one.browser.pid != pid
     assert solve(other, 1).success
