@@ -240,10 +240,11 @@ def test_requests_to_one_episode_take_turns_and_environments_are_used_again():
         env.close()
         again = RemoteEnv("slow", url)
         assert again.reset(5) == "world 0 item 5"  # not made anew
+        number = again.episode_id
         for action, why in (("fault", "the world broke"), ("crash", "status 500")):
             with pytest.raises(EnvError, match=why):
                 again.step(action)
-        again.close()
+        assert post(url, "close", id=number)
         # the environment that failed is not used again
         assert RemoteEnv("slow", url).reset(1) == "world 1 item 1"
 
@@ -618,6 +619,9 @@ def test_a_number_that_is_no_new_one_is_a_sign_of_a_restart(numbers):
                                   f"/observation?id={numbers[1]}", "/step", "/step"]
         two[0].close()
         assert RemoteEnv("babyai", url).reset(2) == GO  # in an episode with its number
+        seen.clear()
+        two[1].step("x")
+        assert paths_of(seen) == ["/step"]  # that was no sign
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once(monkeypatch):
