@@ -22,13 +22,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from envs import AgentError, Env, EnvError, ItemError, Step, load_function, read_settings
-from envs import split_item
+from envs import AgentError, Env, EnvError, ItemError, Step, close_quietly, load_function
+from envs import read_settings, split_item
 from models.template import MARK, MARKS, Tokenizer, try_template, write
 
 # ---- texts that are shown to the agent ----
@@ -41,14 +41,13 @@ def reply_with(action: str, action_format: str = "plain", thought: str = "") -> 
     Thought: a wall
     Action: turn left
     """
-    call = {"thought": thought, "name": "act", "arguments": {"action": action}}
     comment = thought.replace("\n", "\n# ")
     return {
         "plain": action,
         "react": f"Thought: {thought}\nAction: {action}",
         "tags": f"<think> {thought} </think>\n<action> {action} </action>",
         "backticks": f"{thought}\n```{action}```",
-        "json": json.dumps(call),
+        "json": json.dumps({"thought": thought, "name": "act", "arguments": {"action": action}}),
         "code": f"```python\n# {comment}\nact({json.dumps(action, ensure_ascii=False)})\n```",
     }[action_format]
 
@@ -60,7 +59,7 @@ FORMATS = {  # action format -> the text that describes it, appended to the envi
     "react": THINK_FIRST + reply_with("one action, nothing else", "react", THOUGHT),
     "tags": THINK_FIRST + reply_with("one action, nothing else", "tags", THOUGHT),
     "backticks": "\n\nThink first, then give one action between triple backticks, "
-                 "and nothing else between them:\n```action```",
+                 "and nothing else between them:" + reply_with("action", "backticks"),
     "json": "\n\nAnswer with one function call in JSON:\n"
             + reply_with("one action", "json", THOUGHT),
     "code": "\n\nAnswer with a block of Python that calls act once, thoughts as comments:\n"
@@ -87,7 +86,6 @@ def instructions(prompt: str, action_format: str = "plain") -> str:
 
 # (a reply, the actions in it, the reply itself where react finds none in it) -> the action.
 Choice = Callable[[str, list[str], str], str]
-PARSES = ("strict", "lenient")  # lenient: as AgentGym's client of the world chooses
 
 
 def parse(reply: str, action_format: str = "plain", choose: Choice | None = None) -> str:
@@ -127,8 +125,8 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
     elif action_format == "tags":
         # <search> and <answer> are SearchQA's own actions. They keep their tags.
         said = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
-        tags = re.findall(r"<(action|search|answer)>(.*?)</\1>", said, re.DOTALL)
-        found = [text if tag == "action" else f"<{tag}>{text}</{tag}>" for tag, text in tags]
+        tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", said, re.DOTALL)
+        found = (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
     elif action_format == "backticks":
         found = re.findall(r"```(.*?)```", reply, re.DOTALL)
     elif action_format == "json":
@@ -138,35 +136,32 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
     return [action.strip() for action in found]
 
 
-def _actions_in_json(reply: str) -> list[str]:
-    """The actions of all JSON objects in a reply that call the function "act"."""
-    found, end = [], 0
+def _actions_in_json(reply: str) -> Iterator[str]:
+    """Yield the actions of all JSON objects in a reply that call the function "act"."""
+    end = 0
     while (start := reply.find("{", end)) >= 0:
         end = start + 1
         with suppress(ValueError, RecursionError):  # no JSON object begins at this brace
             call, end = json.JSONDecoder().raw_decode(reply, start)
             match call:
                 case {"name": "act", "arguments": {"action": str(action)}}:
-                    found.append(action)
-    return found
+                    yield action
 
 
-def _actions_in_code(reply: str) -> list[str]:
-    """The actions of all calls of `act` in the Python blocks of a reply.
+def _actions_in_code(reply: str) -> Iterator[str]:
+    """Yield the actions of all calls of `act` in the Python blocks of a reply.
 
     The code is parsed and never run. A call whose argument is not exactly one string literal gives
     the action "".
     """
-    found = []
     for block in re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", reply, re.DOTALL):
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             for node in ast.walk(ast.parse(block)):
                 match node:
                     case ast.Call(ast.Name("act"), [ast.Constant(str(action))], []):
-                        found.append(action)
+                        yield action
                     case ast.Call(ast.Name("act")):
-                        found.append("")
-    return found
+                        yield ""
 
 
 def complaint(reply: str, action_format: str) -> str:
@@ -248,16 +243,18 @@ class Play:
     def reset(self) -> str:
         """Begin the episode, perhaps once more -> the first observation. Raises ItemError if there
         is no such item."""
-        with self._fault_of_environment():
-            self.turn.progress = 0.0
-            try:
-                observation = self.env.reset(self.number)
-            except ValueError as e:
-                if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
-                    raise
-                place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
-                raise ItemError(f"{e} ({place.filename}, line {place.lineno})") from e
-            str.encode(observation)  # raises if it is no text
+        return self._of_environment(self._reset)
+
+    def _reset(self):
+        self.turn.progress = 0.0
+        try:
+            observation = self.env.reset(self.number)
+        except ValueError as e:
+            if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
+                raise
+            place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
+            raise ItemError(f"{e} ({place.filename}, line {place.lineno})") from e
+        str.encode(observation)  # raises if it is no text
         return observation
 
     def act(self, reply: str) -> Step:
@@ -273,19 +270,16 @@ class Play:
 
     def step(self, action: str) -> Step:
         """Let the environment take an action. Its reward is the last reply's."""
-        with self._fault_of_environment():
-            step = self.env.step(action)
-            self._credit(step)
-        return step
+        return self._of_environment(lambda: self._credited(self.env.step(action)))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
         """Credit a reward to the last reply, where no environment here gives one. The score is the
         same within 0 and 1. success: by default, whether the reward is positive."""
-        self._credit(replace(self.turn, reward=reward, score=min(max(reward, 0.0), 1.0),
-                             success=reward > 0 if success is None else success))
+        self._credited(replace(self.turn, reward=reward, score=min(max(reward, 0.0), 1.0),
+                               success=reward > 0 if success is None else success))
 
-    def _credit(self, step: Step) -> None:
-        """Add a step to what the last reply has earned."""
+    def _credited(self, step: Step) -> Step:
+        """Add a step to what the last reply has earned -> the step."""
         str.encode(step.observation)  # raises if it is no text
         if not all(map(math.isfinite, (step.reward, step.score, step.progress))):
             raise EnvError("a reward, score or progress is not finite")
@@ -293,6 +287,7 @@ class Play:
             raise AgentError("a reward before the first reply belongs to no reply")
         self.turn = replace(step, reward=self.turn.reward + step.reward,
                             valid=self.turn.valid and step.valid)
+        return step
 
     def forget(self) -> None:
         """What was earned so far does not count: the episode is going to be played again."""
@@ -301,51 +296,42 @@ class Play:
 
     def valid_actions(self) -> list[str]:
         """`Env.valid_actions`."""
-        with self._fault_of_environment():
-            return self.env.valid_actions()
+        return self._of_environment(self.env.valid_actions)
 
     def expert(self) -> str | None:
         """`Env.expert`."""
-        with self._fault_of_environment():
-            return self.env.expert()
+        return self._of_environment(self.env.expert)
 
-    @contextmanager
-    def _fault_of_environment(self) -> Iterator[None]:
-        """What is raised in this block is the environment's failure and no bug of the agent."""
+    def _of_environment(self, function: Callable[[], Any]) -> Any:
+        """Call a function. What it raises is the environment's failure and no bug of the agent."""
         try:
-            yield
+            return function()
         except (Exception, SystemExit) as e:
-            # A generator, such as the agent, cannot let StopIteration pass.
-            is_stop = isinstance(e, StopIteration)
-            self._failure = EnvError(f"the world raised {e!r}") if is_stop else e
-            raise self._failure from None
+            self._failure = e
+            raise
 
     # What a driver calls.
 
-    def send(self, reply: str | None = None, cut: bool = False) -> Messages | None:
+    def send(self, reply: str | None = None, cut: bool = False,
+             error: Exception | None = None) -> Messages | None:
         """Pass a reply to the agent (None: start it) -> the messages that the model is to answer
-        next; None: the agent has ended the episode. cut: see the class.
+        next; None: the agent has ended the episode. cut: see the class. error: raised where the
+        agent has yielded messages that cannot be answered; no reply is passed then.
 
         An exception of the environment passes, also if the agent has caught it. Raises AgentError
         for any other exception of the agent, for messages of another form, and for an agent that
         ends the episode without having asked for a reply.
         """
-        self.turn = replace(self.turn, observation="", reward=0.0, valid=True, done=False)
-        self.turns += reply is not None
-        self.forgets = False
-        self.kind = ""
-        self.cut = cut
-        return self._resume(self.agent.send, reply)
-
-    def throw(self, error: Exception) -> Messages | None:
-        """Raise `error`, which its messages have caused, where the agent has yielded them -> see
-        `send`."""
-        return self._resume(self.agent.throw, error)
-
-    def _resume(self, function: Callable[..., Messages], argument: object) -> Messages | None:
+        if error is None:
+            self.turn = replace(self.turn, observation="", reward=0.0, valid=True, done=False)
+            self.turns += reply is not None
+            self.forgets = False
+            self.kind = ""
+            self.cut = cut
         try:
+            said = self.agent.send(reply) if error is None else self.agent.throw(error)
             # A copy, since the agent may change its own: role and content, no more.
-            messages = [{"role": m["role"], "content": m["content"]} for m in function(argument)]
+            messages = [{"role": m["role"], "content": m["content"]} for m in said]
             str.encode("".join(text for m in messages for text in m.values()))  # raises: no text
             if not messages or messages[-1]["role"] == "assistant":
                 raise ValueError("the last message that an agent yields is one to the model")
@@ -364,10 +350,7 @@ class Play:
 
     def close(self) -> None:
         """Let the agent's generator run its `finally` blocks. A failure in them is printed."""
-        try:
-            self.agent.close()
-        except Exception as e:
-            print(f"the agent's end failed: {type(e).__name__}: {e}", file=sys.stderr)
+        close_quietly(self.agent)
 
 
 # ---- agents ----
@@ -473,6 +456,8 @@ def hash_of_sources(agent: str, agent_args: str = "") -> str:
 
 # ---- from text to token ids ----
 
+Parts = list[tuple[str, dict[str, str] | None]]  # see `Chat._cut`
+
 
 def _split(text: str, marked: str) -> list[str]:
     """A template's text, cut at the marks: text, mark, text, mark ... text. Raises ValueError if it
@@ -527,10 +512,8 @@ class Chat:
 
         # Which tokens end a reply.
         self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()
-                   if token.special}
-        self.control_tokens = list(control.values())
-        special_ids = {*tokenizer.all_special_ids, *self.eos_ids, *control}
+        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
+        special_ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if not self.to_user or self.to_user[0] not in special_ids:
             raise ValueError(
                 f"this chat template ends a reply with {tokenizer.decode(self.to_user[:1])!r}, no "
@@ -541,14 +524,19 @@ class Chat:
         # puts the header of the final channel between them, from one special token to another, and
         # the end-of-turn token is not an end-of-sequence token.
         header = self.to_reply[len(self.to_policy):]
-        has_channels = (
-            self.end_id not in self.eos_ids and tokenizer.eos_token_id is not None
-            and self.to_policy + header == self.to_reply
-            and header and {header[0], header[-1]} <= special_ids)
+        has_channels = (self.to_policy + header == self.to_reply
+                        and special_ids.issuperset(header[:1] + header[-1:])
+                        and self.end_id not in self.eos_ids and tokenizer.eos_token_id is not None)
         self.final_header = header if has_channels else []
-        self.reply_end_id = tokenizer.eos_token_id if has_channels else self.end_id
-        self.drops_thoughts = "@thought@" not in self.tried["thought"] or bool(has_channels)
+        self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
+        self.drops_thoughts = bool(self.final_header) or "@thought@" not in self.tried["thought"]
         self.history = history or ("template" if self.drops_thoughts else "append")
+
+        # Where the template shows no system message, its text stands before the first message's.
+        marked = [{"role": "system", "content": "@system@"}, user("@user@")]
+        self.shows_system = False
+        with suppress(Exception):  # whatever the template's program raises
+            self.shows_system = "@system@" in write(tokenizer, marked, self.tried)
 
     def _encode_piece(self, text: str) -> list[int]:
         """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
@@ -569,64 +557,47 @@ class Chat:
         for messages whose text the template changes, ValueError or whatever the template's program
         raises for others that it does not show.
         """
-        rest = list(sampled)
-        parts = []  # the ids of each part, from the last to the first
+        ids, rest = [], list(sampled)
         for text, message in reversed(self._cut(messages, tools)):
             is_reply = message == assistant(text)
             places = [i for i, (reply, _) in enumerate(rest) if is_reply and reply == text]
             if places:  # this prompt does not show the later ones
-                *rest, (_, ids) = rest[: places[-1] + 1]
+                *rest, (_, part) = rest[: places[-1] + 1]
             else:
-                ids = self._encode(text) if message else self._encode_piece(text)
-            parts.append(ids)
-        return [token for ids in reversed(parts) for token in ids]
+                part = self._encode(text) if message else self._encode_piece(text)
+            ids = part + ids
+        return ids
 
-    def _cut(self, messages: Messages,
-             tools: list[dict] | None) -> list[tuple[str, dict[str, str] | None]]:
+    def _cut(self, messages: Messages, tools: list[dict] | None) -> Parts:
         """The template's text of a conversation, in parts: (text of the template, None), (text of a
         message, the message), ... No text of a message can be taken for one of the template,
         because the parts between the messages are known from a conversation of marks."""
         if self.tried["system"] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.tried["system"]}, *messages]
-        if messages[0]["role"] == "system" and messages[1:] and not self._shows_system:
+        if messages[0]["role"] == "system" and messages[1:] and not self.shows_system:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
-        if tools and any(token in json.dumps(tools, ensure_ascii=False)
-                         for token in self.control_tokens):
+        described = json.dumps(tools, ensure_ascii=False)
+        if self._encode(described) != self._encode_piece(described):
             raise ValueError("the tools of an agent hold a control token")
         written = write(self.tokenizer, messages, self.tried, tools)
-        # A template may write something else around an empty message, or around a thought: it is
-        # tried whether it leaves spaces and thoughts as they are.
-        for is_changed in (False, True):
-            marked = []
-            for number, message in enumerate(messages):
-                is_reply = message["role"] == "assistant"
-                _, thinks, rest = message["content"].rpartition("</think>")
-                shown = rest if is_reply and self.drops_thoughts else message["content"]
-                mark = f"@message{number}@" if (shown.strip() if is_changed else shown) else ""
-                if thinks and is_reply and is_changed:
-                    mark = f"<think>\n@thought{number}@\n</think>\n\n{mark}"
-                marked.append(message | {"content": mark})
-            text = write(self.tokenizer, marked, self.tried, tools)
-            outline = _split(text, "".join(message["content"] for message in marked))
-            if parts := _matched(written, outline, messages):
+        # A template may write something else around an empty text, or around a reply's thought.
+        # So the marks stand for whole texts or, if the template changes them, for the thought and
+        # the rest of each reply.
+        whole, parted = [], []
+        for number, message in enumerate(messages):
+            mark, text = f"@message{number}@", message["content"]
+            is_thinking = message["role"] == "assistant" and "</think>" in text
+            text = text.rpartition("</think>")[2] if is_thinking and self.drops_thoughts else text
+            thought = f"<think>\n@thought{number}@\n</think>\n\n" if is_thinking else ""
+            whole.append(mark if text else "")
+            parted.append(thought + (mark if text.strip() else ""))
+        for marks in (whole, parted):
+            marked = [message | {"content": mark} for message, mark in zip(messages, marks)]
+            outline = write(self.tokenizer, marked, self.tried, tools)
+            if parts := _matched(written, _split(outline, "".join(marks)), messages):
                 return parts
         raise EnvError("this tokenizer's chat template changes the text of a message")
-
-    @cached_property
-    def _shows_system(self) -> bool:
-        """Whether the template shows a system message. Where it does not, its text stands before
-        that of the first message."""
-        marked = [{"role": "system", "content": "@system@"}, {"role": "user", "content": "@user@"}]
-        with suppress(Exception):  # whatever the template's program raises
-            return "@system@" in write(self.tokenizer, marked, self.tried)
-        return False
-
-    def start(self, prompt: str, observation: str, reply: str = FIRST_REPLY) -> list[int]:
-        """Ids of the beginning of a conversation: the instructions, the fixed reply to them, the
-        first observation and the generation prompt."""
-        first = {"role": "user", "content": prompt}
-        return self.prompt([first, assistant(reply), user(observation)])
 
     def turns(self, messages: Messages, closed: bool) -> list[int]:
         """Ids of the messages that follow a reply, from the model's side and the other in turns
@@ -637,13 +608,8 @@ class Chat:
         loss.
         """
         before = {"user": self.to_user, "assistant": self.to_reply}
-        ids = [token for message in messages
-               for token in before[message["role"]] + self._encode(message["content"])]
+        ids = [token for m in messages for token in before[m["role"]] + self._encode(m["content"])]
         return ids[int(closed):] + self.to_policy
-
-    def turn(self, observation: str, closed: bool) -> list[int]:
-        """Ids between a reply and the next one: see `turns`."""
-        return self.turns([user(observation)], closed)
 
     def reply(self, text: str) -> list[int]:
         """Ids of a reply that the policy did not sample, with the token that ends it."""
@@ -662,8 +628,7 @@ class Chat:
         return ends_message or (len(self.final_header) > 0 and reply[-1] in self.eos_ids)
 
 
-def _matched(text: str, outline: list[str],
-             messages: Messages) -> list[tuple[str, dict[str, str] | None]] | None:
+def _matched(text: str, outline: list[str], messages: Messages) -> Parts | None:
     """`text` cut into the template's parts (`outline`) and the messages between them, which may
     lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text.
 
@@ -672,12 +637,10 @@ def _matched(text: str, outline: list[str],
     parts = []
     for before, mark, after in zip(outline[::2], outline[1::2], outline[2::2]):
         message = messages[int(re.sub(r"\D", "", mark))]
-        content = message["content"]
-        thought, _, rest = content.rpartition("</think>")
-        forms = [content, content.strip(), rest, rest.lstrip("\n"), rest.strip()]
-        if mark.startswith("@thought"):
-            thought = thought.split("<think>")[-1]
-            forms = [thought, thought.strip("\n"), thought.strip()]
+        thought, _, rest = message["content"].rpartition("</think>")
+        wholes = [thought.split("<think>")[-1]] if "thought" in mark else [message["content"], rest]
+        forms = [form for whole in wholes
+                 for form in (whole, whole.lstrip("\n"), whole.strip("\n"), whole.strip())]
         form = next((f for f in forms if text.startswith(before + f + after)), None)
         if form is None:
             return None

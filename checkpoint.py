@@ -55,8 +55,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     folder of other files. state: what JSON can hold. Called by all ranks; all of them see the
     folder.
     """
-    folder = Path(folder)
-    partial = Path(f"{folder}.partial")
+    folder, partial = Path(folder), Path(f"{folder}.partial")
     weights = full_state_dict(model, dtype)
     if ranks()[0] == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -71,10 +70,9 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         tensors, numbers = training_state(trained, has_stepped)
         # A rank copies its part of a file's tensors to the CPU before it writes the file.
         files = {name: 1 + place // 32 for place, name in enumerate(tensors)}
-        writer = dcp.HuggingFaceStorageWriter(str(partial / "training"), files,
-                                              save_distributed=True)
         try:
-            dcp.save(tensors, storage_writer=writer)
+            dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
+                str(partial / "training"), files, save_distributed=True))
         except CheckpointException as e:
             raise next(iter(e.failures.values()))[0] from e  # the error of one of the ranks
         # Rank 0 has written config.json, and renames the folder after all ranks have looked.
@@ -127,22 +125,18 @@ def named(run: str | Path) -> list[Path]:
 
 def newest(run: str | Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files are as they were saved, and what is wrong with newer ones;
-    (None, []) if there has never been one. Raises ValueError if all are damaged. Called by all
-    ranks."""
-    def find():
-        notes = []
-        for folder in named(run)[::-1]:
-            try:
-                if damaged := read_state(folder)["sha256"].items() - hashes(folder).items():
-                    raise ValueError(f"{', '.join(sorted(dict(damaged)))}: damaged or missing")
-                return folder, notes
-            except (ValueError, OSError) as e:
-                notes.append(f"{folder}: {e}")
-        if notes:
-            raise ValueError(f"no intact checkpoint is left: {'; '.join(notes)}")
-        return None, []
-
-    return of_rank_0(find)
+    (None, []) if there has never been one. Raises ValueError if all are damaged."""
+    notes = []
+    for folder in named(run)[::-1]:
+        try:
+            if damaged := read_state(folder)["sha256"].items() - hashes(folder).items():
+                raise ValueError(f"{', '.join(sorted(dict(damaged)))}: damaged or missing")
+            return folder, notes
+        except (ValueError, OSError) as e:
+            notes.append(f"{folder}: {e}")
+    if notes:
+        raise ValueError(f"no intact checkpoint is left: {'; '.join(notes)}")
+    return None, []
 
 
 def read_state(folder: Path) -> dict:

@@ -14,10 +14,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 # Threads that spin while they wait slow other processes down by up to five times where cores are
 # shared. PyTorch reads the variable when it is imported.
@@ -29,11 +29,10 @@ import torch  # noqa: E402
 from transformers.hf_argparser import string_to_bool  # noqa: E402
 
 import envs  # noqa: E402
-import schedule  # noqa: E402
 from agent import hash_of_sources, load_agent  # noqa: E402
-from envs import ABOVE_0, NOT_NEGATIVE, flag  # noqa: E402
+from envs import ABOVE_0, NOT_NEGATIVE, CommandParser, flag  # noqa: E402
 from rollout import Rollouts  # noqa: E402
-from schedule import Horizon  # noqa: E402
+from schedule import Horizon, horizon_at, parse_rounds  # noqa: E402
 from update import Loss, Optim  # noqa: E402
 
 RUN_FILE = "run.json"  # in final/: the config.json of its run
@@ -52,6 +51,8 @@ class WorldSettings:
     invalid_penalty: float
 
 
+# The comment above a field of a dataclass, and the field's name.
+COMMENT_AND_FIELD = re.compile(r"^((?:    #.*\n)*)    (\w+):", re.MULTILINE)
 # A world's own, in a mixture, unless the flag is given: then it applies to all worlds.
 LIMITS = ("horizon_steps", "max_tokens", "max_length", "invalid_penalty")
 
@@ -73,10 +74,10 @@ class Setup(Rollouts):
     # folder in the layout of AgentGym-RL-Data-ID; default: data/
     data: str = flag("")
     # keyword arguments of worlds in this process: 'searchqa.topk=5 searchqa.corpus=wiki.jsonl'
-    env_args: str = flag("")
+    env_args: str = flag("", may_change=True)
     # AgentGym's or OpenEnv's servers http://host:port[,...] to play on; of several worlds:
     # 'babyai=http://host:port textcraft=http://host:port'
-    env_url: str = flag("")
+    env_url: str = flag("", may_change=True)
     # JSON file with other instructions: {WORLD: {'prompt': the whole first message, 'reply': the
     # fixed reply to it}, ...}; 'none': the world's own; default: those of the run which wrote
     # --model
@@ -89,17 +90,17 @@ class RunConfig(Setup, Optim):
 
     # run folder; default runs/ENV_ALGO_sSEED, with a model other than tiny
     # runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)
-    out: str = flag("")
+    out: str = flag("", may_change=True)
     # continue the run in --out from its newest checkpoint
-    resume: bool = flag(False)
+    resume: bool = flag(False, may_change=True)
     # steps between evaluations on 64 held-out items of each world, always the same; 0: none
-    eval_every: int = flag(0, NOT_NEGATIVE)
+    eval_every: int = flag(0, NOT_NEGATIVE, may_change=True)
     # steps between checkpoints
-    save_every: int = flag(50, ABOVE_0)
+    save_every: int = flag(50, ABOVE_0, may_change=True)
     # checkpoints kept
-    keep: int = flag(2, ABOVE_0, study=True)
+    keep: int = flag(2, ABOVE_0, study=True, may_change=True)
     # metrics go there, too (extras of these names)
-    report_to: str = flag("none", ("none", "tensorboard", "wandb"))
+    report_to: str = flag("none", ("none", "tensorboard", "wandb"), may_change=True)
     worlds: dict[str, WorldSettings] = field(default_factory=dict)
     first_model: str = ""  # what --model was made of, over any number of runs
     agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
@@ -110,27 +111,20 @@ class Config(RunConfig, Horizon, Loss):
     """how much is played and trained"""
 
     # training steps
-    steps: int = flag(300, ABOVE_0)
+    steps: int = flag(300, ABOVE_0, may_change=True)
     # end before --steps when less than half of the last step's environment turns are left of this
     # many; 0: no limit
-    turns: int = flag(0, NOT_NEGATIVE, study=True)
+    turns: int = flag(0, NOT_NEGATIVE, study=True, may_change=True)
     # distinct items per step; default for several worlds: that of the first world, times their
     # number
     items_per_step: int = flag(32, ABOVE_0)
     # trajectories of each item: the group of GRPO and RLOO
     rollouts_per_item: int = flag(4, ABOVE_0)
     # stop when the policy's entropy, nats a token, falls below this
-    min_entropy: float = flag(1e-4, study=True)
+    min_entropy: float = flag(1e-4, study=True, may_change=True)
     # stop when `kl` or `kl_behaviour`, nats a token, rises above this
-    max_kl: float = flag(10.0, study=True)
+    max_kl: float = flag(10.0, study=True, may_change=True)
 
-
-# What may differ between a run and its continuation by --resume.
-MAY_CHANGE = {
-    "resume", "out", "steps", "turns", "eval_every", "save_every", "keep", "env_url", "env_args",
-    "deadline", "create_deadline", "arrival_order", "shard", "offload", "gradient_checkpointing",
-    "report_to", "min_entropy", "max_kl", "graphs", "slots", "microbatch_tokens",
-}
 
 # ---- presets: defaults that depend on the model, the machine and the world ----
 
@@ -151,11 +145,16 @@ def has_bfloat16(cpuinfo: str | Path = "/proc/cpuinfo") -> bool:
 
 
 def class_of(world: str) -> type[envs.Env]:
-    """The class of a world here; `Env` for one that is played on a server only."""
-    try:
-        return envs.world_class(world) if world in envs.WORLDS else envs.Env
-    except envs.UserError:  # without its package here, a world can be played on a server
-        return envs.Env
+    """The class of a world; `Env` if it can only be played on a server: it is not among ours, or
+    its package is missing."""
+    with suppress(envs.UserError):
+        return envs.world_class(world)
+    return envs.Env
+
+
+def has_own_format(world: str) -> bool:
+    """Whether the world's own prompt says what a reply looks like."""
+    return "action_format" in class_of(world).real
 
 
 def presets(model: str, world: str) -> dict[str, Any]:
@@ -178,20 +177,14 @@ def presets(model: str, world: str) -> dict[str, Any]:
     return values | {name: run[name] for name in kept if name in run}
 
 
-def has_own_format(world: str) -> bool:
-    """Whether the world's own prompt says what a reply looks like."""
-    return "action_format" in class_of(world).real
-
-
 def run_of(model: str) -> dict[str, Any]:
     """The settings of the training run that wrote this model folder: its own RUN_FILE, which a copy
     of final/ takes along, or the config.json of the run folder that it lies in; {} if there is no
     such run. Raises ValueError for a damaged file."""
-    path = Path(model) / RUN_FILE
-    if not path.exists():
-        folder = Path(model).resolve().parent
-        path = (folder.parent if folder.name == "checkpoints" else folder) / "config.json"
-    run = read_json(path) if Path(model).is_dir() and path.exists() else {}
+    folder = Path(model).resolve().parent
+    folder = folder.parent if folder.name == "checkpoints" else folder
+    files = [file for file in (Path(model) / RUN_FILE, folder / "config.json") if file.exists()]
+    run = read_json(files[0]) if Path(model).is_dir() and files else {}
     return run if {"env", "algo", "horizon"} <= run.keys() else {}  # else some model's config.json
 
 
@@ -200,7 +193,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     of an earlier version."""
     try:
         found = dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as e:
+    except (ValueError, TypeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     if "plan" in found or "lam" in found:
         raise ValueError(f"{path} is of an earlier version: git checkout before-4050 reads it")
@@ -214,57 +207,72 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
                description: str) -> dict[str, Any]:
     """argv (default: sys.argv) -> the flags that it gives, and their values. Raises ValueError for
     an unknown one. --help has a group of flags for each class that `config_class` inherits from."""
-    presets_as_text = [f"defaults with --model tiny: {TINY}", f"with others on a CPU: {ON_CPU}"]
-    presets_as_text += [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
-                        for world in envs.WORLDS]
-    parser = argparse.ArgumentParser(
+    of_worlds = [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
+                 for world in envs.WORLDS]
+    parser = CommandParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]",
-        description=description, epilog="\n".join(presets_as_text), allow_abbrev=False,
+        description=description, allow_abbrev=False,
+        epilog="\n".join([f"--model tiny: {TINY}", f"others on a CPU: {ON_CPU}", *of_worlds]),
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = refuse
-    owners = config_class.__mro__[:-1]
-    groups = [parser.add_argument_group(owner.__doc__) for owner in owners]
+    groups = {c: parser.add_argument_group(c.__doc__) for c in config_class.__mro__[:-1]}
     of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
-    hints = get_type_hints(config_class)
+    of_studies.add_argument("--set", nargs="+", action="extend", metavar="FIELD=VALUE")
     flags = {f.name: f for f in fields(config_class) if f.metadata}
-    for owner, group in zip(owners, groups):
-        for comment, name in re.findall(r"^((?:    #.*\n)*)    (\w+):", inspect.getsource(owner),
-                                        re.MULTILINE):
-            if name not in flags:  # no flag, or one that was declared anew
+    for owner, group in groups.items():
+        for comment, name in COMMENT_AND_FIELD.findall(inspect.getsource(owner)):
+            if not (f := flags.pop(name, None)):  # no flag, or one that a subclass declares anew
                 continue
-            f = flags.pop(name)
-            choices = f.metadata["choices"]
-            text = " ".join(re.findall("# (.*)", comment))
-            if isinstance(choices, dict):
-                text, choices = f"{' | '.join(choices)}, {text}", None
-            if f.default not in (None, False, ""):
-                text += f" (default: {f.default})"
-            kind = (get_args(hints[name]) or [hints[name]])[0]  # of "int | None": int
+            choices, help_text = f.metadata["choices"], " ".join(re.findall("# (.*)", comment))
+            default = "" if f.default in (None, False, "") else f" (default: {f.default})"
+            kind = (get_args(f.type) or [f.type])[0]  # of "int | None": int
             where, prefix = (of_studies, "--set ") if f.metadata.get("study") else (group, "--")
             where.add_argument(
-                prefix + name, dest=name, choices=choices, help=text.replace("%", "%%"),
+                prefix + name, dest=name, help=help_text + default,
                 type=string_to_bool if kind is bool else kind,
-                metavar="|".join(choices) if isinstance(choices, tuple) else kind.__name__,
+                choices=None if isinstance(choices, dict) else choices,  # a table allows others
+                metavar="|".join(choices or [kind.__name__]),
                 **dict(nargs="?", const=True) if kind is bool else {})
 
-    of_studies.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE")
     given = parser.parse_args(argv)
-    given = parser.parse_args([f"--set {x}" for words in given.set for x in words.split()], given)
-    return {name: value for name, value in vars(given).items() if name != "set"}
-
-
-def refuse(message: str) -> None:
-    """What argparse calls for a command line that it cannot read."""
-    raise ValueError(message)
+    words = " ".join(vars(given).pop("set", [])).split()
+    return vars(parser.parse_args([f"--set {word}" for word in words], given))
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
     """train.py's command line, checked and with every default filled in. Raises ValueError with one
-    clear line."""
-    cfg = fill_in(Config, read_flags(Config, argv, "train.py", "Multi-turn reinforcement learning "
-                                     "of an LLM agent: torchrun train.py --env babyai --algo grpo"))
-    check(cfg)
+    clear line, also for combinations that run, but do not do what they seem to."""
+    cfg = fill_in(Config, read_flags(Config, argv, "train.py", "Multi-turn RL of an LLM agent"))
+    advantage, _ = cfg.advantage, cfg.loss_function
+    cfg.record_states = getattr(advantage, "needs_states", False)
+    gamma = inspect.signature(advantage, follow_wrapped=False).parameters.get("gamma")
+    gives_progress = cfg.env_url or any(class_of(world).has_progress for world in cfg.worlds)
+    for is_wrong, why in (
+        (cfg.kl_in == "loss" and cfg.kl_type == "k1",
+         "kl_type=k1 has no expected gradient as a loss: use k3, or --kl_in reward"),
+        # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
+        (cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef
+         and advantage.keywords.get("normalize_std", True),
+         "--kl_in reward with --algo grpo needs --algo_args normalize_std=false"),
+        (getattr(advantage, "compares_samples", False) and cfg.rollouts_per_item < 2,
+         f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item 2 or more"),
+        (cfg.shaping != "none" and not gives_progress,
+         f"--shaping {cfg.shaping}: no world of {cfg.env} gives its progress (Env.has_progress)"),
+        # A long reply's last token would get gamma^-length of the potential.
+        (cfg.shaping != "none" and gamma is not None and gamma.default < 1,
+         "--shaping needs --algo_args gamma=1"),
+        (cfg.offload and not cfg.shard, "offload=true needs --shard true"),
+    ):
+        if is_wrong:
+            raise ValueError(why)
+    check_worlds(cfg, cfg.worlds)
     return cfg
+
+
+def check_worlds(cfg: Setup, worlds: Collection[str]) -> None:
+    """Each world can be played: it is made once, or its servers answer."""
+    options = envs.env_options(cfg.env_args, worlds)
+    for world, urls in servers(cfg.env_url, worlds).items():
+        envs.check_env(world, urls, **options.get(world, {}))
 
 
 def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
@@ -272,47 +280,47 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
     world and model, or else the class's default; a resumed run has what it was started with.
     Raises ValueError."""
     env, model = given.get("env", RunConfig.env), given.get("model", RunConfig.model)
-    names = [re.sub(r"[^a-z0-9.]+", "_", env),
-             re.sub(r"\W+", "_", given.get("algo", config_class.algo)), *model_label(model)]
-    out = given.get("out") or f"runs/{'_'.join(names)}_s{given.get('seed', 0)}"
+    label = "" if model == "tiny" else Path(re.sub("/(final|checkpoints/[^/]*)/?$", "", model)).name
+    name = f"{env}_{given.get('algo', config_class.algo)}_{label}_s{given.get('seed', 0)}".lower()
+    out = given.get("out") or f"runs/{re.sub('[^a-z0-9.-]+', '_', name)}"
     if given.get("resume"):
         return resumed(config_class, given, out)
-
-    # Each world's settings.
     weights = mixture(env)
-    urls = servers(given.get("env_url", ""), weights)
-    own, worlds = {}, {}
+    if "prompts" in given:
+        given = given | {"prompt_texts": read_prompts(given["prompts"], weights)}
+
+    # Each world's settings. sft.py plays as long as an evaluation.
+    own = {world: vars(Config()) | vars(config_class()) | presets(model, world) | given
+           for world in weights}
+    run = own[[*weights][0]]
+    horizon = "horizon" if config_class is Config else "eval_horizon"
+    text = " ".join(f"{world}={values[horizon]}" for world, values in own.items())
+    rounds = parse_rounds(given.get("horizon", text), weights)
+    if "horizon" not in given and run["horizon_schedule"] == "fixed":
+        rounds = {world: stages[-1:] for world, stages in rounds.items()}
+    worlds = {}
     for world, weight in weights.items():
-        own[world] = values = vars(Config()) | vars(config_class()) | presets(model, world) | given
-        rounds = list(schedule.parse_rounds(values["horizon"], world))
-        if "horizon" not in given and config_class is not Config:  # sft.py
-            rounds = [int(values["eval_horizon"])]
-        elif "horizon" not in given and values["horizon_schedule"] == "fixed":
-            rounds = rounds[-1:]
-        worlds[world] = WorldSettings(weight, rounds, *(values[name] for name in LIMITS))
-    if others := set(re.findall(r"(\w+)=", given.get("horizon", ""))) - weights.keys():
-        raise ValueError(f"--horizon names {others.pop()}, which is not in --env {env}")
+        worlds[world] = WorldSettings(weight, rounds[world], *(own[world][x] for x in LIMITS))
+        horizon_at(0, rounds[world], worlds[world].horizon_steps, run["horizon_schedule"])
 
     # The run's: what is given, or else follows from those of all worlds, or else the first world's.
-    run = next(iter(own.values()))
-    args = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
+    urls = servers(run["env_url"], weights)
+    env_args = [presets(model, world).get("env_args", "") for world in weights if not urls[world]]
     run = run | {name: max(values[name] for values in own.values()) for name in LIMITS} | {
         "action_format": own[min(own, key=has_own_format)]["action_format"],
         "arrival_order": bool(run["env_url"]),
-        "horizon": " ".join(f"{world}={','.join(map(str, settings.rounds))}"
-                            for world, settings in worlds.items()),
+        "horizon": " ".join(f"{world}={','.join(map(str, stages))}"
+                            for world, stages in rounds.items()),
         "items_per_step": run["items_per_step"] * len(weights),
         "shard": torch.cuda.is_available() and not run["lora_rank"],
         "slots": min(values["slots"] for values in own.values()),
     } | given | {
         "agent_sha256": hash_of_sources(run["agent"], run["agent_args"]),
-        "env_args": " ".join([*args, given.get("env_args", "")]).strip(),  # the last one wins
+        "env_args": " ".join([*env_args, given.get("env_args", "")]).strip(),  # the last one wins
         "first_model": run_of(model).get("first_model", model),
         "out": out,
         "worlds": worlds,
     }
-    if "prompts" in given:
-        run["prompt_texts"] = read_prompts(given["prompts"], weights)
     load_agent(run["agent"], run["agent_args"])  # raises ValueError
     return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
@@ -321,13 +329,13 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     """The settings of the run in `out`, and those of `given` that may change. Raises ValueError for
     one that may not."""
     saved = read_json(f"{out}/config.json")
-    for name, value in given.items():
-        for started in [saved, *saved["worlds"].values()] if name in LIMITS else [saved]:
-            if name not in MAY_CHANGE and started.get(name) != value:
-                raise ValueError(f"{out} was started with --{name} {started.get(name)}, "
-                                 f"not {value}")
-    if hash_of_sources(saved["agent"], saved["agent_args"]) != saved["agent_sha256"]:
-        raise ValueError(f"{out} was started with another source of agent {saved['agent']}")
+    given = given | {"agent_sha256": hash_of_sources(saved["agent"], saved["agent_args"])}
+    for f in fields(config_class):
+        for own in saved["worlds"].values():
+            started = (saved | own).get(f.name)
+            if not f.metadata.get("may_change") and given.get(f.name, started) != started:
+                raise ValueError(f"{out} was started with --{f.name} {started}, not "
+                                 f"{given[f.name]}")
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
@@ -347,12 +355,11 @@ def servers(env_url: str, names: Iterable[str]) -> dict[str, list[str]]:
     """
     found = {name: [] for name in names}
     for part in env_url.split():
-        name, urls = re.fullmatch(r"(?:(\w+)=)?(.*)", part).groups()
-        if name is None and len(found) == 1:
-            name = [*found][0]
-        if found.get(name) != [] or not urls.strip(","):
+        world, _, urls = part.rpartition("=")
+        world = world or "".join(found)  # one world need not be named
+        if found.get(world) != [] or not urls.strip(","):
             raise ValueError(f"cannot read --env_url '{part}'; write WORLD=http://host:port")
-        found[name] = [url for url in urls.split(",") if url]
+        found[world] = urls.strip(",").split(",")
     return found
 
 
@@ -365,80 +372,28 @@ def mixture(env: str) -> dict[str, float]:
     parts = [re.fullmatch(r"(\w+)(?::(\d+(?:\.\d+)?))?", part.strip()) for part in env.split(",")]
     weights = {part[1]: float(part[2] or 1) for part in parts if part}
     if len(weights) < len(parts) or not all(weights.values()):
-        raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1 with "
-                         "weights above 0")
+        raise ValueError(f"cannot read --env '{env}'; write babyai, or babyai:2,textcraft:1")
     return weights
 
 
 def items_per_world(cfg: RunConfig, total_items: int) -> dict[str, int]:
     """World -> how many of `total_items` items are its own: in proportion to the weights, rounded
     down; the items that are left over go to the first worlds, one each."""
-    # Fractions: in floating point 16 * 0.3 / (0.1 + 0.3) is below 12.
-    weights = [Fraction(str(own.weight)) for own in cfg.worlds.values()]
-    counts = [total_items * weight // sum(weights) for weight in weights]
-    for place in range(total_items - sum(counts)):
-        counts[place] += 1
-    return dict(zip(cfg.worlds, counts))
+    total_weight = sum(own.weight for own in cfg.worlds.values())
+    # A millionth more: in floating point 16 * 0.3 / (0.1 + 0.3) is below 12.
+    counts = {world: int(total_items * own.weight / total_weight + 1e-6)
+              for world, own in cfg.worlds.items()}
+    for world in [*counts][:total_items - sum(counts.values())]:
+        counts[world] += 1
+    return counts
 
 
 def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
     """The file --prompts: world -> {"prompt": str, "reply": str}; {} for the path "". Raises
     ValueError for a file of another form, or without texts for any of `worlds`."""
     texts = read_json(path) if path else {}
-    for world, own in texts.items():
-        if not isinstance(own, dict) or own.keys() != {"prompt", "reply"} or not all(
-                isinstance(text, str) and text for text in own.values()):
-            raise ValueError(f'{path}: {world} must be {{"prompt": a text, "reply": a text}}')
-    if path and not texts.keys() & set(worlds):
-        raise ValueError(f"--prompts: {path} has no texts for {', '.join(worlds)}")
+    is_read = all(sorted(own) == ["prompt", "reply"] for own in texts.values())
+    if path and not (is_read and texts.keys() & set(worlds)):
+        raise ValueError(f'{path}: write {{WORLD: {{"prompt": a text, "reply": a text}}}} for '
+                         f"{' or '.join(worlds)}")
     return texts
-
-
-def model_label(model: str) -> list[str]:
-    """The model's part of the default run folder's name; [] for "tiny", which is not named.
-
-    >>> model_label("tiny"), model_label("Qwen/Qwen2.5-7B-Instruct"), model_label("runs/warm/final")
-    ([], ['qwen2.5-7b-instruct'], ['warm'])
-    """
-    path = Path(re.sub(r"/(final|checkpoints/[^/]*)/?$", "", model))
-    return [re.sub(r"[^a-z0-9.]+", "-", path.name.lower())] if model != "tiny" else []
-
-
-# ---- what would go wrong in silence; each raises ValueError with one line ----
-
-
-def check(cfg: Config) -> None:
-    """Combinations that run, but do not do what they seem to."""
-    advantage, _ = cfg.advantage, cfg.loss_function
-    cfg.record_states = getattr(advantage, "needs_states", False)
-    gamma = inspect.signature(advantage, follow_wrapped=False).parameters.get("gamma")
-    gives_progress = [urls or class_of(world).has_progress
-                      for world, urls in servers(cfg.env_url, cfg.worlds).items()]
-    for is_wrong, why in (
-        (cfg.kl_in == "loss" and cfg.kl_type == "k1",
-         "kl_type=k1 has no expected gradient as a loss: use k3, or --kl_in reward"),
-        # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
-        (cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef
-         and advantage.keywords.get("normalize_std", True),
-         "--kl_in reward with --algo grpo needs --algo_args normalize_std=false"),
-        (getattr(advantage, "compares_samples", False) and cfg.rollouts_per_item < 2,
-         f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item 2 or more"),
-        (cfg.shaping != "none" and not any(gives_progress),
-         f"--shaping {cfg.shaping}: no world of {cfg.env} gives its progress (Env.has_progress)"),
-        # A long reply's last token would get gamma^-length of the potential.
-        (cfg.shaping != "none" and gamma is not None and gamma.default < 1,
-         "--shaping needs --algo_args gamma=1"),
-        (cfg.offload and not cfg.shard, "offload=true needs --shard true"),
-    ):
-        if is_wrong:
-            raise ValueError(why)
-    for own in cfg.worlds.values():
-        schedule.horizon_at(0, own.rounds, own.horizon_steps, cfg.horizon_schedule)
-    check_worlds(cfg, cfg.worlds)
-
-
-def check_worlds(cfg: Setup, worlds: Collection[str]) -> None:
-    """Each world can be played: it is made once, or its servers answer."""
-    options = envs.env_options(cfg.env_args, worlds)
-    for world, urls in servers(cfg.env_url, worlds).items():
-        envs.check_env(world, urls, **options.get(world, {}))

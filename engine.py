@@ -138,16 +138,8 @@ class PrefillChunk(NamedTuple):
     masks: dict[int | None, Tensor]  # window -> mask [H / H_kv * new ids, length], made when needed
 
 
-def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-           attention_mask: Tensor | None, ragged: "Ragged", **options: object,
-           ) -> tuple[Tensor, None]:
-    """What each layer calls: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D].
-    options: those of `Ragged.attend`."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # float32 under autocast
-    return ragged.attend(module.layer_idx, query[0], key[0], value[0], **options)[None], None
-
-
-AttentionInterface.register("ragged", attend)
+# What each layer calls.
+AttentionInterface.register("ragged", lambda *args, ragged, **kw: ragged.attend(*args, **kw))
 
 
 class Ragged:
@@ -224,23 +216,13 @@ class Ragged:
                     self.ids[slot] += new_ids
                 self.forwarded += self.slots
                 return step()[list(feed)]
-        ids, logit_places = self._lay_out(feed)
-        return self._logits(ids, logits_to_keep=torch.tensor(logit_places, device=self.device))
 
-    def _logits(self, ids, **options):
-        """The policy's forward pass over the flat row [N] -> logits of the places kept."""
-        return self.policy(input_ids=ids[None], position_ids=self.token_positions[None],
-                           use_cache=False, ragged=self, **options).logits[0]
-
-    def _lay_out(self, feed):
-        """Build the flat row of a step, and set the attributes that `attend` reads. -> ids [N], and
-        the place of each slot's last id in the row, in the order of `feed`."""
+        # Build the flat row, and set the attributes that `attend` reads.
         decoding = sorted(slot for slot, new_ids in feed.items() if len(new_ids) == 1)
         prefilling = [slot for slot, new_ids in feed.items() if len(new_ids) > 1]
         ids, slots, positions = [], [], []  # of each token of the flat row
         last_place = {}  # slot -> place of its last new id in the flat row
-        self.prefill_chunks = []
-        self.prefill_layout = None
+        self.prefills, self.prefill_layout = [], None
         for slot in decoding + prefilling:
             start, past = len(ids), len(self.ids[slot])
             ids += feed[slot]
@@ -250,8 +232,7 @@ class Ragged:
             positions += range(past, length)
             last_place[slot] = len(ids) - 1
             if slot in prefilling:
-                chunk = PrefillChunk(slice(start, len(ids)), slot, past, length, {})
-                self.prefill_chunks.append(chunk)
+                self.prefills.append(PrefillChunk(slice(start, len(ids)), slot, past, length, {}))
         self.forwarded += len(ids)
 
         # One transfer to the device. token_slots, token_positions [N]: each token's cache entry.
@@ -259,11 +240,17 @@ class Ragged:
         ids_on_device, self.token_slots, self.token_positions = flat_row
         self.decode_count = len(decoding)
         self.needed_capacity = max(len(self.ids[slot]) for slot in feed)
-        self.decode_views = self._make_decode_views(decoding)
-        return ids_on_device, [last_place[slot] for slot in feed]
+        self._set_decode_views(decoding)
+        places = torch.tensor([last_place[slot] for slot in feed], device=self.device)
+        return self._logits(ids_on_device, logits_to_keep=places)
 
-    def _make_decode_views(self, decoding):
-        """Cut decoding slots, in order, into groups that share one attention call -> [DecodeView].
+    def _logits(self, ids, **options):
+        """The policy's forward pass over the flat row [N] -> logits of the places kept."""
+        return self.policy(input_ids=ids[None], position_ids=self.token_positions[None],
+                           use_cache=False, ragged=self, **options).logits[0]
+
+    def _set_decode_views(self, decoding):
+        """Cut decoding slots, in order, into groups that share one attention call.
 
         A slot joins the last group if the masked keys that are then read cost no more than a call.
         """
@@ -278,8 +265,7 @@ class Ragged:
             else:
                 groups.append(([slot], length, length))
 
-        views = []
-        start = 0
+        self.decode_views, start = [], 0
         for slots, longest, total in groups:
             row = slice(start, start + len(slots))
             start = row.stop
@@ -291,9 +277,8 @@ class Ragged:
                 # A slot in between sees its first key: a softmax over no key would be NaN.
                 last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
             masks = {None: None} if total == num_slots * longest else {}
-            views.append(DecodeView(row, slice(slots[0], slots[-1] + 1), longest, places,
-                                    last_keys, masks))
-        return views
+            self.decode_views.append(DecodeView(row, slice(slots[0], slots[-1] + 1), longest,
+                                                places, last_keys, masks))
 
     def _graph_step(self, feed):
         """Prepare a step in which all slots of `feed` decode, as one CUDA graph -> a function that
@@ -336,7 +321,7 @@ class Ragged:
         def decode():
             ids, self.token_positions = self.graph_inputs
             self.token_slots = self.all_slots
-            self.prefill_chunks = []
+            self.prefills = []
             self.decode_count = self.slots
             every = slice(self.slots)
             self.decode_views = [DecodeView(every, every, width, None, self.token_positions, {})]
@@ -370,15 +355,18 @@ class Ragged:
             return logits
         return replay
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
-               scaling: float | None = None, sliding_window: int | None = None,
-               softcap: float | None = None, s_aux: Tensor | None = None, **_: object) -> Tensor:
+    def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+               attention_mask: Tensor | None, scaling: float | None = None,
+               sliding_window: int | None = None, softcap: float | None = None,
+               s_aux: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         """Attention of one layer over the flat row: store the new keys and values, then read.
-        query [H, N, D], key [H_kv, N, D], value [H_kv, N, D_v] -> [N, H, D_v]. softcap, s_aux [H]
-        (sinks): see `models.packed.masked_attention`."""
+        query [1, H, N, D], key [1, H_kv, N, D], value [1, H_kv, N, D_v] -> [1, N, H, D_v]. softcap,
+        s_aux [H] (sinks): see `models.packed.masked_attention`."""
+        # Under autocast queries and keys may be float32.
+        query, key, value = query[0].to(value.dtype), key[0].to(value.dtype), value[0]
         H, N, D = query.shape
         H_kv, D_v = len(key), value.shape[-1]
-        keys, values = self._layer_cache(layer, key, value)  # each [slots, H_kv, capacity, D]
+        keys, values = self._layer_cache(module.layer_idx, key, value)  # [slots, H_kv, capacity, D]
         keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
         values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
         out = query.new_empty(N, H, D_v)
@@ -402,13 +390,13 @@ class Ragged:
 
         # A prefilling slot has several queries.
         is_plain = softcap is None and sinks is None
-        if self.prefill_chunks and is_plain and D == D_v and fits_flash_attention(value):
+        if self.prefills and is_plain and D == D_v and fits_flash_attention(value):
             (slots, positions), spans = self._prefill_layout()
             k, v = (held[slots, :, positions] for held in (keys, values))
             out[self.decode_count :] = flash_attention(query[:, self.decode_count :], k, v, spans,
                                                        scaling, sliding_window)
-            return out
-        for chunk in self.prefill_chunks:
+            return out[None], None
+        for chunk in self.prefills:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
             sees_all = (sliding_window or chunk.length) >= chunk.length
@@ -424,17 +412,17 @@ class Ragged:
                 o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[sliding_window],
                                      scaling, softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
-        return out
+        return out[None], None
 
     def _prefill_layout(self):
         """-> the cache entries that the prefilling slots read, as slots and positions, [keys] each;
         and the Spans of their queries and keys. They are the same in all layers of a step."""
         if self.prefill_layout is None:
-            lengths = [chunk.length for chunk in self.prefill_chunks]
-            slots = torch.tensor([chunk.slot for chunk in self.prefill_chunks])
+            lengths = [chunk.length for chunk in self.prefills]
+            slots = torch.tensor([chunk.slot for chunk in self.prefills])
             positions = torch.cat([torch.arange(length) for length in lengths])
             entries = torch.stack([slots.repeat_interleave(torch.tensor(lengths)), positions])
-            counts = [chunk.length - chunk.past for chunk in self.prefill_chunks]
+            counts = [chunk.length - chunk.past for chunk in self.prefills]
             self.prefill_layout = (entries.to(self.device).unbind(),
                                    spans_of(counts, lengths, self.device))
         return self.prefill_layout

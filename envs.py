@@ -255,11 +255,14 @@ class Numbers:
 ABOVE_0, NOT_NEGATIVE = Numbers(0, itself=False), Numbers(0, itself=True)
 
 
-def flag(default: Any, choices: Container | None = None, study: bool = False) -> Any:
+def flag(default: Any, choices: Container | None = None, **marks: bool) -> Any:
     """A field of a dataclass of settings that is a flag of a command. The comment above it is its
-    line of --help. A field without it is no flag. choices: a table names the usual values and
-    allows others. study: the field is set by --set FIELD=VALUE."""
-    return field(default=default, metadata={"choices": choices, "study": study})
+    line of --help. A field without it is no flag.
+
+    choices: a table names the usual values and allows others. marks: study=True if the field is set
+    by --set FIELD=VALUE; may_change=True if --resume accepts another value than the run's.
+    """
+    return field(default=default, metadata={"choices": choices} | marks)
 
 
 def load_function(name: str | Callable[..., Any], table: dict[str, str], kind: str,

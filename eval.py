@@ -415,7 +415,7 @@ def run(cfg: EvalConfig) -> list[dict]:
     items = pick_items(cfg)
     config = result_config(cfg, items)
     records = {horizon: Record(cfg, config, horizon)
-               for horizon in schedule.parse_rounds(cfg.horizon, cfg.env)}
+               for horizon in schedule.parse_rounds(cfg.horizon, [cfg.env])[cfg.env]}
     categories = envs.categories(cfg.env, cfg.data or None) if cfg.split == "test" else {}
     policy, tokenizer = load_model(cfg)
     options = envs.env_options(cfg.env_args, [cfg.env])

@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -23,22 +23,22 @@ from trajectory import Trajectory, read_objects
 
 # ---- what is said while a run goes on ----
 
+# The columns that are shown beside the bar of the training steps.
+SHOWN = ("reward", "success", "turns", "horizon", "kl", "entropy", "tokens_per_second")
+
 
 def banner(run: Any) -> str:
     """Five lines for the start of a training run, a `train.Run`."""
-    cfg = run.cfg
-    worlds = [f"{world}, {len(run.items[world]):,} items, horizon {', '.join(map(str, own.rounds))}"
-              for world, own in cfg.worlds.items()]
-    parameters = sum(p.numel() for p in run.policy.parameters()) / 1e6
-    trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad) / 1e6
-    items, samples = cfg.items_per_step, cfg.rollouts_per_item
+    cfg, policy = run.cfg, run.policy
+    num_items = ", ".join(f"{len(items):,} items of {world}" for world, items in run.items.items())
     turns = f" or {cfg.turns:,} turns" if cfg.turns else ""
     return "\n".join([
-        f"worlds     {'; '.join(worlds)} ({cfg.horizon_schedule})",
-        f"model      {cfg.model}, {parameters:,.1f}M parameters, {trained:,.1f}M of them trained, "
-        f"{cfg.dtype}, {run.device.type}, processes: {run.num_ranks}",
-        f"training   {cfg.algo}, step {run.step} to {cfg.steps}{turns}, each {items} items x "
-        f"{samples} samples = {items * samples} trajectories, learning rate {cfg.lr:g}",
+        f"worlds     {num_items}; horizon {cfg.horizon} ({cfg.horizon_schedule})",
+        f"model      {cfg.model}, {policy.num_parameters():,} parameters, trained: "
+        f"{policy.num_parameters(only_trainable=True):,}, {cfg.dtype}, {run.device.type}, "
+        f"processes: {run.num_ranks}",
+        f"training   {cfg.algo}, step {run.step} to {cfg.steps}{turns}, each {cfg.items_per_step} "
+        f"items x {cfg.rollouts_per_item} samples, learning rate {cfg.lr:g}",
         f"files      {cfg.out}/: metrics.jsonl, trajectories/, a checkpoint every {cfg.save_every} "
         f"steps; python view.py {cfg.out}",
         "stop       Ctrl-C saves; the same command with --resume goes on"])
@@ -52,7 +52,7 @@ def held_out_summary(rows: list[dict], last: dict[str, float]) -> str:
     a mixture, "eval/success/babyai" ...
     """
     lines = []
-    for key in columns_of("eval/success", list(last)):
+    for key in columns_of("eval/success", last):
         world = key.removeprefix("eval/success").replace("/", " of ")
         first = next((f"{row[key]:.3f} at step {row['step']}, " for row in rows if key in row), "")
         lines.append(f"held-out success{world}: {first}{last[key]:.3f} after training")
@@ -84,11 +84,6 @@ def rollout_bar(total: int, shown: bool) -> Iterator[Callable]:
 # ---- the numbers of a step ----
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean of at least one value."""
-    return float(np.mean(values))
-
-
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Statistics of a step's trajectories. Failed environments are left out; their share is
     `env_error`. If all have failed, the row has only the shares of failures and the number of
@@ -106,23 +101,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     sampled_tokens = max(1, sum(sum(t.mask) for t in played))
     rewards_seen = Counter(group for group, _ in {(t.group, t.reward) for t in played})
     names = ("success", "score", "turns", "reward")
-    row = {name: mean([getattr(t, name) for t in played]) for name in names} | {
+    row = {name: np.mean([getattr(t, name) for t in played]) for name in names} | {
         # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
         "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
         "reply_tokens": sampled_tokens / turns,  # sampled tokens of a reply
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
-        "truncated": mean([t.status in ("horizon", "length") for t in played]),
-        "truncated/length": mean([t.status == "length" for t in played]),
-        "zero_gradient_groups": mean([count == 1 for count in rewards_seen.values()]),
+        "truncated": np.mean([t.status in ("horizon", "length") for t in played]),
+        "truncated/length": np.mean([t.status == "length" for t in played]),
+        "zero_gradient_groups": np.mean([count == 1 for count in rewards_seen.values()]),
     }
     if any(len(t.starts) > 1 for t in played):
-        row["segments"] = mean([len(t.starts) for t in played])
+        row["segments"] = np.mean([len(t.starts) for t in played])
     return row | common
-
-
-WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error",
-                 "zero_gradient_groups")
 
 
 def world_metrics(trajectories: Sequence[Trajectory],
@@ -132,12 +123,17 @@ def world_metrics(trajectories: Sequence[Trajectory],
             | {"horizon": horizon} for world, horizon in horizons.items()}
 
 
-def mixture_columns(by_world: dict[str, dict[str, float]]) -> dict[str, float]:
-    """"success/babyai" and so on, for a run of several worlds; {} for one."""
-    if len(by_world) == 1:
-        return {}
-    return {f"{name}/{world}": row[name]
-            for world, row in by_world.items() for name in WORLD_METRICS if name in row}
+WORLD_METRICS = ("horizon", "success", "score", "turns", "reward", "valid_actions", "env_error",
+                 "zero_gradient_groups")
+HELD_OUT_METRICS = ("success", "score", "turns", "valid_actions", "env_error")
+
+
+def world_columns(by_world: dict[str, dict[str, float]],
+                  names: Sequence[str] = WORLD_METRICS, prefix: str = "") -> dict[str, float]:
+    """Those of the measures `names` that `world_metrics` has found, as columns of a row of metrics:
+    "success" for one world, "success/babyai" and so on for several, after a prefix."""
+    return {prefix + name + (f"/{world}" if len(by_world) > 1 else ""): row[name]
+            for world, row in by_world.items() for name in names if name in row}
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
@@ -166,11 +162,9 @@ def alarm(row: dict, cfg: Any) -> str:
         if not math.isfinite(row.get(name, 0.0)):
             return f"{name} is {row[name]}"
     if row["logprob_gap"] > MAX_LOGPROB_GAP:
-        return (f"logprob_gap is {row['logprob_gap']:.2g} nats a token, above {MAX_LOGPROB_GAP:g}: "
-                "this model's rollout and update compute different log-probs")
+        return f"logprob_gap is {row['logprob_gap']:.2g}: log-probs of rollout and update differ"
     if row["turns"] and row["entropy"] < cfg.min_entropy:  # without a turn there is no entropy
-        return (f"the entropy is {row['entropy']:.2g} nats a token, below min_entropy="
-                f"{cfg.min_entropy:g}: the policy has collapsed")
+        return f"entropy is {row['entropy']:.2g}, below min_entropy={cfg.min_entropy:g}: collapsed"
     for name in ("kl", "kl_behaviour"):
         if row[name] > cfg.max_kl:
             return f"{name} is {row[name]:.3g}, above max_kl={cfg.max_kl:g}: too large steps"
@@ -221,7 +215,7 @@ def all_columns(rows: list[dict]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def columns_of(name: str, columns: Sequence[str]) -> list[str]:
+def columns_of(name: str, columns: Iterable[str]) -> list[str]:
     """The columns of a measure: "success" for one world, "success/babyai" and so on for several."""
     of_worlds = [key for key in columns if key.startswith(f"{name}/")]
     return of_worlds or [key for key in [name] if key in columns]
@@ -244,12 +238,11 @@ def draw_curves(run: str | Path) -> None:
     columns = all_columns(rows)
     titles = PLOTS if "success" in columns else SFT_PLOTS
     plots = [name for name in titles if columns_of(name, columns)]
-    if not plots:
-        raise ValueError(f"{run}/metrics.jsonl holds no row to draw")
+    if not plots:  # the run was stopped in its first step
+        return
     figure = Figure(figsize=(10.5, 5.8), layout="constrained")
-    axes = list(figure.subplots(math.ceil(len(plots) / 3), min(3, len(plots)), sharex=True,
-                                squeeze=False).flat)
-    for ax, name in zip(axes, plots):
+    for place, name in enumerate(plots, 1):
+        ax = figure.add_subplot(-(-len(plots) // 3), min(3, len(plots)), place)
         draw_measure(ax, rows, name)
         draw_measure(ax, rows, DRAWN_BESIDE.get(name, ""))
         for i in horizon_changes(rows):
@@ -257,10 +250,8 @@ def draw_curves(run: str | Path) -> None:
         ax.set_title(titles[name], fontsize=11)
         if ax.dataLim.ymin >= 0:
             ax.set_ylim(bottom=0)
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend()
-    for ax in axes[len(plots):]:
-        ax.remove()
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        figure.axes[0].legend()
     figure.supxlabel("training step", fontsize=10)
     figure.suptitle(f"{run.name}; dark: mean of 5 steps; light: each step; dots: held-out items; "
                     "vertical lines: the horizon changes", fontsize=11)

@@ -32,6 +32,9 @@ from envs import UserError
 
 # ---- processes ----
 
+# With GPUs there are messages of CPU tensors, too.
+BACKENDS = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
 
 def init_distributed() -> tuple[int, int, torch.device]:
     """Join torchrun's process group if there is one -> (rank, number of ranks, device). PyTorch
@@ -42,13 +45,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # Ranks wait for the one whose rollout is slowest, which may take long.
-        dist.init_process_group(backend_for(device), timeout=timedelta(hours=2))
+        dist.init_process_group(BACKENDS, timeout=timedelta(hours=2))
     return *ranks(), device
-
-
-def backend_for(device: torch.device) -> str:
-    """The process group's backend. With GPUs there are messages of CPU tensors, too."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def end_process() -> None:
@@ -83,15 +81,14 @@ def gather(part: list) -> list:
 def of_rank_0(function: Callable[[], Any]) -> Any:
     """Call `function` on rank 0 only -> its result, on every rank. A ValueError is raised on every
     rank. Any other exception is raised on rank 0 alone, and the other ranks wait for it."""
-    if not dist.is_initialized():
-        return function()
     box = [None]  # the result, or the error
-    if dist.get_rank() == 0:
+    if ranks()[0] == 0:
         try:
             box = [function()]
         except ValueError as e:
             box = [e]
-    dist.broadcast_object_list(box)
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
     if isinstance(box[0], ValueError):
         raise box[0]
     return box[0]
@@ -205,7 +202,7 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offloa
     host, once for each rank.
     """
     if not dist.is_initialized():
-        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKENDS, store=dist.HashStore(), rank=0, world_size=1)
     compute_dtype = getattr(torch, dtype) if dtype != "float32" else None
     options = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
                    mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32),
@@ -241,24 +238,20 @@ def through(model: nn.Module, function: Callable[..., Any], *args: object) -> An
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Within this context an FSDP model holds all its parameters unsharded, in its compute dtype.
     A forward pass then needs no other rank, so ranks may run different numbers of them. The device
-    must have room for a whole copy of the weights.
+    must have room for a whole copy of the weights. The end of an inner context shards the model for
+    the outer one, too.
 
     FSDP's forward hooks are removed for this time: there is nothing to gather, and they make other
     streams wait for the current one, which a CUDA graph must not record.
     """
     parts = [m for m in model.modules() if sharded(m)]
-    if not parts or getattr(model, "whole", False):  # nothing to gather, or gathered already
-        yield
-        return
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in parts]
     for m in parts:
         m.unshard()
         m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
-    model.whole = True
     try:
         yield
     finally:
-        model.whole = False
         for m, (pre_hooks, post_hooks) in zip(parts, hooks):
             m._forward_pre_hooks, m._forward_hooks = pre_hooks, post_hooks
             m.reshard()
@@ -303,10 +296,9 @@ class StopSignals:
         self.is_raised = False
 
     def __enter__(self) -> "StopSignals":
-        self.previous = {}  # signal -> its handler before
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                self.previous[number] = signal.signal(number, self._handle)
+        self.previous = {number: signal.signal(number, self._handle)
+                         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+                         if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
         # A stream that was closed at the start is None.
         self.previous_streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (s and Output(s) for s in self.previous_streams)

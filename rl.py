@@ -240,21 +240,16 @@ class Critic(nn.Module):
 
     def __init__(self, name: str, dtype: str | torch.dtype = torch.float32):
         super().__init__()
-        self.body = load_model(name, dtype=dtype).base_model
-        self.config = self.body.config
-        self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1)
+        self.base_model = load_model(name, dtype=dtype).base_model
+        self.config = self.base_model.config
+        self.head = nn.Linear(self.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @property
-    def base_model(self) -> PreTrainedModel:
-        """The model without its head, as `PreTrainedModel.base_model` is."""
-        return self.body
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the
         tokens with mask True were sampled (the states before them); zero elsewhere."""
-        hidden = hidden_before(self.body, ids, mask)  # [S, D], S sampled tokens
+        hidden = hidden_before(self.base_model, ids, mask)  # [S, D], S sampled tokens
         values = torch.zeros(mask.shape, device=ids.device)
         # The head is float32: in bfloat16 values near 1 would be multiples of 0.004.
         with torch.autocast(ids.device.type, enabled=False):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import AGENTS, FORMATS, PARSES, Chat, Messages, Play, assistant, load_agent, user
+from agent import AGENTS, FORMATS, Chat, Messages, Play, assistant, load_agent, user
 from engine import Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
@@ -53,7 +53,7 @@ class Rollouts(Sampling):
     action_format: str = flag("react", tuple(FORMATS))
     # strict: one action, exactly as --action_format has it | lenient: as AgentGym's client of the
     # world reads it
-    parse: str = flag("lenient", PARSES)
+    parse: str = flag("lenient", ("strict", "lenient"))
     # or your own: FILE.py:NAME, module:NAME (docs/agents.md)
     agent: str | Callable = flag("react", AGENTS)
     # settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true
@@ -73,18 +73,18 @@ class Rollouts(Sampling):
     # taken off the reward of an invalid action
     invalid_penalty: float = flag(0.0, NOT_NEGATIVE)
     # trajectories that each process plays at the same time
-    slots: int = flag(32, ABOVE_0)
+    slots: int = flag(32, ABOVE_0, may_change=True)
     # seconds an environment has to answer
-    deadline: float = flag(60.0, ABOVE_0)
+    deadline: float = flag(60.0, ABOVE_0, may_change=True)
     # seconds to create an environment
-    create_deadline: float = flag(300.0, ABOVE_0, study=True)
+    create_deadline: float = flag(300.0, ABOVE_0, study=True, may_change=True)
     # hf: the model's own attention, in lockstep (slow; the reference)
     engine: str = flag("ragged", ("ragged", "hf"), study=True)
     # on a GPU, record decode steps as CUDA graphs
-    graphs: bool = flag(True, study=True)
+    graphs: bool = flag(True, study=True, may_change=True)
     # take environments' answers as they come: faster, and not repeatable bit for bit; default: with
     # --env_url
-    arrival_order: bool | None = flag(None, study=True)
+    arrival_order: bool | None = flag(None, study=True, may_change=True)
     top_p: float = 1.0  # nucleus sampling, in evaluation
     top_k: int = 0  # sample from the k likeliest tokens, in evaluation; 0: off
     samples: int = 1  # trajectories of each item
@@ -156,9 +156,16 @@ class Conversation:
             except EnvError:
                 raise
             except Exception as e:  # whatever the template's program raises
-                prompt = self.play.throw(ValueError(f"cannot render the messages: {e!r}"))
+                prompt = self.play.send(
+                    error=ValueError(f"cannot render the messages: {e!r}"))
         self.new_messages = self._new_in(prompt, reply)
-        self.state = self._state_of(env) if prompt and self.config.record_states else None
+        if self.config.record_states and type(env).state is Env.state:
+            raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")
+        self.state = env.state() if prompt and self.config.record_states else None
+        # What is asked for is part of the state: a plan and the action that follows are written in
+        # different states.
+        if self.state is not None and self.play.kind:
+            self.state = f"{self.play.kind}: {self.state}"
         self.prompt, self.tools = prompt, self.play.tools
 
     def _render(self, prompt: Messages, reply: str | None,
@@ -166,16 +173,14 @@ class Conversation:
         """-> the ids that lead to the next reply, and whether they begin a new segment."""
         shown = [*self.prompt, assistant(reply)]
         new = prompt[len(shown):]
-        turns = zip(new, itertools.cycle(["user", "assistant"]))
         extends = prompt[: len(shown)] == shown and self.play.tools == self.tools
-        if (self.chat.history == "append" and extends
-                and all(message["role"] == role for message, role in turns)):
+        by_turns = all(m["role"] == ("user", "assistant")[n % 2] for n, m in enumerate(new))
+        if self.chat.history == "append" and extends and by_turns:
             return self.chat.turns(new, closed), False
         ids = self.chat.prompt(prompt, self.play.tools, self.sampled)
         held = [] if reply is None else self.trajectory.segment()
-        if held and ids[: len(held)] == held:
-            return ids[len(held):], False
-        return ids, True
+        begins = not held or ids[: len(held)] != held
+        return ids if begins else ids[len(held):], begins
 
     def _new_in(self, prompt: Messages | None, reply: str | None) -> Messages:
         """The messages of a prompt that the model sees for the first time: those after its reply
@@ -187,21 +192,12 @@ class Conversation:
         start = shown[-1] + 1 if shown else common_prefix_length(self.prompt, prompt)
         return prompt[start:] or prompt[-1:]
 
-    def _state_of(self, env: Env) -> str | None:
-        """The state in which the next reply is written. What is asked for is part of it: a plan and
-        the action that follows are written in different states."""
-        if type(env).state is Env.state:
-            raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")
-        state = env.state()
-        return f"{self.play.kind}: {state}" if state is not None and self.play.kind else state
-
     def take(self) -> bool:
         """Record what `advance` has brought -> whether the trajectory goes on."""
         t = self.trajectory
         if self.play.turns:
-            reply, _ = self.sampled[-1]
             penalty = self.config.of_world("invalid_penalty", t.env)
-            t.record_turn(reply, self.play.turn, self.play.forgets, penalty)
+            t.record_turn(self.sampled[-1][0], self.play.turn, self.play.forgets, penalty)
         t.messages += self.new_messages
         if self.prompt is None:
             return self.end(Status.DONE)
@@ -256,20 +252,14 @@ class Episode(Conversation):
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
         self.numbers = numbers
         self.pending: list[int] = []
-        self.reply_start = 0  # where in the trajectory's tokens the reply begins
+        self.reply: list[int] = []  # the tokens of the newest reply
+        self.deadlines = (config.deadline, config.create_deadline)
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
-        seconds_left = self.worker.seconds_left(self.config.deadline, self.config.create_deadline)
-        return self.future.done() or seconds_left <= 0
-
-    def answers_at_once(self) -> bool:
-        """Whether the answer is taken before the next forward pass. On a GPU it never is: the
-        environment computes while the GPU does."""
-        is_instant = getattr(self.play.make_agent, "instant", False)
-        return self.on_cpu and self.worker.env.instant and is_instant
+        return self.future.done() or self.worker.seconds_left(*self.deadlines) <= 0
 
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Append a token that the policy sampled. -> whether the reply is complete: then the
@@ -277,16 +267,20 @@ class Episode(Conversation):
         t = self.trajectory
         t.append([token], [logprob], [entropy])
         self.pending = [token]
-        reply = t.tokens[self.reply_start:]
-        closed = self.chat.is_ended(reply)
-        if not closed and not self.has_to_end(reply):
+        self.reply.append(token)
+        closed = self.chat.is_ended(self.reply)
+        if not closed and not self.has_to_end(self.reply):
             return False
-        cut = not closed and len(reply) >= self.max_tokens
+        cut = not closed and len(self.reply) >= self.max_tokens
         t.cut_turns += [t.turns + 1] * cut
+        env, agent = self.worker.env, self.play.make_agent
+        # Whether the answer is taken before the next forward pass. On a GPU it never is: the
+        # environment computes while the GPU does.
+        self.instant = self.on_cpu and env.instant and getattr(agent, "instant", False)
         # Threads of one process take turns at running Python. For an instant world a change of
         # threads costs more than the step itself, so this thread plays it.
-        here = self.answers_at_once() and not self.worker.env.remote
-        self.future = self.worker.call(self._pass_on, reply, closed, cut, here=here)
+        here = self.instant and not env.remote
+        self.future = self.worker.call(self._pass_on, self.reply, closed, cut, here=here)
         return True
 
     def has_to_end(self, reply: list[int]) -> bool:
@@ -307,12 +301,11 @@ class Episode(Conversation):
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        _, error = self.worker.outcome(self.future, self.config.deadline,
-                                       self.config.create_deadline)
+        _, error = self.worker.outcome(self.future, *self.deadlines)
         goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
         if goes_on:
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids
-            self.reply_start = len(self.trajectory.tokens)
+            self.reply = []
         else:
             self.give_back(self.pool, self.worker, broken=bool(error))
         return goes_on
@@ -397,20 +390,18 @@ def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragg
     """-> a `Ragged` engine or, if it is not exact for this model or the settings say so, "hf".
     Raises ValueError for a model that no engine plays exactly."""
     paths = compute_paths_of(policy) or find_paths(policy)
-    if settings.engine == "hf":
-        return "hf"
-    if paths.rollout == "ragged":
-        return Ragged(policy, slots, settings.graphs)
-    how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
-    print(f"rollout: model type {policy.config.model_type}: trajectories are played on the model's "
-          f"own attention, {how}", file=sys.stderr)
+    if settings.engine == "ragged":
+        if paths.rollout == "ragged":
+            return Ragged(policy, slots, settings.graphs)
+        how = "all in lockstep" if paths.rollout == "padded" else "one at a time"
+        print(f"rollout: model type {policy.config.model_type}: trajectories are played on the "
+              f"model's own attention, {how}", file=sys.stderr)
     return "hf"
 
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
-            items: list[str], horizon: int | dict[str, int],
-            config: Rollouts | None = None, *, step: int = 0,
-            engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
+            items: list[str], horizon: int | dict[str, int], config: Rollouts | None = None, *,
+            step: int = 0, engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
             on_end: Callable[[Trajectory], object] = lambda t: None,
             on_step: Callable[[TrajectoryQueue], object] = lambda queue: None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
@@ -460,8 +451,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
         numbers = np.random.default_rng([config.seed, step, zlib.crc32(t.item.encode()), sample])
         return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers)
 
-    if engine is None:
-        engine = make_engine(policy, min(config.slots, len(trajectories)), config)
+    engine = engine or make_engine(policy, min(config.slots, len(trajectories)), config)
     slots = config.slots if engine == "hf" else engine.slots
     queue = TrajectoryQueue(trajectories, slots, make_episode, config, on_end, on_step, dealer)
     try:
@@ -485,8 +475,6 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
 # A decode step starts no more trajectories once those it has started bring this many new ids.
 MAX_NEW_IDS = 8192
-# With several ranks: a rank asks for slots // SLOTS_PER_SPARE trajectories beyond its free slots.
-SLOTS_PER_SPARE = 2
 # With several ranks: the number of decode steps between two exchanges with the dealer.
 DEAL_EVERY = 8
 # If two new trajectories share more than this many ids beyond the prefix in the cache, the second
@@ -536,11 +524,10 @@ def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
                 episode.pending = engine.begin(slot, episode.pending, *source)
                 new_ids += len(episode.pending)
 
-        # Get more trajectories from the dealer, some for slots that become free before the next
-        # exchange, and reset their environments.
-        idle = not (playing or starting or queue.todo)
-        if idle or now % DEAL_EVERY == 0:
-            spare = max(1, engine.slots // SLOTS_PER_SPARE)
+        # Get more trajectories from the dealer, half as many as there are slots for those that
+        # become free before the next exchange, and reset their environments.
+        if now % DEAL_EVERY == 0 or not (playing or starting or queue.todo):
+            spare = max(1, engine.slots // 2)
             queue.deal(len(free) + spare - len(starting) - len(queue.todo))
         while queue.todo and len(starting) < len(free) + resets_ahead:
             starting.append(queue.begin())
@@ -578,4 +565,4 @@ def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
             logits = engine.forward(feed)
             complete = queue.sample_tokens(logits, [playing[slot] for slot in feed])
             for slot in itertools.compress(feed, complete):
-                waiting[slot] = now + 1 if playing[slot].answers_at_once() else now + 2
+                waiting[slot] = now + 1 if playing[slot].instant else now + 2

@@ -12,7 +12,7 @@ step t as a run that was never interrupted.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,19 +114,19 @@ def rows_of_step(count: int, batch: int, seed: int, step: int) -> list[int]:
     return order[part * batch:(part + 1) * batch].tolist()
 
 
-def parse_rounds(text: str, world: str) -> tuple[int, ...]:
-    """The rounds of `world` in --horizon, which has one list for all worlds or one for each. Raises
-    ValueError if the text cannot be read, names a world twice or has no entry for `world`.
+def parse_rounds(text: str, worlds: Collection[str]) -> dict[str, list[int]]:
+    """World -> its rounds in --horizon, which has one list for all worlds or one for each. Raises
+    ValueError if the text cannot be read, or names a world twice, another world, or not all worlds.
 
-    >>> parse_rounds("6,13,20", "babyai")
-    (6, 13, 20)
-    >>> parse_rounds("babyai=6,13,20 textcraft=10,20,30", "textcraft")
-    (10, 20, 30)
+    >>> parse_rounds("6,13,20", ["babyai"])
+    {'babyai': [6, 13, 20]}
+    >>> parse_rounds("babyai=6,13,20 textcraft=10,20,30", ["babyai", "textcraft"])
+    {'babyai': [6, 13, 20], 'textcraft': [10, 20, 30]}
     """
-    parts = text.split() if "=" in text else [f"{world}={text.strip()}"]
+    parts = text.split() if "=" in text else [f"{world}={text.strip()}" for world in worlds]
     matches = [re.fullmatch(r"(\w+)=([1-9][0-9]*(?:,[1-9][0-9]*)*)", part) for part in parts]
-    rounds = {match[1]: match[2] for match in matches if match}
-    if len(rounds) < len(parts) or world not in rounds:
-        raise ValueError(f"cannot read the horizon '{text}' of {world}; write 6,13,20 or "
-                         "babyai=6,13,20 textcraft=10,20,30, each world once")
-    return tuple(map(int, rounds[world].split(",")))
+    rounds = {match[1]: [*map(int, match[2].split(","))] for match in matches if match}
+    if len(rounds) < len(parts) or rounds.keys() != set(worlds):
+        raise ValueError(f"cannot read the horizon '{text}' of {', '.join(worlds)}; write 6,13,20 "
+                         "or babyai=6,13,20 textcraft=10,20,30, each world once")
+    return rounds

@@ -28,12 +28,10 @@ import envs
 import rl
 import schedule
 import train
-from agent import Chat
 from envs import ABOVE_0, NOT_NEGATIVE, Env, flag, split_item
 from metrics import memory_gb
-from parallel import StopSignals, gather, of_rank_0, run_command, user_errors
+from parallel import StopSignals, Terminated, gather, of_rank_0, run_command, user_errors
 from rollout import Conversation, make_engine
-from train import Run
 from trajectory import Status, Trajectory, read_trajectories, write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
 
@@ -76,8 +74,7 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
     if not cfg.demos and not cfg.trajectories:
         raise ValueError("nothing to learn from: give --demos or --trajectories")
     if cfg.min_reward is not None and not cfg.trajectories:
-        raise ValueError("--min_reward is for --trajectories; of an expert's trajectories only "
-                         "those that succeed are kept")
+        raise ValueError("--min_reward is for --trajectories: an expert's all succeed")
     if cfg.demos or cfg.eval_every:  # else nothing is played
         check_worlds(cfg, cfg.worlds)
     return cfg
@@ -86,7 +83,7 @@ def parse_sft_config(argv: list[str] | None = None) -> SFTConfig:
 # ---- trajectories of experts ----
 
 
-def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
+def expert_trajectories(cfg: SFTConfig, chat: agent.Chat, split: str, count: int,
                         noise: float) -> list[Trajectory]:
     """`count` successful trajectories of the worlds' experts on items of the split, no longer than
     --max_length, shared among the worlds by weight.
@@ -123,7 +120,7 @@ def expert_trajectories(cfg: SFTConfig, chat: Chat, split: str, count: int,
     return trajectories
 
 
-def demonstrate(env: Env, item: str, chat: Chat, cfg: SFTConfig, noise: float,
+def demonstrate(env: Env, item: str, chat: agent.Chat, cfg: SFTConfig, noise: float,
                 rng: random.Random) -> Trajectory:
     """One episode of the world's expert, at most as many turns as the horizon. A random action,
     valid or refused, takes the place of the expert's with probability `noise`, in worlds that list
@@ -173,68 +170,61 @@ def thing_named(action: str) -> str:
 # ---- recorded trajectories ----
 
 
-def read_demonstrations(path: Path, chat: Chat, cfg: SFTConfig | None = None) -> list[Trajectory]:
+def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Trajectory]:
     """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
-    list of AgentGym's conversations. Those whose environment failed or that have no reply to learn
-    are left out and, with cfg, those with less than --min_reward or more than --max_length. Raises
-    ValueError for a file of another kind, tokenizer or action format."""
-    least = -math.inf if cfg is None or cfg.min_reward is None else cfg.min_reward
-    longest = max(own.max_length for own in cfg.worlds.values()) if cfg else math.inf
+    list of AgentGym's conversations. Those whose environment failed, that have no reply to learn,
+    with less than --min_reward or with more than --max_length are left out. Raises ValueError for a
+    file of another kind, tokenizer or action format."""
+    longest = max(own.max_length for own in cfg.worlds.values())
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip()[:1] == "[":
             found = [from_conversation(entry, chat) for entry in json.loads(text)]
         else:
             found = read_trajectories(path)
-        for t in found:
-            check_demonstration(t, chat, cfg.action_format if cfg else "")
         kept = [t for t in found if any(t.mask) and t.status != Status.ENV_ERROR
-                and t.reward >= least and t.longest_segment() <= longest]
+                and (cfg.min_reward is None or t.reward >= cfg.min_reward)
+                and t.longest_segment() <= longest]
+        for t in kept:
+            check_demonstration(t, chat, cfg.action_format)
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if not kept:
-        raise ValueError(f"no trajectory of {path} is left to learn from (--min_reward, "
-                         "--max_length, failed environments, replies without tokens)")
-    if len(kept) < len(found):
-        print(f"{len(found) - len(kept)} of {len(found)} trajectories of {path} are left out",
-              file=sys.stderr)
+        raise ValueError(f"no trajectory of {path} is left to learn from")
+    print(f"{path}: {len(kept)} of {len(found)} trajectories are learnt", file=sys.stderr)
     return kept
 
 
-def check_demonstration(t: Trajectory, chat: Chat, action_format: str) -> None:
+def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> None:
     """Raise ValueError unless a trajectory was played with this tokenizer and chat template, and
-    with instructions for this action format, if both are known."""
-    if not t.tokens or not t.messages:
-        return
+    with instructions for this action format, if they are for one."""
     roles = [message["role"] for message in t.messages]
     has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
     start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
     if t.tokens[: len(start)] != start or max(t.tokens) >= len(chat.tokenizer):
         raise ValueError(f"{t.item} was written with another tokenizer or chat template")
-    instructions = t.messages[0]["content"]
     described = [name for name, words in agent.FORMATS.items()
-                 if words and words.strip() in instructions]
-    if action_format and described and action_format not in described:
+                 if words and words.strip() in t.messages[0]["content"]]
+    if described and action_format not in described:
         raise ValueError(f"{t.item} was played with --action_format {described[0]}")
 
 
-def from_conversation(entry: dict, chat: Chat) -> Trajectory:
+def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:
     """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]},
     whose first three messages are the instructions, a fixed reply and the first observation. It has
     no rewards: all of its trajectories count as successes."""
     item, parts = entry["item_id"], entry["conversations"]
     roles = {"human": "user", "gpt": "assistant"}
+    messages = [{"role": roles[part["from"]], "content": part["value"]} for part in parts]
     t = Trajectory(item, split_item(item)[0], reward=1.0, score=1.0, success=True,
-                   status=Status.DONE, turns=len(parts[3::2]), messages=[
-                       {"role": roles[part["from"]], "content": part["value"]} for part in parts])
-    instructions, reply, observation = (part["value"] for part in parts[:3])
-    t.append(chat.start(instructions, observation, reply=reply))
+                   status=Status.DONE, turns=len(parts[3::2]), messages=messages)
+    t.append(chat.prompt(messages[:3]))
     for part in parts[3:]:
         if part["from"] == "gpt":
             ids = chat.reply(part["value"])
             t.append(ids, None if part.get("loss") is False else [0.0] * len(ids))
         else:
-            t.append(chat.turn(part["value"], closed=True))
+            t.append(chat.turns([agent.user(part["value"])], closed=True))
     return t
 
 
@@ -254,22 +244,24 @@ def sft(cfg: SFTConfig) -> None:
             run = train.load(cfg, pool, StopSignals())
             demos, held_out = of_rank_0(lambda: collect_demos(run))
         with run.signals:
-            train.prepare(run)
-            for name, part in zip(("demos", "held_out"), (demos, held_out)):  # for --resume
-                if run.rank == 0 and part:
-                    write_trajectories(run.folder / f"{name}.jsonl", part)
+            if run.rank == 0:
+                train.prepare(run)
+                write_trajectories(run.folder / "demos.jsonl", demos)
+                write_trajectories(run.folder / "held_out.jsonl", held_out)
             run.engine = make_engine(run.policy, cfg.slots, cfg)
-            training_loop(run, demos, held_out)
+            train.until_stopped(run, training_loop, demos, held_out)
 
 
-def collect_demos(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
+def collect_demos(run: train.Run) -> tuple[list[Trajectory], list[Trajectory]]:
     """-> the trajectories to learn, and held-out ones if --eval_every asks for their loss. A
     resumed run reads those that it began with."""
-    cfg, chat = run.cfg, Chat(run.tokenizer)
     if run.saved is not None:
-        held_out = run.folder / "held_out.jsonl"
-        return (read_demonstrations(run.folder / "demos.jsonl", chat),
-                read_demonstrations(held_out, chat) if held_out.exists() else [])
+        demos, held_out = (read_trajectories(run.folder / f"{name}.jsonl")
+                           for name in ("demos", "held_out"))
+        if not demos:
+            raise ValueError(f"{run.folder}/demos.jsonl is empty")
+        return demos, held_out
+    cfg, chat = run.cfg, agent.Chat(run.tokenizer)
     demos, held_out = [], []
     if cfg.trajectories:
         demos += read_demonstrations(Path(cfg.trajectories), chat, cfg)
@@ -282,9 +274,9 @@ def collect_demos(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     return demos, held_out
 
 
-def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory]) -> None:
-    """Run the training steps from `run.step` on, and write final/. After a stop signal write a
-    checkpoint instead."""
+def training_loop(run: train.Run, demos: list[Trajectory], held_out: list[Trajectory]) -> None:
+    """Run the training steps from `run.step` on, and write final/. Raises Terminated, on every
+    rank, after a stop signal."""
     cfg = run.cfg
     policy, optimizer = run.trained["policy"]
     per_epoch = -(-len(demos) // cfg.batch)
@@ -300,8 +292,7 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory])
                 if held_out:
                     row["held_out_loss"] = mean_loss(run, held_out)
             if any(gather([bool(run.signals.received)])):
-                train.stop(run)
-                break
+                raise Terminated
 
             # Update.
             began = time.perf_counter()
@@ -327,11 +318,10 @@ def training_loop(run: Run, demos: list[Trajectory], held_out: list[Trajectory])
             run.step = step + 1
             if run.step % cfg.save_every == 0:
                 train.save_checkpoint(run)
-        else:  # all steps are done: no stop signal ended the loop
-            train.finish(run)
+    train.finish(run)
 
 
-def cross_entropy(run: Run, denominator: int, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(run: train.Run, denominator: int, part: Batch) -> tuple[Tensor, dict]:
     """The sum of -log p over a micro-batch's learnt tokens, divided by `denominator`, the number of
     them in the step -> loss, no stats."""
     with rl.compute_in(run.cfg.dtype, run.device):
@@ -339,7 +329,7 @@ def cross_entropy(run: Run, denominator: int, part: Batch) -> tuple[Tensor, dict
     return -logp.sum() / denominator, {}
 
 
-def mean_loss(run: Run, trajectories: list[Trajectory]) -> float:
+def mean_loss(run: train.Run, trajectories: list[Trajectory]) -> float:
     """The mean of -log p over the tokens at which the trajectories' masks are True."""
     batch = collate(trajectories)
     with rl.compute_in(run.cfg.dtype, run.device):

@@ -24,22 +24,19 @@ from itertools import pairwise
 from pathlib import Path
 
 # config comes before torch: it sets how idle threads wait.
-from config import EVAL_ITEMS, RUN_FILE, Config, RunConfig, items_per_world, parse_config, servers
+from config import EVAL_ITEMS, RUN_FILE, Config, RunConfig, items_per_world, parse_config, run_of
+from config import servers
 import torch
-from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 import agent
 import checkpoint
 import envs
+import metrics
 import rl
 import schedule
 from engine import Ragged
-from envs import EnvPool, UserError
-from metrics import alarm, banner, draw_curves, held_out_summary, memory_gb, mixture_columns
-from metrics import reporter, rollout_bar, rollout_metrics, world_metrics
 from models.check import find_paths
 from models.packed import common_prefix_length
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
@@ -49,7 +46,6 @@ from trajectory import Trajectory, read_objects, write_atomically, write_traject
 from update import advantages_of, shape_rewards, update
 
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
-SHOWN = ("reward", "success", "turns", "horizon", "kl", "entropy", "tokens_per_second")
 MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 
 
@@ -59,7 +55,8 @@ class Run:
     `prepare` the rest."""
 
     cfg: RunConfig
-    pool: EnvPool
+    folder: Path
+    pool: envs.EnvPool
     signals: StopSignals
     rank: int
     num_ranks: int
@@ -76,11 +73,6 @@ class Run:
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
     items: dict[str, list[str]] = field(default_factory=dict)  # world -> its training items
-    warned: set[str] = field(default_factory=set)  # the warnings that were given
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.cfg.out)
 
 
 def train(cfg: Config) -> None:
@@ -90,16 +82,17 @@ def train(cfg: Config) -> None:
     too. Raises ValueError for broken inputs, SystemExit when training cannot go on.
     """
     with lock_folder(cfg), env_pool(cfg) as pool, StopSignals() as signals:
-        if not is_finished(cfg):
-            with user_errors():
-                run = start(cfg, pool, signals)
-            training_loop(run)
+        if is_finished(cfg):
+            return
+        with user_errors():
+            run = start(cfg, pool, signals)
+        until_stopped(run, training_loop)
 
 
 def training_loop(run: Run) -> None:
-    """Run the steps from `run.step` on and write final/, or after a stop signal a checkpoint."""
+    """Run the steps from `run.step` on, and write final/. Raises Terminated, on every rank, if a
+    stop signal comes during a rollout."""
     cfg = run.cfg
-    policy, optimizer = run.trained["policy"]
     critic, critic_optimizer = run.trained.get("critic", (None, None))
     with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
               disable=run.rank > 0, dynamic_ncols=True) as bar:
@@ -120,36 +113,37 @@ def training_loop(run: Run) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
-            trajectories, stats = play_items(run, items, horizons, cfg.rollouts_per_item, step)
-            if trajectories is None:  # a stop signal came
-                return stop(run)
-            check_trajectories(run, trajectories)
+            trajectories, decoded = play_items(run, items, horizons, cfg.rollouts_per_item, step)
+            if all(t.status == "env_error" for t in trajectories):
+                if step:
+                    save_checkpoint(run)
+                sys.exit(f"train.py: every environment failed at step {step}; --resume repeats "
+                         f"this step; the first error: {trajectories[0].error}")
             shape_rewards(trajectories, cfg.shaping, cfg.turn_cost)
-            decoded = decode_stats(trajectories, stats, cfg.slots)
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
             batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models)
 
             # Update.
-            changes = update(trajectories, batch, cfg, step, policy, optimizer, critic,
+            changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
                              critic_optimizer)
             seconds = time.perf_counter() - began
 
             # Log.
-            by_world = world_metrics(trajectories, horizons)
+            by_world = metrics.world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
-                   **rollout_metrics(trajectories), **changes, **decoded,
+                   **metrics.rollout_metrics(trajectories), **changes, **decoded, **held_out,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
-                   "memory_gb": memory_gb(run.device), **mixture_columns(by_world), **held_out}
+                   "memory_gb": metrics.memory_gb(run.device), **metrics.world_columns(by_world)}
             log_step(run, row, trajectories)
             if run.rank == 0:
-                warn(run, row)
-            bar.set_postfix({name: row[name] for name in SHOWN})
+                warn(run.rows)
+            bar.set_postfix({name: row[name] for name in metrics.SHOWN})
 
             # Save, unless training cannot go on.
-            if problem := alarm(row, cfg):
+            if problem := metrics.alarm(row, cfg):
                 sys.exit(f"train.py: stopped at step {step}, see its trajectories: {problem}")
             advance_adaptive_horizons(run, by_world)
             run.step = step + 1
@@ -158,8 +152,7 @@ def training_loop(run: Run) -> None:
     finish(run)
     if cfg.eval_every:
         last = evaluate_held_out(run)
-        if run.rank == 0 and last:
-            print(held_out_summary(run.rows, last))
+        of_rank_0(lambda: print(metrics.held_out_summary(run.rows, last)))
 
 
 # ---- the start of a run ----
@@ -171,18 +164,17 @@ def lock_folder(cfg: RunConfig) -> AbstractContextManager:
     folder = Path(cfg.out)
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     lock = (folder / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
-        raise UserError(f"another process is at work in {folder}") from e
-    except OSError as e:  # the file system has no locks
-        print(f"warning: cannot lock {folder} ({e.strerror}): let no other process work in it",
-              file=sys.stderr)
+        raise envs.UserError(f"another process is at work in {folder}") from e
+    except OSError:  # the file system has no locks
+        print(f"warning: cannot lock {folder}: let no other process work in it", file=sys.stderr)
     has_rows = any(path.stat().st_size for path in folder.glob("metrics.jsonl"))
     if not cfg.resume and (has_rows or checkpoint.named(folder)):
-        raise UserError(f"{folder} holds a run: choose another --out, or continue it with --resume")
+        raise envs.UserError(f"{folder} holds a run: choose another --out, or give --resume")
     return lock
 
 
@@ -190,18 +182,16 @@ def is_finished(cfg: RunConfig) -> bool:
     """Whether the run has taken all its steps; if so, rank 0 says so. It stays finished when its
     checkpoints are damaged or deleted. Raises ValueError for a run that ended after fewer steps and
     has no checkpoint: it would start at step 0 and lose its final/."""
-    final = Path(cfg.out) / "final" / RUN_FILE
-    if not final.exists():
+    taken = run_of(f"{cfg.out}/final").get("taken")
+    if taken is None:
         return False
-    taken = json.loads(final.read_text())["taken"]
     # sft.py has no --steps: its last step never changes.
     if taken >= getattr(cfg, "steps", 0) or turns_are_played(cfg, rows_before(cfg, taken)):
         if os.environ.get("RANK", "0") == "0":
             print(f"{cfg.out} is finished ({taken} steps)")
         return True
     if not checkpoint.named(cfg.out):
-        raise UserError(f"{cfg.out} has ended after {taken} steps and has no checkpoint to go on "
-                        f"from: start another run with --model {cfg.out}/final")
+        raise envs.UserError(f"{cfg.out} has no checkpoint: start from --model {cfg.out}/final")
     return False
 
 
@@ -211,17 +201,17 @@ def rows_before(cfg: RunConfig, step: int) -> list[dict]:
     rows, num_damaged = read_objects(path) if path.exists() else ([], 0)
     rows = [row for row in rows if row["step"] < step]
     if num_damaged and len(rows) < step:
-        raise UserError(f"a line of {path} is damaged: delete it to go on without it")
+        raise envs.UserError(f"a line of {path} is damaged: delete it to go on without it")
     return rows
 
 
-def env_pool(cfg: RunConfig) -> EnvPool:
+def env_pool(cfg: RunConfig) -> envs.EnvPool:
     """The environments of a run."""
-    return EnvPool(servers(cfg.env_url, cfg.worlds),
+    return envs.EnvPool(servers(cfg.env_url, cfg.worlds),
                    options=envs.env_options(cfg.env_args, cfg.worlds))
 
 
-def start(cfg: Config, pool: EnvPool, signals: StopSignals) -> Run:
+def start(cfg: Config, pool: envs.EnvPool, signals: StopSignals) -> Run:
     """Load the models, or the newest checkpoint, and prepare the run folder. Raises ValueError for
     broken inputs, before anything is written."""
     run = load(cfg, pool, signals)
@@ -229,22 +219,22 @@ def start(cfg: Config, pool: EnvPool, signals: StopSignals) -> Run:
     items_of_step(run, run.step)  # raises ValueError if there are too few
     if cfg.horizon_schedule == "adaptive":
         run.adaptive = {world: {"stage": 0} for world in cfg.worlds} | run.adaptive
-    prepare(run)
+    if run.rank == 0:
+        prepare(run)
+        print(metrics.banner(run))
     slots = min(cfg.slots, -(-cfg.items_per_step // run.num_ranks) * cfg.rollouts_per_item)
     run.engine = make_engine(run.policy, slots, cfg)
-    if run.rank == 0:
-        print(banner(run))
     return run
 
 
-def load(cfg: RunConfig, pool: EnvPool, signals: StopSignals) -> Run:
+def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     """Load every model of a run, or of its newest intact checkpoint, and prepare the models for
     training. Raises ValueError for a model that cannot be loaded or trained, or if all checkpoints
     are damaged."""
     rank, num_ranks, device = init_distributed()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    newest, notes = checkpoint.newest(cfg.out)
+    newest, notes = of_rank_0(lambda: checkpoint.newest(cfg.out))
 
     # The tokenizer and its chat template: before the weights, whose loading may take minutes. A
     # resumed run takes the template, and the time that it shows, from its checkpoint.
@@ -254,8 +244,7 @@ def load(cfg: RunConfig, pool: EnvPool, signals: StopSignals) -> Run:
     tokenizer.tried_template = state.get("tried_template") or of_rank_0(
         lambda: agent.try_template(tokenizer, cfg.system, cfg.chat_args))
     tokenizer.chat_template = tokenizer.tried_template["of"]
-    if rank == 0:
-        agent.note_history(agent.Chat(tokenizer, cfg.history))
+    of_rank_0(lambda: agent.note_history(agent.Chat(tokenizer, cfg.history)))
 
     def load_model(name, dtype):
         model = rl.load_model(name, "cpu", dtype)
@@ -263,78 +252,66 @@ def load(cfg: RunConfig, pool: EnvPool, signals: StopSignals) -> Run:
         rl.set_compute_paths(model, of_rank_0(lambda: find_paths(model, cfg.dtype, device)))
         return model
 
+    # Shard a model over the ranks, with weights in `dtype`, or move the whole model to `device`.
+    def place(model, dtype):
+        return (shard(model, device, cfg.dtype, cfg.offload, dtype) if cfg.shard
+                else model.to(device))
+
+    # Prepare a model for training, in place, and make its optimizer.
+    def trainable(model, lr):
+        if cfg.lora_rank:
+            rl.add_lora(model.base_model, cfg.lora_rank, cfg.seed)
+        if cfg.gradient_checkpointing:
+            rl.recompute_blocks(model)
+        parameters = [p for p in place(model, torch.float32).parameters() if p.requires_grad]
+        return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
+
     # What is trained: the policy and, with PPO, the critic, each with its optimizer. Trained
     # weights are float32; LoRA's base and the reference are frozen, and may stay in the compute
     # dtype. What will be sharded is read in the dtype of its files: `shard` says why.
     frozen_dtype = "auto" if cfg.shard else getattr(torch, cfg.dtype)
     own_dtype = frozen_dtype if cfg.shard or cfg.lora_rank else torch.float32
     policy = load_model(source, own_dtype)
-    trained = {"policy": trainable(policy, cfg.lr, cfg, device)}
+    trained = {"policy": trainable(policy, cfg.lr)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
     if getattr(advantage, "needs_critic", False):
         critic = rl.Critic(cfg.model, own_dtype)
         rl.set_compute_paths(critic, rl.compute_paths_of(policy))
-        trained["critic"] = trainable(critic, cfg.critic_lr, cfg, device)
+        trained["critic"] = trainable(critic, cfg.critic_lr)
 
     # What is frozen: the reference of the KL, and models that the algorithm names.
     def load_frozen(name):
-        model = load_model(name, frozen_dtype).eval()
-        return placed(model, cfg, device, getattr(torch, cfg.dtype))
+        return place(load_model(name, frozen_dtype), getattr(torch, cfg.dtype))
 
     reference, models = None, {}
     if getattr(cfg, "kl_coef", 0.0):
         # With LoRA the reference is the policy without its adapters.
         reference = policy if cfg.lora_rank else load_frozen(cfg.model)
     for setting in getattr(advantage, "needs_models", ()):
-        name = advantage.keywords.get(setting)
-        if not name:
+        if not (name := advantage.keywords.get(setting)):
             raise ValueError(f"--algo {cfg.algo} needs --algo_args {setting}=MODEL")
         if rl.load_tokenizer(name, cfg.chat_template).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{setting} {name} has another vocabulary than {cfg.model}")
         models[setting] = load_frozen(name)
 
     # A resumed run goes on from its newest checkpoint.
-    step = state["step"]
     if newest:
         checkpoint.resume(newest, trained)
     if rank == 0 and notes:
-        print(f"{'; '.join(notes)}: going on from step {step}", file=sys.stderr)
-    return Run(cfg, pool, signals, rank, num_ranks, device, policy, tokenizer, trained, reference,
-               models, step, saved=step if newest else None, adaptive=state["horizon"],
-               rows=rows_before(cfg, step))
-
-
-def trainable(model: nn.Module, lr: float, cfg: RunConfig,
-              device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a model for training in place (LoRA, gradient checkpointing, sharding), and make its
-    optimizer."""
-    if cfg.lora_rank:
-        rl.add_lora(getattr(model, "body", model), cfg.lora_rank, cfg.seed)
-    if cfg.gradient_checkpointing:
-        rl.recompute_blocks(model)
-    model = placed(model, cfg, device, torch.float32)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
-
-
-def placed(model: nn.Module, cfg: RunConfig, device: torch.device,
-           dtype: torch.dtype) -> nn.Module:
-    """Shard the model over the ranks, with weights in `dtype`, or move the whole model to `device`
-    -> the model."""
-    return shard(model, device, cfg.dtype, cfg.offload, dtype) if cfg.shard else model.to(device)
+        print(f"{'; '.join(notes)}: going on from step {state['step']}", file=sys.stderr)
+    return Run(cfg, Path(cfg.out), pool, signals, rank, num_ranks, device, policy, tokenizer,
+               trained, reference, models, state["step"], saved=newest and state["step"],
+               adaptive=state["horizon"], rows=rows_before(cfg, state["step"]))
 
 
 def prepare(run: Run) -> None:
-    """Delete what an earlier process wrote after the checkpoint at `run.step`, write config.json,
-    and open the --report_to logger."""
-    if run.rank > 0:
-        return
-    (run.folder / "trajectories").mkdir(exist_ok=True)
+    """On rank 0, delete what an earlier process wrote after the checkpoint at `run.step`, write
+    config.json, and open the --report_to logger."""
     checkpoint.tidy(run.folder, run.step)
     write_atomically(run.folder / "config.json", json.dumps(asdict(run.cfg), indent=1))
     write_atomically(run.folder / "metrics.jsonl",
                      "".join(json.dumps(row) + "\n" for row in run.rows))
-    run.report = reporter(run.cfg, run.step)
+    run.report = metrics.reporter(run.cfg, run.step)
 
 
 # ---- the parts of a training step ----
@@ -348,11 +325,9 @@ def turns_are_played(cfg: Config, rows: list[dict]) -> bool:
 
 def horizons_at(run: Run, step: int) -> dict[str, int]:
     """World -> its horizon at this step."""
-    kind, worlds = run.cfg.horizon_schedule, run.cfg.worlds
-    if kind == "adaptive":
-        return {world: own.rounds[run.adaptive[world]["stage"]] for world, own in worlds.items()}
-    return {world: schedule.horizon_at(step, own.rounds, own.horizon_steps, kind)
-            for world, own in worlds.items()}
+    return {world: own.rounds[run.adaptive[world]["stage"]] if run.adaptive
+            else schedule.horizon_at(step, own.rounds, own.horizon_steps)
+            for world, own in run.cfg.worlds.items()}
 
 
 def items_of_step(run: Run, step: int) -> list[str]:
@@ -372,20 +347,19 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
 
 
 def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: int,
-               step: int) -> tuple[list[Trajectory] | None, list[Counter]]:
+               step: int) -> tuple[list[Trajectory], dict[str, float]]:
     """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and the
-    stats of `rollout` on each rank. None in place of the trajectories if a stop signal came on any
-    rank."""
-    own, stats, dealer = [], Counter(), None
-    if run.num_ranks > 1:
-        kind = FirstComeDealer if run.cfg.arrival_order else Dealer
-        dealer = kind(len(items) * samples, run.signals)
+    columns of a row of metrics that describe decoding. Raises Terminated, on every rank, if a stop
+    signal came on any."""
+    own, stats, count = [], Counter(), len(items) * samples
+    kind = FirstComeDealer if run.cfg.arrival_order else Dealer
+    dealer = kind(count, run.signals) if run.num_ranks > 1 else None
     try:
         # The parameters are gathered outside of the signals' block: no rank may leave while others
         # gather.
         with unsharded(run.policy), run.signals.raised(), \
                 rl.compute_in(run.cfg.dtype, run.device), \
-                rollout_bar(len(items) * samples // run.num_ranks, run.rank == 0) as on_step:
+                metrics.rollout_bar(count // run.num_ranks, run.rank == 0) as on_step:
             own = rollout(run.policy, run.tokenizer, run.pool, items, horizons, run.cfg,
                           samples=samples, step=step, engine=run.engine, stats=stats,
                           on_step=on_step, dealer=dealer)
@@ -393,33 +367,27 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
         if dealer:
             dealer.leave()
     if any(gather([bool(run.signals.received)])):
-        return None, []
-    return sorted(gather(own), key=lambda t: (t.group, t.sample)), gather([stats])
+        raise Terminated
 
-
-def decode_stats(trajectories: list[Trajectory], stats: list[Counter],
-                 slots: int) -> dict[str, float]:
-    """The columns of a row of metrics that describe decoding.
-
-    stats: for each rank, the `stats` of `rollout`. slots: how many each rank has (--slots).
-    """
+    trajectories = sorted(gather(own), key=lambda t: (t.group, t.sample))
+    stats = gather([stats])  # of each rank
     tokens = sum(len(t.tokens) for t in trajectories)
-    segments = [[t.tokens[start:end] for start, end in t.spans()] for t in trajectories]
     # Tokens with which a segment begins as the one before it does.
-    repeated = sum(common_prefix_length(*pair) for own in segments for pair in pairwise(own))
-    forwarded = sum(counts["forwarded"] for counts in stats)
+    repeated = sum(common_prefix_length(t.tokens[start:middle], t.tokens[middle:end])
+                   for t in trajectories for (start, middle), (_, end) in pairwise(t.spans()))
     # A rank that finishes early waits for the others, so its slots count in their steps, too.
-    slot_steps = max(1, slots * max(counts["steps"] for counts in stats))
+    slot_steps = max(1, run.cfg.slots * max(counts["steps"] for counts in stats))
     shares = {f"occupancy/rank{rank}": counts["busy"] / slot_steps
               for rank, counts in enumerate(stats)}
-    return {"tokens": tokens, "forwarded_per_kept": forwarded / max(1, tokens - repeated),
-            "occupancy": sum(shares.values()) / len(shares),
-            **(shares if len(shares) > 1 else {})}
+    return trajectories, {
+        "tokens": tokens, "occupancy": sum(shares.values()) / len(shares),
+        "forwarded_per_kept": sum(each["forwarded"] for each in stats) / max(1, tokens - repeated),
+        **(shares if len(shares) > 1 else {})}
 
 
 def evaluate_held_out(run: Run) -> dict[str, float]:
     """Play EVAL_ITEMS held-out items of each world once, at its last horizon -> "eval/success" and
-    so on, for several worlds "eval/success/babyai" ...; {} if a stop signal came.
+    so on, for several worlds "eval/success/babyai" ...
 
     Every evaluation of a run plays the same items with the same random numbers.
     """
@@ -428,21 +396,8 @@ def evaluate_held_out(run: Run) -> dict[str, float]:
              for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
     horizons = {world: own.rounds[-1] for world, own in worlds.items()}
     played, _ = play_items(run, items, horizons, samples=1, step=0)
-    if played is None:
-        return {}
-    names = ("success", "score", "turns", "valid_actions", "env_error")
-    return {f"eval/{name}/{world}" if len(worlds) > 1 else f"eval/{name}": own[name]
-            for world, own in world_metrics(played, horizons).items()
-            for name in names if name in own}
-
-
-def check_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
-    """Raise SystemExit, after saving a checkpoint, if every environment failed."""
-    if all(t.status == "env_error" for t in trajectories):
-        if run.step:
-            save_checkpoint(run)
-        sys.exit(f"train.py: every environment failed at step {run.step}; --resume repeats this "
-                 f"step; the first error: {trajectories[0].error}")
+    by_world = metrics.world_metrics(played, horizons)
+    return metrics.world_columns(by_world, metrics.HELD_OUT_METRICS, "eval/")
 
 
 def advance_adaptive_horizons(run: Run, by_world: dict[str, dict[str, float]]) -> None:
@@ -469,19 +424,20 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
         run.report(row)
 
 
-def warn(run: Run, row: dict) -> None:
-    """Warn, once for each kind, of what keeps a run from learning."""
-    newest = run.rows[-IDLE_STEPS:]
-    found = set()
-    if len(newest) == IDLE_STEPS and not any(r["success"] or r["grad_norm"] for r in newest):
-        found.add(f"{IDLE_STEPS} steps without success and gradient: equal rewards give no "
-                  "advantage. Try a warm start (sft.py), easier items or more --rollouts_per_item")
-    if row["truncated/length"] > MANY_CUT:
-        found.add(f"--max_length cut more than {MANY_CUT:.0%} of a step's trajectories before the "
-                  "horizon. A larger one takes more memory")
-    for text in sorted(found - run.warned):
-        tqdm.write(f"warning: {text}", file=sys.stderr)
-    run.warned |= found
+def warn(rows: list[dict]) -> None:
+    """Warn of what keeps a run from learning, in the first step that shows it.
+
+    rows: the metrics of all steps so far.
+    """
+    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
+    idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
+    if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
+        tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "
+                   "(sft.py), easier items or more --rollouts_per_item", file=sys.stderr)
+    many_cut = [row["truncated/length"] > MANY_CUT for row in rows]
+    if many_cut[-1] and sum(many_cut) == 1:
+        tqdm.write(f"warning: --max_length cut more than {MANY_CUT:.0%} of a step's trajectories "
+                   "before the horizon. A larger one takes more memory", file=sys.stderr)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -490,22 +446,24 @@ def save_checkpoint(run: Run) -> None:
     if run.saved == run.step:
         return
     run.saved = run.step
-    state = {"step": run.step, "tried_template": run.tokenizer.tried_template,
-             "horizon": run.adaptive}
     checkpoint.save(run.folder / f"checkpoints/step_{run.step:06d}", run.policy, run.tokenizer,
-                    state, run.trained)
+                    {"step": run.step, "tried_template": run.tokenizer.tried_template,
+                     "horizon": run.adaptive}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
-        if run.rows:  # none if stopped in the first step
-            draw_curves(run.folder)
+        metrics.draw_curves(run.folder)
 
 
-def stop(run: Run) -> None:
-    """After a stop signal: write a checkpoint from which the interrupted step starts again."""
-    save_checkpoint(run)
-    if run.rank == 0:
-        came = run.signals.received or "a signal"
-        print(f"{came}: saved before step {run.step}; --resume goes on")
+def until_stopped(run: Run, loop: Callable, *args: object) -> None:
+    """Call loop(run, *args). After a stop signal, write a checkpoint from which the interrupted
+    step starts again."""
+    try:
+        loop(run, *args)
+    except Terminated:
+        save_checkpoint(run)
+        if run.rank == 0:
+            print(f"{run.signals.received or 'a signal'}: saved before step {run.step}; "
+                  "--resume goes on")
 
 
 def finish(run: Run) -> None:
@@ -517,8 +475,7 @@ def finish(run: Run) -> None:
     if run.rank == 0:
         settings = asdict(run.cfg) | {"taken": run.step}
         write_atomically(final / RUN_FILE, json.dumps(settings, indent=1))
-        world, *_ = run.cfg.worlds
-        print(f"done: {final}; next: python eval.py --env {world} --model {final}")
+        print(f"done: {final}; next: python eval.py --env {[*run.cfg.worlds][0]} --model {final}")
 
 
 if __name__ == "__main__":

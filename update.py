@@ -56,17 +56,17 @@ class Optim(Sampling):
     # gradients are clipped to this norm
     max_grad_norm: float = flag(1.0, ABOVE_0, study=True)
     # largest number of tokens in one forward and backward pass
-    microbatch_tokens: int = flag(16384, ABOVE_0)
+    microbatch_tokens: int = flag(16384, ABOVE_0, may_change=True)
     # compute blocks again in the backward pass: a third slower, far less memory
-    gradient_checkpointing: bool = flag(True)
+    gradient_checkpointing: bool = flag(True, may_change=True)
     # 0: train all weights; else LoRA adapters of this rank (needs the extra lora), merged into the
     # weights in final/
     lora_rank: int = flag(0, NOT_NEGATIVE)
     # FSDP2: shard weights, gradients and optimizer states over the ranks; default: on GPUs, without
     # --lora_rank
-    shard: bool | None = flag(None)
+    shard: bool | None = flag(None, may_change=True)
     # with --shard: keep the shards in CPU memory and update them there
-    offload: bool = flag(False, study=True)
+    offload: bool = flag(False, study=True, may_change=True)
 
 
 @dataclass
@@ -128,10 +128,9 @@ def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
     for t in trajectories:
         turns = len(t.progress)  # a last reply that was never answered is not a turn
         spans = reply_spans(t.mask)[:turns]
-        extra = [0.0] * turns
-        if shaping != "none":
-            lengths = [end - start for start, end in spans]
-            extra = potential_rewards(t.progress, lengths, gamma, keep=shaping == "progress")
+        lengths = [end - start for start, end in spans]
+        potentials = [0.0] * turns if shaping == "none" else t.progress
+        extra = potential_rewards(potentials, lengths, gamma, keep=shaping == "progress")
         for (_, end), more in zip(spans, extra):
             t.rewards[end - 1] += more - turn_cost
         if shaping == "potential":
@@ -163,12 +162,9 @@ def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma
     >>> potential_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
     [0.25, 0.5, 0.25]
     """
-    before = [0.0, *potentials]
-    after = list(potentials)
-    if after and not keep:
-        after[-1] = 0.0
+    after = [*potentials] if keep else [*potentials[:-1], 0.0]
     return [gamma * new - gamma ** (1 - length) * old
-            for old, new, length in zip(before, after, lengths)]
+            for old, new, length in zip([0.0, *potentials], after, lengths)]
 
 
 @dataclass
@@ -393,8 +389,7 @@ def segment_spans(batch: Batch, rows: Sequence[int]) -> list[Span]:
     """The segments of some rows of a batch, in their order."""
     spans = []
     for b in rows:
-        counts = batch["segments"][b].bincount()[1:]  # tokens of segments 1, 2 ...
-        ends = counts.cumsum(0).tolist()
+        ends = batch["segments"][b].bincount()[1:].cumsum(0).tolist()  # of segments 1, 2 ...
         spans += [(b, start, end) for start, end in zip([0, *ends], ends)]
     return spans
 

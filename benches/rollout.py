@@ -215,6 +215,12 @@ def step_all(worlds, texts, workload, threads):
     return [world.step(text) for world, text in zip(worlds, texts)]
 
 
+def first_prompt(chat, world, i):
+    """Ids of the instructions, the fixed reply to them and the first observation of item i."""
+    return chat.prompt([agent.user(world.prompt), agent.assistant(agent.FIRST_REPLY),
+                        agent.user(world.reset(i))])
+
+
 @torch.no_grad()
 def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
     """`generate` turn by turn, all rows together -> (seconds, histories).
@@ -226,7 +232,7 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
     reply_lengths = [script(workload, i)[0] for i in range(rows)]
     with concurrent.futures.ThreadPoolExecutor(rows) as threads:
         start = time.perf_counter()
-        new = [chat.start(world.prompt, world.reset(i)) for i, world in enumerate(worlds)]
+        new = [first_prompt(chat, world, i) for i, world in enumerate(worlds)]
         histories = [list(ids) for ids in new]
         cache_argument = {"past_key_values": DynamicCache(config=model.config)} if cached else {}
         ids = mask = torch.zeros(rows, 0, dtype=torch.long)
@@ -253,7 +259,7 @@ def play_lockstep(model, tokenizer, workload, cached, rows=SLOTS, turns=TURNS):
             # The environments' observations.
             texts = [tokenizer.decode(reply) for reply in replies]
             steps = step_all(worlds, texts, workload, threads)
-            new = [chat.turn(step.observation, closed=False) for step in steps]
+            new = [chat.turns([agent.user(step.observation)], closed=False) for step in steps]
             for history, reply, observation in zip(histories, replies, new):
                 history += reply
                 if turn < turns - 1:
@@ -294,7 +300,7 @@ def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots
                 i = waiting.popleft()
                 worlds[i] = ScriptedEnv(workload)
                 turn[i] = 0
-                histories[i] = chat.start(worlds[i].prompt, worlds[i].reset(i))
+                histories[i] = first_prompt(chat, worlds[i], i)
                 request_reply(i)
 
             # Collect observations, and request the next replies.
@@ -304,7 +310,7 @@ def play_continuous(model, tokenizer, workload, trajectories=TRAJECTORIES, slots
                 if turn[i] == turns:
                     del worlds[i]
                 else:
-                    histories[i] = histories[i] + chat.turn(observation, closed=False)
+                    histories[i] = histories[i] + chat.turns([agent.user(observation)], False)
                     request_reply(i)
 
             # Give a complete reply to its environment.

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from agent import Chat, instructions  # noqa: E402
+from agent import FIRST_REPLY, Chat, assistant, instructions, user  # noqa: E402
 from config import presets  # noqa: E402
 from envs import EnvError, env_options, items, make_env, split_item  # noqa: E402
 from worlds import almanac  # noqa: E402
@@ -610,9 +610,9 @@ def encode(chat, conversation):
     for i, (observation, reply, *known) in enumerate(turns):
         levels = known[0] if known else ({reply: 1.0},)
         if i == 0:
-            new = chat.start(first, observation)
+            new = chat.prompt([user(first), assistant(FIRST_REPLY), user(observation)])
         else:
-            new = chat.turn(observation, closed=True)
+            new = chat.turns([user(observation)], closed=True)
         said = (*tokens(reply), chat.end_id)
         ids += new
         mask += [False] * len(new) + [bool(levels)] * len(said)

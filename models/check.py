@@ -18,7 +18,6 @@ exact way is used. A model without an exact way is refused.
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -38,107 +37,94 @@ SMALL_WINDOW = 16  # the copy's sliding windows and chunks, so that a short sequ
 # Words in the names of model types and layer types.
 RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "lstm", "falcon_h1")
 
-# The turns of one trajectory, as a rollout feeds them: first the prompt, then each token of a reply
-# by itself, the last one together with the observation that follows.
-Play = list[list[int]]
+def make_plays(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Six plays of two or three turns. The second begins like the first; others end earlier.
 
-
-def make_plays(vocab_size: int) -> list[Play]:
-    """Six plays of two or three turns. The second begins like the first; others end earlier."""
+    -> ids [B, T] long, and mask [B, T] bool, True: sampled. The last token of a play is sampled.
+    """
     generator = torch.Generator().manual_seed(0)
-    plays = []
+    ids, mask = [], []
     #                  prompt, reply, observation, reply, ...
-    for lengths in ((32, 4, 7, 3, 12, 5), (3, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
+    for lengths in ((32, 4, 7, 3, 12, 5), (26, 6, 2, 5, 1, 2), (31, 1, 9, 2), (5, 7, 3, 3, 20, 4),
                     (17, 2, 5, 6), (2, 3, 30, 5, 3, 3)):
-        sizes = [lengths[0]]  # of the feeds
-        for reply, observation in zip(lengths[1::2], [*lengths[2::2], 0]):
-            sizes += [1] * (reply - 1) + [1 + observation]
-        ids = torch.randint(vocab_size, (sum(sizes),), generator=generator)
-        plays.append([feed.tolist() for feed in ids.split(sizes)])
-    plays[1][0] = plays[0][0][:23] + plays[1][0]
-    return plays
+        ids.append(torch.randint(vocab_size, (sum(lengths),), generator=generator))
+        mask.append(torch.tensor(sum(([k % 2 == 1] * n for k, n in enumerate(lengths)), [])))
+    ids[1][:23] = ids[0][:23]
+    return tuple(pad_sequence(rows, batch_first=True).to(device) for rows in (ids, mask))
 
 
-def ends_of(play: Play) -> list[int]:
-    """The number of ids up to the end of each feed but the last: the place of the token that is
-    sampled there."""
-    return list(itertools.accumulate(map(len, play[:-1])))
+def feeds_of(ids: Tensor, mask: Tensor) -> list[list[list[int]]]:
+    """What a rollout feeds in each play, before each sampled token: first the prompt, then each
+    token of a reply by itself, the last one together with the observation that follows."""
+    return [[feed.tolist() for feed in row.tensor_split(sampled.nonzero()[:, 0])[:-1]]
+            for row, sampled in zip(ids.cpu(), mask.cpu())]
 
 
 # ---- the ways ----
-# Each computes the log-probs [S] float64 of the tokens that follow the feeds: in the order of the
-# plays, and of the feeds within a play.
+# Each computes the log-probs [S] float64 of the sampled tokens, in the order of the mask.
 
 
-def next_logprobs(logits: dict[tuple[int, int], Tensor], plays: list[Play]) -> Tensor:
-    """logits: (play, feed) -> [V] after this feed, for all feeds but a play's last -> log-probs
-    [S]."""
-    logprobs = [torch.log_softmax(logits[p, k].float(), -1)[plays[p][k + 1][0]].item()
-                for p, k in sorted(logits)]
-    return torch.tensor(logprobs, dtype=torch.float64)
+def logprobs_of(logits: list[list[Tensor]], ids: Tensor, mask: Tensor) -> Tensor:
+    """logits: of each play, [V] before each sampled token -> log-probs [S]."""
+    rows = torch.stack(sum(logits, [])).float()
+    return torch.log_softmax(rows, -1).gather(1, ids[mask][:, None])[:, 0].cpu().double()
 
 
 @torch.no_grad()
-def plain(model: PreTrainedModel, plays: list[Play]) -> Tensor:
+def plain(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """The oracle: the model's plain forward pass over each whole sequence."""
-    logits = {}
-    for p, play in enumerate(plays):
-        ids = torch.tensor([sum(play, [])], device=device_of(model))
-        of_sequence = model(input_ids=ids, use_cache=False).logits[0]
-        logits |= {(p, k): of_sequence[end - 1] for k, end in enumerate(ends_of(play))}
-    return next_logprobs(logits, plays)
+    logits = []
+    for row, sampled in zip(ids, mask):
+        places = sampled.nonzero()[:, 0]
+        of_row = model(input_ids=row[None, : places[-1]], use_cache=False).logits[0]
+        logits.append([*of_row[places - 1]])
+    return logprobs_of(logits, ids, mask)
 
 
-def ragged(model: PreTrainedModel, plays: list[Play]) -> Tensor:
+def ragged(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """The engine, with fewer slots than plays. A slot begins a step after the one before it, so
     that some slots decode while others prefill, and a common beginning is copied."""
-    engine = Ragged(model, 4)
-    left = [[(p, k) for p in range(slot, len(plays), engine.slots)
-             for k in range(len(plays[p]) - 1)] for slot in range(engine.slots)]
-    logits = {}
+    engine, feeds, logits = Ragged(model, 4), feeds_of(ids, mask), [[] for _ in ids]
     with engine.attention():
-        for step in itertools.count(1):
-            feeds = {slot: feeds.pop(0) for slot, feeds in enumerate(left[:step]) if feeds}
-            if not feeds:
-                return next_logprobs(logits, plays)
-            new_ids = {slot: plays[p][k] for slot, (p, k) in feeds.items()}
-            for slot, ids in new_ids.items():
-                if feeds[slot][1] == 0:
-                    new_ids[slot] = engine.begin(slot, ids, *engine.best_prefix(ids))
-            logits |= zip(feeds.values(), engine.forward(new_ids))
+        for step in itertools.count():
+            # In each slot the first of its plays that is not complete.
+            playing = {p % engine.slots: p for p in reversed(range(len(ids)))
+                       if p % engine.slots <= step and len(logits[p]) < len(feeds[p])}
+            if not playing:
+                return logprobs_of(logits, ids, mask)
+            feed = {slot: feeds[p][len(logits[p])] for slot, p in playing.items()}
+            for slot, p in playing.items():
+                if not logits[p]:
+                    feed[slot] = engine.begin(slot, feed[slot], *engine.best_prefix(feed[slot]))
+            for p, row in zip(playing.values(), engine.forward(feed)):
+                logits[p].append(row)
 
 
-def padded(model: PreTrainedModel, plays: list[Play]) -> Tensor:
+def padded(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """The model's own attention and cache, all plays in lockstep."""
-    cache = Padded(model)
-    logits = {}
-    rows = list(range(len(plays)))  # the plays in the cache
-    for k in range(max(map(len, plays)) - 1):
-        alive = [p for p in rows if k < len(plays[p]) - 1]
+    cache, feeds, logits = Padded(model), feeds_of(ids, mask), [[] for _ in ids]
+    rows = list(range(len(ids)))  # the plays in the cache
+    for k in range(max(map(len, feeds))):
+        alive = [p for p in rows if k < len(feeds[p])]
         if len(alive) < len(rows) - 1:  # let one wait, and drop two
             cache.keep([rows.index(p) for p in alive])
             rows = alive
-        forward = cache.forward if k else cache.start
-        of_rows = forward([plays[p][k] if p in alive else [] for p in rows])
-        logits |= {(p, k): of_rows[rows.index(p)] for p in alive}
-    return next_logprobs(logits, plays)
+        of_rows = cache.forward([feeds[p][k] if p in alive else [] for p in rows])
+        for p in alive:
+            logits[p].append(of_rows[rows.index(p)])
+    return logprobs_of(logits, ids, mask)
 
 
-def alone(model: PreTrainedModel, plays: list[Play]) -> Tensor:
+def alone(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """The same with one play at a time."""
-    return torch.cat([padded(model, [play]) for play in plays])
+    return torch.cat([padded(model, *play) for play in zip(ids.split(1), mask.split(1))])
 
 
 @torch.no_grad()
-def updated(model: PreTrainedModel, plays: list[Play], way: str) -> Tensor:
+def updated(model: PreTrainedModel, ids: Tensor, mask: Tensor, way: str) -> Tensor:
     """The log-probs that the update computes."""
-    ids = pad_sequence([torch.tensor(sum(play, [])) for play in plays], batch_first=True)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, play in zip(mask, plays):
-        row[ends_of(play)] = True
     rl.set_compute_paths(model, rl.ComputePaths("padded", way, {}))
-    device = device_of(model)
-    return rl.token_logprobs(model, ids.to(device), mask.to(device))[0].cpu()[mask].double()
+    return rl.token_logprobs(model, ids, mask)[0][mask].cpu().double()
 
 
 WAYS = {"rollout": {"ragged": ragged, "padded": padded, "alone": alone},
@@ -187,42 +173,39 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
     alone may cost more than LARGEST_MEAN_GAP.
     """
     text = model.config.get_text_config()
-    plays = make_plays(text.vocab_size)
-    oracle = plain(model, plays)
+    plays = make_plays(text.vocab_size, device_of(model))
+    oracle = plain(model, *plays)
     if not oracle.isfinite().all():
         raise ValueError("the model's log-probs are not finite: its weights are damaged")
     kinds = f"{model.config.model_type} {getattr(text, 'layer_types', '')}"
-    is_recurrent = any(word in kinds for word in RECURRENT)
-    limit = LARGEST_GAP_RECURRENT if is_recurrent else LARGEST_GAP
-    with rl.compute_in(dtype, device_of(model)):
-        rounded = plain(model, plays)
-    mean_limit = max(LARGEST_MEAN_GAP, (rounded - oracle).abs().mean())
+    limit = LARGEST_GAP_RECURRENT if any(word in kinds for word in RECURRENT) else LARGEST_GAP
+    # (suffix of the gap's name, dtype, expected log-probs, which gap, its limit)
+    checks = [("", "float32", oracle, Tensor.max, limit)]
+    if dtype != "float32":
+        with rl.compute_in(dtype, device_of(model)):
+            rounded = plain(model, *plays)
+        limit = max(LARGEST_MEAN_GAP, (rounded - oracle).abs().mean())
+        checks.append((f" {dtype}", dtype, rounded, Tensor.mean, limit))
     gaps = {}
 
     def is_exact(what, name):
-        gap = differences(WAYS[what][name], model, plays, oracle).max().item()
-        gaps[f"{what} {name}"] = gap
-        if gap > limit or dtype == "float32":
-            return gap <= limit
-        with rl.compute_in(dtype, device_of(model)):
-            gap = differences(WAYS[what][name], model, plays, rounded).mean().item()
-        gaps[f"{what} {name} {dtype}"] = gap
-        return gap <= mean_limit
+        for suffix, in_dtype, expected, summary, limit in checks:
+            try:
+                with rl.compute_in(in_dtype, device_of(model)):
+                    found = WAYS[what][name](model, *plays)
+            except Exception as e:  # what a model's code raises when it is not made for this way
+                if rl.is_lack_of_resources(e):  # which says nothing about the way
+                    raise
+                found = oracle * math.nan
+            gap = summary((found - expected).abs().nan_to_num(math.inf, math.inf)).item()
+            gaps[f"{what} {name}{suffix}"] = gap
+            if gap > limit:
+                return False
+        return True
 
     exact = [next((name for name in ways if is_exact(what, name)), "")
              for what, ways in WAYS.items()]
     return rl.ComputePaths(*exact, gaps)
-
-
-def differences(way: Callable, model: PreTrainedModel, plays: list[Play],
-                oracle: Tensor) -> Tensor:
-    """The differences [S] of a way's log-probs from the oracle's; [inf] if the way fails."""
-    try:
-        return (way(model, plays) - oracle).abs().nan_to_num(math.inf, math.inf)
-    except Exception as e:  # what a model's code raises when it is used in a way not made for it
-        if rl.is_lack_of_resources(e):  # which says nothing about the way
-            raise
-        return torch.tensor([math.inf])
 
 
 def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

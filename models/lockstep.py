@@ -28,29 +28,29 @@ class Padded:
         self.kv_cache = DynamicCache(config=self.policy.config.get_text_config())
         self.attention_mask: Tensor | None = None  # [B, columns] bool, True: a real token
 
-    def start(self, chunks: list[list[int]]) -> Tensor:
-        """`forward` at the start, when equal rows (the samples of an item) are computed once."""
-        distinct = list(dict.fromkeys(map(tuple, chunks)))
-        logits = self.forward(distinct)
-        rows = [distinct.index(tuple(chunk)) for chunk in chunks]
-        self.keep(rows)
-        return logits[rows]
-
     @torch.no_grad()
     def forward(self, chunks: list[list[int]]) -> Tensor:
         """Append new ids to the rows. chunks: B lists of ids, [] for a row that waits -> logits
-        [B, V] after the last column; those of a row that waits mean nothing."""
+        [B, V] after the last column; those of a row that waits mean nothing. At the start equal
+        rows (the samples of an item) are computed once."""
+        rows = list(range(len(chunks)))
+        if self.attention_mask is None:
+            distinct = list(dict.fromkeys(map(tuple, chunks)))
+            rows = [distinct.index(tuple(chunk)) for chunk in chunks]
+            chunks = distinct
         width = max(map(len, chunks))
         ids = [[0] * (width - len(chunk)) + [*chunk] for chunk in chunks]
         is_real = [[False] * (width - len(chunk)) + [True] * len(chunk) for chunk in chunks]
-        ids, is_real = (torch.tensor(rows, device=self.device) for rows in (ids, is_real))
+        ids, is_real = (torch.tensor(columns, device=self.device) for columns in (ids, is_real))
         before = is_real[:, :0] if self.attention_mask is None else self.attention_mask
         self.attention_mask = torch.cat([before, is_real], dim=1)
-        positions = (self.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (self.attention_mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
         self.forwarded += ids.numel()
-        return self.policy(input_ids=ids, attention_mask=self.attention_mask.long(),
-                           position_ids=positions, past_key_values=self.kv_cache,
-                           use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = self.policy(input_ids=ids, attention_mask=self.attention_mask.long(),
+                             position_ids=positions, past_key_values=self.kv_cache,
+                             use_cache=True, logits_to_keep=1).logits[:, -1]
+        self.keep(rows)
+        return logits[rows]
 
     def keep(self, rows: list[int]) -> None:
         """Replace the rows by these of them: a row may be left out, or repeated."""
@@ -78,15 +78,8 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: object, slots: int) -> in
                     episode.pending = episode.trajectory.segment()
             else:
                 cache.keep(kept)
-            write_replies(cache, rows, queue)
-
-
-def write_replies(cache: Padded, rows: list, queue: object) -> None:
-    """Decode until the reply of the episode in every row is complete."""
-    writing = rows
-    while writing:
-        forward = cache.start if cache.attention_mask is None else cache.forward
-        logits = forward([e.pending if e in writing else [] for e in rows])
-        logits = logits[[e in writing for e in rows]]
-        complete = queue.sample_tokens(logits, writing)
-        writing = [e for e, is_complete in zip(writing, complete) if not is_complete]
+            writing = rows  # those whose replies are not complete
+            while writing:
+                logits = cache.forward([e.pending if e in writing else [] for e in rows])
+                complete = queue.sample_tokens(logits[[e in writing for e in rows]], writing)
+                writing = [e for e, is_complete in zip(writing, complete) if not is_complete]

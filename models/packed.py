@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +29,10 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     return length if length > threshold else 0
 
 
-class Parts(NamedTuple):
-    """What each sequence adds to a packed row: its own tokens, and the keys that they see."""
-
-    counts: list[int]  # of its own tokens
-    lengths: list[int]  # of its keys: all its tokens, of which its own are the last
-    keys: Tensor  # [sum of lengths] long, their places in the packed row
+# What the sequences add to a packed row, in its order: the number of tokens that each adds, the
+# number of keys that these see (all its tokens, of which the added ones are the last), and the
+# places of all those keys in the packed row, [sum of numbers] long.
+Parts = tuple[list[int], list[int], Tensor]
 
 
 def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tensor, Parts, Tensor]:
@@ -59,7 +56,7 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
         if len(ids) > start:
             counts.append(len(ids) - start)
             keys.append(places)
-    parts = Parts(counts, list(map(len, keys)), torch.cat(keys).to(device))
+    parts = (counts, list(map(len, keys)), torch.cat(keys).to(device))
     return torch.tensor([ids, positions], device=device), parts, index.to(device)
 
 
@@ -76,18 +73,18 @@ def use_attention(config: PreTrainedConfig, name: str) -> Iterator[None]:
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scale: float | None, softcap: float | None = None,
-                     sinks: Tensor | None = None) -> Tensor:
+                     sinks: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """softmax(query key^T scale) value, with what some families add. Each key is seen by the query
     heads that share it.
 
     query [B, H, N, D], key [B, H_kv, M, D], value [B, H_kv, M, D_v] -> [B, H, N, D_v]. mask: added
     to the scores, broadcast to [B, H, N, M] (see `seen_keys`); None: every key is seen. softcap c:
     scores s become c tanh(s / c) (Gemma 2). sinks, broadcast to [B, H, N, 1]: the score of one more
-    key, whose value is 0 (GPT-OSS).
+    key, whose value is 0 (GPT-OSS). is_causal, with none of these: query n sees the keys up to n.
     """
     if softcap is None and sinks is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale,
-                                            enable_gqa=query.shape[1] != key.shape[1])
+        return scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal,
+                                            scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
@@ -138,13 +135,12 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     keys, values = (x.index_select(2, places).split(lengths, 2) for x in (key, value))
     out = []
     for q, k, v, count, length in zip(query.split(counts, 2), keys, values, counts, lengths):
-        if is_plain and count == length and (sliding_window or count) >= count:
-            out.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
-                                                    enable_gqa=q.shape[1] != k.shape[1]))
-        else:  # it shares a beginning with the sequence before, or the model's attention is special
-            last_keys = torch.arange(length - count, length, device=value.device)
-            mask = seen_keys(last_keys, length, sliding_window, value)
-            out.append(masked_attention(q, k, v, mask, scaling, softcap, sinks))
+        # Otherwise it shares a beginning with the sequence before, or the model's attention is
+        # special.
+        is_causal = is_plain and count == length and (sliding_window or count) >= count
+        last_keys = torch.arange(length - count, length, device=value.device)
+        mask = None if is_causal else seen_keys(last_keys, length, sliding_window, value)
+        out.append(masked_attention(q, k, v, mask, scaling, softcap, sinks, is_causal))
     return torch.cat(out, 2).transpose(1, 2), None
 
 

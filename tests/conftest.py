@@ -49,20 +49,17 @@ def run_script(name, *args):
     second time. -> what subprocess.run gives: returncode, stdout, stderr."""
     out, errors = io.StringIO(), io.StringIO()
     code = 0
-    argv, folder = sys.argv, os.getcwd()
-    try:
-        sys.argv = [name, *map(str, args)]
-        os.chdir(ROOT)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    with (pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(errors)):
+        patch.setattr(sys, "argv", [name, *map(str, args)])
+        patch.chdir(ROOT)
+        try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
-    except SystemExit as e:
-        code = e.code or 0
-        if isinstance(code, str):
-            errors.write(code + "\n")
-            code = 1
-    finally:
-        sys.argv = argv
-        os.chdir(folder)
+        except SystemExit as e:
+            code = e.code or 0
+    if isinstance(code, str):
+        errors.write(code + "\n")
+        code = 1
     return subprocess.CompletedProcess(args, code, out.getvalue(), errors.getvalue())
 
 
@@ -87,6 +84,14 @@ def tiny():
 def pool():
     from envs import EnvPool
     return EnvPool()
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny, pool):
+    """Two of each of three items. A test that changes them takes a copy."""
+    from rollout import rollout
+    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
+                   max_tokens=8)
 
 
 # A template with channels, like GPT-OSS's and shorter.

@@ -4,9 +4,11 @@ The oracles are loops over lists, enumerations and numbers computed by hand, som
 examples in the docstrings (tests/test_doctests.py).
 """
 
+import itertools
 import math
 import random
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ NAN = float("nan")
 INF = float("inf")
 F64 = torch.float64
 KL_KINDS = ("k1", "abs", "k2", "k3")
+X = torch.zeros(3, 3)
+MASK = torch.ones(3, 3, dtype=torch.bool)
 
 
 def close(a, b, tol=1e-6):
@@ -65,10 +69,10 @@ def gae_oracle(rewards, values, mask, gamma, lam):
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)])
 def test_gae_equals_the_double_sum(gamma, lam):
     rewards, values, mask = random_batch(0)
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    advantages, returns = gae(rewards, values.clone().requires_grad_(), mask, gamma, lam)
     close(advantages, gae_oracle(rewards, values, mask, gamma, lam))
     close(returns, torch.where(mask, advantages + values, 0.0))
-    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+    assert not advantages.requires_grad and not returns.requires_grad
 
 
 def test_gae_by_hand():
@@ -84,68 +88,39 @@ def test_gae_by_hand():
     close(returns, [[0, 1.6875, 0, 0.75, 2]])
 
 
-def test_a_reward_outside_the_mask_is_refused():
-    rewards = torch.tensor([[0.0, 0.0, 1.0]])
-    mask = torch.tensor([[True, True, False]])
-    message = "reward on a token the policy did not sample"
-    with pytest.raises(ValueError, match=message):
-        gae(rewards, torch.zeros_like(rewards), mask)
-    with pytest.raises(ValueError, match=message):
-        reinforce_pp_advantage(rewards, mask)
-
-
-def test_the_task_signal_reaches_every_sampled_token_of_every_turn():
-    # Two turns of two tokens. The only reward is on the last sampled token of the last turn.
-    mask = torch.tensor([[False, True, True, False, False, True, True, False]])
-    rewards = torch.tensor([[0.0, 0, 0, 0, 0, 0, 1.0, 0]])
-    close(gae(rewards, torch.zeros(1, 8), mask)[0], mask.double())
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
 def test_where_nothing_was_sampled_there_is_no_advantage_and_no_loss(shape):
-    zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    loss, stats = policy_loss(zeros, zeros, zeros, mask)
+    zeros, nothing = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    loss, stats = policy_loss(zeros, zeros, zeros, nothing)
     assert stats["tokens"] == 0
-    for result in (*gae(zeros, zeros, mask), loss):
+    for result in (*gae(zeros, zeros, nothing), loss):
         assert result.shape == shape and not result.any()
 
 
-def test_advantages_are_constants():
-    values = torch.ones(1, 2, requires_grad=True)
-    advantages, returns = gae(torch.ones(1, 2), values, torch.ones(1, 2, dtype=torch.bool))
-    assert not advantages.requires_grad and not returns.requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-def test_results_are_in_float32_or_more(dtype):
-    x = torch.ones(2, 3, dtype=dtype)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    expected = F64 if dtype == F64 else torch.float32
+@pytest.mark.parametrize("dtype, expected", [
+    (torch.bfloat16, torch.float32), (torch.float32, torch.float32), (F64, F64)])
+def test_results_are_in_float32_or_more(dtype, expected):
+    x, groups = MASK.to(dtype), torch.arange(3)
     results = [
-        *gae(x, x, mask), whiten(x, mask), reinforce_pp_advantage(x, mask), entropy(x),
-        grpo_advantage(x[:, 0], torch.arange(2)), rloo_advantage(x[:, 0], torch.arange(2)),
-        policy_loss(x, x, x, mask)[0], value_loss(x, x, x, mask), kl(x, x, "k3"),
-        aggregate(x, mask), aggregate(x, mask, "sequence", 7)]
+        *gae(x, x, MASK), whiten(x, MASK), reinforce_pp_advantage(x, MASK), entropy(x),
+        grpo_advantage(x[:, 0], groups), rloo_advantage(x[:, 0], groups),
+        policy_loss(x, x, x, MASK)[0], value_loss(x, x, x, MASK), kl(x, x, "k3"),
+        aggregate(x, MASK), aggregate(x, MASK, "sequence", 7)]
     assert {result.dtype for result in results} == {expected}
 
 
-X = torch.zeros(3, 3)
-MASK = torch.ones(3, 3, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("function, arguments", [
-    (gae, (X[0], X, MASK)),
-    (gae, (X, X, MASK.long())),
-    (aggregate, (X[:, :1], MASK)),
-    (policy_loss, (X, X, X[0], MASK)),
-    (policy_loss, (X, X[0], X, MASK)),
-    (policy_loss, (X, X, X[:1], MASK)),
-    (value_loss, (X, X, X[:, 0], MASK)),
+    # A shape that would broadcast, a mask that would index.
+    (gae, (X[0], X, MASK)), (gae, (X, X, MASK.long())), (aggregate, (X[:, :1], MASK)),
+    (policy_loss, (X, X, X[0], MASK)), (policy_loss, (X, X[0], X, MASK)),
+    (policy_loss, (X, X, X[:1], MASK)), (value_loss, (X, X, X[:, 0], MASK)),
     (grpo_advantage, (X[0], torch.arange(4))),
-])
-def test_shapes_and_masks_that_would_broadcast_or_index_are_refused(function, arguments):
-    message = "mask must be bool|does not match the mask|must be .B, T."
-    with pytest.raises(ValueError, match=message):
+    # A reward on a token that was not sampled would be lost.
+    (gae, (X + 1, X, ~MASK)), (reinforce_pp_advantage, (X + 1, ~MASK)),
+    # Unknown names.
+    (kl, (X, X, "low_var_kl")), (aggregate, (X, MASK, "mean"))])
+def test_what_would_be_silently_wrong_is_refused(function, arguments):
+    with pytest.raises(ValueError, match="mask|must be .B, T.|did not sample|choose from"):
         function(*arguments)
 
 
@@ -155,24 +130,18 @@ def test_shapes_and_masks_that_would_broadcast_or_index_are_refused(function, ar
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_reinforce_pp_equals_the_double_sum_then_whitened(gamma):
     rewards, _, mask = random_batch(3)
-    returns = gae_oracle(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-    sampled = mask.nonzero().tolist()
-    kept = [returns[b][t] for b, t in sampled]
-    mean = statistics.mean(kept)
-    std = statistics.stdev(kept)
-    expected = torch.zeros(mask.shape, dtype=F64)
-    for b, t in sampled:
-        expected[b, t] = (returns[b][t] - mean) / std
-    close(reinforce_pp_advantage(rewards, mask, gamma), expected)
+    returns = torch.tensor(gae_oracle(rewards, 0 * rewards, mask, gamma, 1.0), dtype=F64)
+    kept = returns[mask].tolist()
+    whitened = (returns - statistics.mean(kept)) / statistics.stdev(kept)
+    close(reinforce_pp_advantage(rewards, mask, gamma), torch.where(mask, whitened, 0.0))
 
 
 def test_reinforce_pp_is_zero_without_spread():
-    one = torch.tensor([[False, True, False]])
-    assert not reinforce_pp_advantage(torch.tensor([[0.0, 5.0, 0.0]]), one).any()
-    assert not reinforce_pp_advantage(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)).any()
     same = torch.full((7, 1), 0.7)
     assert same.mean() != same[0]  # rounding: (x - mean) alone would not be zero
-    assert not reinforce_pp_advantage(same, torch.ones(7, 1, dtype=torch.bool)).any()
+    one = torch.tensor([[False, True, False]])
+    for rewards, mask in ((same, same > 0), (5.0 * one, one), (X, ~MASK)):
+        assert not reinforce_pp_advantage(rewards, mask).any()
 
 
 # ---- GRPO and RLOO ----
@@ -183,12 +152,11 @@ def group_oracle(scores, groups, valid, advantage_of):
 
     Invalid rows and groups without two different valid scores get 0.
     """
-    rows = list(zip(scores, groups, valid))
     out = []
-    for score, group, is_valid in rows:
-        group_scores = [s for s, g, v in rows if g == group and v]
-        comparable = len(set(group_scores)) > 1
-        out.append(advantage_of(score, group_scores) if is_valid and comparable else 0.0)
+    for score, group, is_valid in zip(scores, groups, valid):
+        compared = [s for s, g, v in zip(scores, groups, valid) if g == group and v]
+        comparable = is_valid and len(set(compared)) > 1
+        out.append(advantage_of(score, compared) if comparable else 0.0)
     return out
 
 
@@ -206,47 +174,32 @@ def rloo_of(score, group_scores):
     return score - sum(others) / len(others)
 
 
-def random_groups(seed):
+@pytest.mark.parametrize("advantage, one", [
+    (grpo_advantage, grpo_of), (rloo_advantage, rloo_of),
+    (partial(grpo_advantage, normalize_std=False), centred_of)])
+@pytest.mark.parametrize("seed", range(5))
+def test_group_advantages_equal_brute_force(seed, advantage, one):
     rng = random.Random(seed)
     ids = [0, -3, 17, 2**62, 2**62 + 1, 5]  # 2**62 and 2**62 + 1 are equal as floats
     groups = [rng.choice(ids) for _ in range(40)] + [99]
     scores = [rng.choice([0.0, 0.25, 1.0, rng.random()]) for _ in groups]
     valid = [rng.random() < 0.8 for _ in groups]
-    return scores, groups, valid
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_group_advantages_equal_brute_force(seed):
-    rows = random_groups(seed)
-    scores, groups, valid = rows
-    s = torch.tensor(scores, dtype=F64)
-    g = torch.tensor(groups)
-    v = torch.tensor(valid)
-    # The score of an invalid row must not matter.
-    dirty = torch.where(v, s, NAN)
-    close(grpo_advantage(dirty, g, v), group_oracle(*rows, grpo_of))
-    close(grpo_advantage(dirty, g, v, normalize_std=False), group_oracle(*rows, centred_of))
-    close(rloo_advantage(dirty, g, v), group_oracle(*rows, rloo_of))
-    # Without `valid` all rows count.
-    all_valid = [True] * len(scores)
-    close(grpo_advantage(s, g), group_oracle(scores, groups, all_valid, grpo_of))
-    close(rloo_advantage(s, g), group_oracle(scores, groups, all_valid, rloo_of))
+    s, g, v = torch.tensor(scores, dtype=F64), torch.tensor(groups), torch.tensor(valid)
+    # The score of an invalid row must not matter. Without `valid` all rows count.
+    close(advantage(torch.where(v, s, NAN), g, v), group_oracle(scores, groups, valid, one))
+    close(advantage(s, g), group_oracle(scores, groups, [True] * len(scores), one))
 
 
 @pytest.mark.parametrize("advantage", [grpo_advantage, rloo_advantage])
-def test_groups_without_spread_are_exactly_zero(advantage):
-    # A group of one.
-    assert advantage(torch.tensor([5.0]), torch.tensor([3])).tolist() == [0.0]
+@pytest.mark.parametrize("scores, groups, valid", [
+    ([5.0], [3], [True]),
     # The float32 mean of seven times 0.7 is not 0.7. Dividing by the std would amplify that error.
-    scores = torch.tensor([0.1] * 3 + [0.7] * 7)
-    groups = torch.tensor([1] * 3 + [2] * 7)
-    assert advantage(scores, groups).tolist() == [0.0] * 10
-    # A group with one valid row, and a group with none.
-    pair = torch.tensor([1.0, 0.0]), torch.tensor([1, 1])
-    assert advantage(*pair, torch.tensor([True, False])).tolist() == [0.0, 0.0]
-    assert advantage(*pair, torch.tensor([False, False])).tolist() == [0.0, 0.0]
-    # No rows at all.
-    assert advantage(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    ([0.1] * 3 + [0.7] * 7, [1] * 3 + [2] * 7, [True] * 10),
+    ([1.0, 0.0], [1, 1], [True, False]), ([1.0, 0.0], [1, 1], [False, False]), ([], [], [])])
+def test_groups_without_spread_are_exactly_zero(advantage, scores, groups, valid):
+    found = advantage(torch.tensor(scores), torch.tensor(groups, dtype=torch.long),
+                      torch.tensor(valid, dtype=torch.bool))
+    assert found.tolist() == [0.0] * len(scores)
 
 
 # ---- turns ----
@@ -282,27 +235,22 @@ def test_policy_loss_equals_the_loop():
     g = torch.Generator().manual_seed(4)
     old = normal(g, 4, 9) - 2
     advantages = normal(g, 4, 9)
-    new = old + 0.4 * normal(g, 4, 9)
+    new = (old + 0.4 * normal(g, 4, 9)).requires_grad_()
     mask = torch.rand(4, 9, generator=g) < 0.6
     part = {"logprobs": new, "old_logprobs": old, "advantages": advantages, "mask": mask}
     loss, stats = ppo_loss(part, clip_low=0.1, clip_high=0.3)
 
     expected = {"clip_fraction": 0, "approx_kl": 0.0, "tokens": 0}
-    for b in range(4):
-        for t in range(9):
-            if not mask[b, t]:
-                assert loss[b, t] == 0
-                continue
-            advantage = advantages[b, t].item()
-            ratio = math.exp((new - old)[b, t].item())
-            clipped_ratio = min(max(ratio, 0.9), 1.3)
-            close(loss[b, t], -min(ratio * advantage, clipped_ratio * advantage))
-            too_high = advantage > 0 and ratio > 1.3
-            too_low = advantage < 0 and ratio < 0.9
-            expected["clip_fraction"] += too_high or too_low
-            expected["approx_kl"] += ratio - 1 - math.log(ratio)
-            expected["tokens"] += 1
+    expected_loss = torch.zeros(4, 9)
+    for b, t in mask.nonzero().tolist():
+        advantage = advantages[b, t].item()
+        ratio = math.exp((new - old)[b, t].item())
+        expected_loss[b, t] = -min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage)
+        expected["clip_fraction"] += ratio > 1.3 if advantage > 0 else ratio < 0.9
+        expected["approx_kl"] += ratio - 1 - math.log(ratio)
+        expected["tokens"] += 1
 
+    close(loss.detach(), expected_loss)
     assert 0 < expected["clip_fraction"] < expected["tokens"]
     assert stats.keys() == expected.keys()
     for name, value in expected.items():
@@ -342,32 +290,26 @@ def test_policy_loss_gradient_agrees_with_finite_differences():
 def test_a_runaway_ratio_stays_finite():
     logp = torch.tensor([[500.0, -500.0, 500.0]], requires_grad=True)
     zeros = torch.zeros(1, 3)
-    advantages = torch.tensor([[-1.0, 1.0, 0.0]])
-    loss, stats = policy_loss(logp, zeros, advantages, torch.ones(1, 3, dtype=torch.bool))
+    loss, stats = policy_loss(logp, zeros, torch.tensor([[-1.0, 1.0, 0.0]]), zeros == 0)
     total = loss.sum() + kl(logp, zeros, "k3").sum() + kl(-logp, zeros, "k3").sum()
     total.backward()
-    assert total.isfinite()
-    assert logp.grad.isfinite().all()
+    assert total.isfinite() and logp.grad.isfinite().all()
     assert all(value.isfinite() for value in stats.values())
 
 
-def loss_and_gradient(term, data, mask, mode):
-    """The aggregated loss of `term(x, data)` at x = data, and its gradient for x."""
-    x = data.clone().requires_grad_()
-    loss = aggregate(term(x, data), mask, mode)
-    loss.backward()
-    return loss.detach(), x.grad
-
-
 def check_outside_the_mask(terms, mask, clean, dirty):
-    """What stands outside the mask reaches neither the loss nor the gradient of these terms."""
-    for name, term in terms.items():
-        for mode in ("token", "sequence"):
-            clean_loss, clean_gradient = loss_and_gradient(term, clean, mask, mode)
-            dirty_loss, dirty_gradient = loss_and_gradient(term, dirty, mask, mode)
-            assert torch.equal(clean_loss, dirty_loss), name
-            assert torch.equal(clean_gradient, dirty_gradient), name
-            assert (dirty_gradient[~mask] == 0).all(), name
+    """What stands outside the mask reaches neither the loss nor the gradient of these terms, which
+    are functions of (x, data) at x = data."""
+    for (name, term), mode in itertools.product(terms.items(), ("token", "sequence")):
+        found = []
+        for data in (clean, dirty):
+            x = data.clone().requires_grad_()
+            loss = aggregate(term(x, data), mask, mode)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+        (clean_loss, clean_gradient), (dirty_loss, dirty_gradient) = found
+        assert torch.equal(clean_loss, dirty_loss), name
+        assert torch.equal(clean_gradient, dirty_gradient), name
+        assert (dirty_gradient[~mask] == 0).all(), name
 
 
 @pytest.mark.parametrize("dirt", [NAN, INF, -INF])
@@ -415,52 +357,31 @@ LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 0.7], dtype=F64)
 REF = torch.tensor([1.0, 0.5, -0.4, 0.1, -2.0], dtype=F64).log_softmax(0)
 
 
-def true_kl(p_log, q_log):
-    return sum(math.exp(p) * (p - q) for p, q in zip(p_log.tolist(), q_log.tolist()))
-
-
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative():
     logp = LOGITS.log_softmax(0)
     expected = {kind: (logp.exp() * kl(logp, REF, kind)).sum() for kind in KL_KINDS}
-    close(expected["k1"], true_kl(logp, REF))
-    close(expected["k3"], true_kl(logp, REF))
-    assert abs(expected["k2"] - true_kl(logp, REF)) > 0.01
-    assert expected["abs"] > expected["k1"]
-    assert (kl(logp, REF, "k3") >= 0).all()
-    assert (kl(logp, REF, "k1") < 0).any()
+    true = sum(math.exp(p) * (p - q) for p, q in zip(logp.tolist(), REF.tolist()))
+    close(expected["k1"], true)
+    close(expected["k3"], true)
+    assert abs(expected["k2"] - true) > 0.01 and expected["abs"] > true
+    assert (kl(logp, REF, "k3") >= 0).all() and (kl(logp, REF, "k1") < 0).any()
 
 
 def test_what_each_estimator_descends_on_as_a_loss():
-    def expected_gradient(kind):
+    def gradient(function):
+        theta = LOGITS.clone().requires_grad_()
+        return torch.autograd.grad(function(theta.log_softmax(0)), theta)[0]
+
+    def expected(kind):
         # sum_x p(x) d/dtheta estimator(x): the probabilities of the samples are constants.
-        theta = LOGITS.clone().requires_grad_()
-        logp = theta.log_softmax(0)
-        (logp.detach().exp() * kl(logp, REF, kind)).sum().backward()
-        return theta.grad
+        return gradient(lambda logp: (logp.detach().exp() * kl(logp, REF, kind)).sum())
 
-    def true_gradient(divergence):
-        theta = LOGITS.clone().requires_grad_()
-        divergence(theta.log_softmax(0)).backward()
-        return theta.grad
-
-    def kl_policy_reference(logp):
-        return (logp.exp() * (logp - REF)).sum()
-
-    def kl_reference_policy(logp):
-        return (REF.exp() * (REF - logp)).sum()
-
-    close(expected_gradient("k1"), torch.zeros(5))
-    close(expected_gradient("k2"), true_gradient(kl_policy_reference))
-    close(expected_gradient("k3"), true_gradient(kl_reference_policy))
-    assert true_gradient(kl_policy_reference).abs().max() > 0.1
-    assert true_gradient(kl_reference_policy).abs().max() > 0.1
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'low_var_kl'; choose from k1, abs, k2, k3"):
-        kl(torch.zeros(1, 1), torch.zeros(1, 1), "low_var_kl")
-    with pytest.raises(ValueError, match="'mean'; choose from token, sequence"):
-        aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mean")
+    policy_reference = gradient(lambda logp: (logp.exp() * (logp - REF)).sum())
+    reference_policy = gradient(lambda logp: (REF.exp() * (REF - logp)).sum())
+    close(expected("k1"), torch.zeros(5))
+    close(expected("k2"), policy_reference)
+    close(expected("k3"), reference_policy)
+    assert min(policy_reference.abs().max(), reference_policy.abs().max()) > 0.1
 
 
 def test_entropy_equals_the_sum_and_survives_excluded_words():
@@ -496,32 +417,21 @@ def test_aggregate_by_hand():
 @pytest.mark.parametrize("cuts", [[8], [4, 4], [1, 2, 5], [1] * 8])
 def test_micro_batches_add_up_to_the_whole(mode, cuts):
     g = torch.Generator().manual_seed(8)
-    x = normal(g, 8, 11)
+    x = normal(g, 8, 11).requires_grad_()
     mask = torch.rand(8, 11, generator=g) < 0.3
     mask[2] = False  # an empty micro-batch where each row is one
     denominator = mask.sum() if mode == "token" else mask.any(1).sum()
-
-    whole = x.clone().requires_grad_()
-    whole_loss = aggregate(whole**2, mask, mode)
-    whole_loss.backward()
-
-    parts = x.clone().requires_grad_()
-    sum_of_losses = 0.0
-    for part, part_mask in zip(parts.split(cuts), mask.split(cuts)):
-        loss = aggregate(part**2, part_mask, mode, denominator)
-        loss.backward()
-        sum_of_losses += loss.item()
-    close(sum_of_losses, whole_loss.item())
-    close(parts.grad, whole.grad)
+    whole = aggregate(x**2, mask, mode)
+    parts = sum(aggregate(part**2, part_mask, mode, denominator)
+                for part, part_mask in zip(x.split(cuts), mask.split(cuts)))
+    close(parts.detach(), whole.detach())
+    close(*(torch.autograd.grad(loss, x)[0] for loss in (parts, whole)))
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence"])
 @pytest.mark.parametrize("denominator", [None, 0, 5, torch.tensor(0)])
 def test_nothing_masked_gives_zero_with_a_gradient_of_zero(mode, denominator):
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    x = torch.ones(2, 3, requires_grad=True)
-    loss = aggregate(x * NAN, nothing, mode, denominator)
-    assert loss.item() == 0 and loss.dim() == 0 and loss.requires_grad
-    x = torch.ones(2, 3, requires_grad=True)
-    aggregate(x * 2, nothing, mode, denominator).backward()
-    assert x.grad.tolist() == [[0.0] * 3] * 2
+    x = torch.full((3, 3), NAN, requires_grad=True)
+    loss = aggregate(x, ~MASK, mode, denominator)
+    loss.backward()
+    assert loss.item() == 0 and loss.dim() == 0 and not x.grad.any()

@@ -105,6 +105,17 @@ def test_settings_reach_the_function_and_allow_what_they_make_right():
     assert parsed("--algo", "gigpo").record_states
 
 
+@pytest.mark.parametrize("flags, out", [
+    ("", "runs/babyai_grpo_s0"), ("--algo rloo --seed 3", "runs/babyai_rloo_s3"),
+    ("--env babyai:0.5,textcraft --algo ideas.q:advantage",
+     "runs/babyai_0.5_textcraft_ideas.q_advantage_s0"),
+    ("--model Qwen/Qwen2.5-7B-Instruct", "runs/babyai_grpo_qwen2.5-7b-instruct_s0"),
+    ("--model runs/warm/checkpoints/step_000050/", "runs/babyai_grpo_warm_s0")])
+def test_a_run_has_a_folder_of_its_own_by_default(flags, out):
+    cfg = config.fill_in(Config, config.read_flags(Config, flags.split(), "train.py", ""))
+    assert cfg.out == out
+
+
 # ---- resumed runs ----
 
 
@@ -136,7 +147,7 @@ def test_a_run_is_not_resumed_elsewhere_or_from_an_earlier_version(tmp_path):
     saved = json.loads((tmp_path / "r/config.json").read_text())
     with pytest.raises(ValueError, match="--env_url"):
         parse_config([*flags, "--env_url", "http://127.0.0.1:9"])
-    for change, says in (({"agent_sha256": "0"}, "another source of agent"),
+    for change, says in (({"agent_sha256": "0"}, "agent_sha256"),
                          ({"plan": False}, "before-4050")):
         (tmp_path / "r/config.json").write_text(json.dumps(saved | change))
         with pytest.raises(ValueError, match=says):
@@ -170,7 +181,7 @@ def test_a_run_keeps_the_texts_of_prompts_whatever_becomes_of_the_file(tmp_path)
 
 
 @pytest.mark.parametrize("text", [
-    "{", "[]", "{}", '{"babyai": "Play."}', '{"babyai": {"prompt": "a", "reply": 3}}',
+    "{", "[]", "{}", '{"babyai": "Play."}', '{"babyai": {"prompt": "a"}}',
     '{"babyai": {"prompt": "a", "reply": "b", "more": "c"}}',
     '{"textcraft": {"prompt": "a", "reply": "b"}}',
 ])

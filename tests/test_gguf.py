@@ -13,6 +13,7 @@ import regex
 import torch
 from conftest import ROOT, random_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import checkpoint
 import rl
@@ -119,9 +120,7 @@ SPLITS = {
 
 def slow_encode(text, tokens, merges, split):
     """Byte-level BPE by its definition: again and again the pair of the lowest rank is merged."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = dict(zip(printable + others, map(chr, printable + [*range(256, 324)])))
+    symbols = bytes_to_unicode()
     found = []
     for part in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if part in SPECIAL:
@@ -164,15 +163,7 @@ def test_what_would_be_read_wrongly_without_an_error_is_refused(wrong, vocabular
         rl.load_tokenizer(str(file))
 
 
-def test_a_mixture_of_experts_lacks_weights(vocabulary, file):
-    written = write_gguf(file, "llama", vocabulary)
-    write_gguf(file, "llama", vocabulary, tensors=[
-        (name.replace("ffn_up.", "ffn_up_exps."), array) for name, array in tensors_of(written)])
-    with pytest.raises(ValueError, match="lack 2 of the model's weights: .*up_proj"):
-        rl.load_policy(str(file))
-
-
-@pytest.mark.parametrize("end", [0, 3, 2000, -100_000])
+@pytest.mark.parametrize("end", [0, 2000, -100_000])
 def test_a_broken_file_is_one_line(end, vocabulary, file):
     write_gguf(file, "llama", vocabulary)
     file.write_bytes(file.read_bytes()[:end])

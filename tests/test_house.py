@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT
@@ -12,7 +12,7 @@ from conftest import ROOT
 # Code lines of each file: the budget of the design, and the bar that holds until the file is within
 # 1.15 of its budget. A bar may be lowered, and deleted when it is reached.
 BUDGETS = {
-    "train.py": (280, 358), "trajectory.py": (120,), "agent.py": (330, 409),
+    "train.py": (280,), "trajectory.py": (120,), "agent.py": (330,),
     "rollout.py": (330,), "envs.py": (260, 326), "algos.py": (180,), "update.py": (310,),
     "sft.py": (210,), "rl.py": (230,), "schedule.py": (60,), "engine.py": (300,),
     "config.py": (180, 276), "checkpoint.py": (100, 120), "parallel.py": (180, 208),
@@ -31,12 +31,9 @@ def names_of(folders):
     """Module name -> its file, for the Python files of these folders, tests left out."""
     inner = (path for name in folders for path in ROOT.rglob(f"{name}/**/*.py"))
     files = [*ROOT.glob("*.py"), *inner]
-    found = {}
-    for path in files:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if "tests" not in parts and "runs" not in parts:
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
+    return {".".join(parts[path]).removesuffix(".__init__"): path for path in files
+            if not {"tests", "runs"} & set(parts[path])}
 
 
 MODULES = names_of(["models", "worlds", "websites", "page", "benches", "ideas", "experiments"])
@@ -55,18 +52,16 @@ def all_files():
 
 def code_lines(source):
     """The number of lines without blank lines, comments and docstrings."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if ast.get_docstring(node) is not None:
-                docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    strings = [node.body[0] for node in ast.walk(ast.parse(source))
+               if isinstance(node, documented) and ast.get_docstring(node) is not None]
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
              tokenize.ENDMARKER}
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
+              if token.type not in blank]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - {line for string in strings
+                        for line in range(string.lineno, string.end_lineno + 1)})
 
 
 def lines_of(paths):
@@ -95,11 +90,10 @@ def test_the_code_keeps_to_its_budget():
 
 
 def test_every_line_has_at_most_100_columns():
-    files = all_files()
-    assert len(files) > 100
-    lines = [(path, number, line) for path in files
-             for number, line in enumerate(path.read_text().splitlines(), 1)]
-    assert [f"{path}:{number}" for path, number, line in lines if len(line) > 100] == []
+    assert len(all_files()) > 100
+    assert [f"{path}:{number}" for path in all_files()
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > 100] == []
 
 
 def test_the_readme_is_short():
@@ -126,32 +120,19 @@ def imports_of(tree, modules):
 IMPORTS = {name: imports_of(tree, MODULES.keys()) - {name} for name, tree in TREES.items()}
 
 
-def test_every_kind_of_import_is_seen():
-    tree = ast.parse("import rl, torch.nn\nfrom worlds import almanac, nothing\n"
-                     "if TYPE_CHECKING:\n    import train\n"
-                     "def function():\n    from rollout import rollout\n")
-    names = {"rl", "worlds", "worlds.almanac", "train", "rollout", "agent"}
-    assert imports_of(tree, names) == names - {"worlds", "agent"}
-    assert sum(map(len, IMPORTS.values())) > 150
-
-
 def test_imports_form_no_circle():
-    try:
-        TopologicalSorter(IMPORTS).prepare()
-    except CycleError as error:
-        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+    assert sum(map(len, IMPORTS.values())) > 150
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which names the circle
 
 
 def test_the_leaves_import_nothing_and_nothing_imports_an_idea_or_a_web_site():
-    assert [(name, IMPORTS[name]) for name in LEAVES if IMPORTS[name]] == []
+    assert [name for name in LEAVES if IMPORTS[name]] == []
+    readers = {"ideas": ("ideas",), "websites": ("websites", "experiments", "worlds.webarena")}
     for name, imported in IMPORTS.items():
-        folder = name.partition(".")[0]
         for other in imported:
-            other_folder = other.partition(".")[0]
-            assert folder != "websites" or other_folder == folder, f"{name} imports {other}"
-            assert other_folder != "ideas" or folder == other_folder, f"{name} imports {other}"
-            may_read_sites = name.startswith(("websites", "experiments", "worlds.webarena"))
-            assert other_folder != "websites" or may_read_sites, f"{name} imports {other}"
+            folder = other.partition(".")[0]
+            assert name.startswith(readers.get(folder, "")), f"{name} imports {other}"
+            assert folder == "websites" or not name.startswith("websites"), name
 
 
 def test_only_the_tables_loader_and_the_commands_load_modules_by_name():

@@ -227,9 +227,10 @@ def test_an_unsharded_model_is_whole_and_passes_through_no_hook_of_fsdp(monkeypa
             expected = model(ids).logits
             parallel.shard(model, torch.device("cpu"))
             for _ in range(2):
-                with parallel.unsharded(model):
+                with parallel.unsharded(model), parallel.unsharded(model):  # as in train.py
                     assert torch.equal(model(ids).logits, expected)
                     assert not calls
+                assert all(isinstance(p, DTensor) for p in model.parameters())
                 assert torch.equal(model(ids).logits, expected)
                 assert len(calls) == 2 * num_parts > 2
                 calls.clear()
@@ -257,7 +258,7 @@ def test_shards_hold_the_weights_that_from_pretrained_reads(by_two, models, name
     if kind == "critic":
         body = model.base_model
         tensors = dict(body.named_parameters()) | dict(body.named_buffers())
-        expected = {f"body.{name}": tensor for name, tensor in tensors.items()}
+        expected = {f"base_model.{name}": tensor for name, tensor in tensors.items()}
         expected |= {"head.weight": torch.zeros(1, 64), "head.bias": torch.zeros(1)}
     found = load_file(models / name / f"{kind}.loaded")
     assert found.keys() == expected.keys()

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 from conftest import ROOT
@@ -22,15 +21,12 @@ ANSWERS = re.findall(r"^\*\*([^*]+\?)\*\*\s(.+?)(?=\n\*\*|\n##|\Z)", PAGE, re.DO
 
 
 def source_of(file, name, root=ROOT):
-    """Where the definition of `name`, "Class.method", stands in a file -> (start, end) in its text.
-    Raises StopIteration if there is none."""
+    """The definition of `name`, "Class.method", in a file. StopIteration: there is none."""
     text = (root / file).read_text()
-    body = ast.parse(text).body
+    node = ast.parse(text)
     for part in name.split("."):
-        node = next(n for n in body if part in names_of(n))
-        body = getattr(node, "body", [])
-    lines = text.splitlines(keepends=True)
-    return len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
+        node = next(n for n in node.body if part in names_of(n))
+    return ast.get_source_segment(text, node)
 
 
 def names_of(node):
@@ -47,25 +43,20 @@ def test_an_answer_names_existing_code_in_at_most_two_files(question, answer):
         assert source_of(file, name)
 
 
-def test_a_name_that_does_not_exist_is_found():
-    for name in ("Trajectory.no_such_method", "record_turn"):
-        with pytest.raises(StopIteration):
-            source_of("trajectory.py", name)
+def block_of(text, language, has=""):
+    """The one block of code that has this text."""
+    blocks = re.findall(rf"```{language}\n(.+?)```", text, re.DOTALL)
+    (found,) = [block for block in blocks if has in block]
+    return found
 
 
 def change(root, answer):
-    """Make the edit of an answer, a block of diff, in the function that the answer names first."""
-    (edit,) = re.findall(r"```diff\n(.+?)```", answer, re.DOTALL)
-    lines = edit.splitlines()
-    old, new = (textwrap.dedent("\n".join(line[1:] for line in lines if line[0] == sign))
-                for sign in "-+")
-    file, name = NAME.findall(answer)[0]
-    start, end = source_of(file, name, root)
+    """Make the edit of an answer, a line of diff, in the function that the answer names first."""
+    old, new = re.search(r"```diff\n-\s+(.+)\n\+\s+(.+)\n```", answer).groups()
+    file, name = NAME.search(answer).groups()
     text = (root / file).read_text()
-    places = re.findall(rf"^( *){re.escape(old)}", text[start:end], re.MULTILINE)
-    assert len(places) == 1, f"{file}, {name}: {old}"
-    changed = text[start:end].replace(places[0] + old, textwrap.indent(new, places[0]))
-    (root / file).write_text(text[:start] + changed + text[end:])
+    assert text.count(old) == source_of(file, name, root).count(old) == 1, f"{file}: {old}"
+    (root / file).write_text(text.replace(old, new))
 
 
 def test_the_ten_questions_are_tried(tmp_path):
@@ -78,11 +69,8 @@ def test_the_ten_questions_are_tried(tmp_path):
     for answer in answers:
         if "```diff" in answer:
             change(copy, answer)
-    blocks = re.findall(r"```python\n(.+?)```", ten, re.DOTALL)
-    (algorithm,) = [block for block in blocks if "def advantage" in block]
-    (copy / "ideas/mine.py").write_text(algorithm)
-    (prompts,) = re.findall(r"```json\n(.+?)```", ten, re.DOTALL)
-    (tmp_path / "mine.json").write_text(prompts)
+    (copy / "ideas/mine.py").write_text(block_of(ten, "python", "def advantage"))
+    (tmp_path / "mine.json").write_text(block_of(ten, "json"))
     out = tmp_path / "run"
     command = f"""train.py --env babyai --steps 2 --items_per_step 2 --rollouts_per_item 2
         --algo mine --minibatches 1 --algo_args scale=2 --prompts {tmp_path}/mine.json
@@ -90,10 +78,10 @@ def test_the_ten_questions_are_tried(tmp_path):
     done = subprocess.run([sys.executable, *command.split()], cwd=copy, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["horizon"] for row in rows] == [2, 4]
+    first, second = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     trajectories = read_trajectories(out / "trajectories/step_000001.jsonl")
-    assert rows[1]["longest"] == max(len(t.tokens) for t in trajectories)
+    assert (first["horizon"], second["horizon"]) == (2, 4)
+    assert second["longest"] == max(len(t.tokens) for t in trajectories)
     for t in trajectories:
         assert t.messages[0]["content"].startswith("Answer with one action.")
         assert t.turns == t.invalid_turns[0] if t.invalid_turns else t.turns <= 4
@@ -109,8 +97,7 @@ def test_a_chat_template_of_ones_own_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = rl.load_tokenizer("tiny").chat_template
     (tmp_path / "mine.jinja").write_text(own.replace("{{ m['role'] }}", "{{ m['role'] | upper }}"))
-    (block,) = [b for b in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL) if "jinja" in b]
     names = {"rl": rl, "rollout": rollout, "EnvPool": EnvPool}
-    exec(block, names)
+    exec(block_of(PAGE, "python", "jinja"), names)
     text = names["tokenizer"].decode(names["trajectory"].tokens)
     assert "<|im_start|>USER\nYou are" in text and "<|im_start|>user" not in text

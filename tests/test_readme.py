@@ -1,7 +1,6 @@
 """The README's code is code: every Python block runs, every command exists, its world trains."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -15,17 +14,9 @@ import config
 import eval as evaluation
 from experiments import readme
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 GUESS = next(block for block in BLOCKS if "class Guess" in block)
-
-
-def train(command, cwd, out):
-    """Run a training -> the rows of its metrics."""
-    done = subprocess.run([sys.executable, *command, "--steps", "2", "--out", out], cwd=cwd,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_world_in_the_readme_plays():
@@ -37,38 +28,31 @@ def test_the_world_in_the_readme_plays():
     assert not world.step("seven").valid
 
 
-def test_the_agent_in_the_readme_trains_as_the_readme_says(tmp_path):
-    (block,) = (block for block in BLOCKS if "def diary" in block)
-    (tmp_path / "mine.py").write_text(block)
-    flags = "--agent mine.py:diary --agent_args most=3"
-    assert flags in (ROOT / "README.md").read_text()
-    # Files of the same names in the current folder are not ours.
-    (tmp_path / "agent.py").write_text("raise RuntimeError('the wrong file')\n")
-    command = [ROOT / "train.py", *flags.split(), "--items_per_step", "4", "--horizon", "4"]
-    rows = train(command, tmp_path, tmp_path / "run")
-    assert all(row["env_error"] == 0 and row["segments"] == row["turns"] for row in rows)
-    assert all(row["logprob_gap"] < 1e-4 for row in rows)
-
-
-def test_the_world_in_the_readme_trains_as_the_readme_says(tmp_path):
-    repo = tmp_path / "repo"
+def test_the_world_and_the_agent_in_the_readme_train_as_the_readme_says(tmp_path):
+    repo, out = tmp_path / "repo", tmp_path / "run"
     left_out = shutil.ignore_patterns(".*", "runs", "tests", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, repo, ignore=left_out)
     (repo / "worlds/guess.py").write_text(GUESS)
-    code = (repo / "envs.py").read_text()
-    with_guess = code.replace("WORLDS = {", 'WORLDS = {"guess": "worlds.guess:Guess", ', 1)
-    (repo / "envs.py").write_text(with_guess)
+    (repo / "envs.py").write_text((ROOT / "envs.py").read_text().replace(
+        "WORLDS = {", 'WORLDS = {"guess": "worlds.guess:Guess", ', 1))
     items = [{"item_id": f"guess_{n}"} for n in range(16)]
     (repo / "data/AgentItemId/guess_train.json").write_text(json.dumps(items))
-    rows = train(["train.py", "--env", "guess", "--horizon", "4,8"], repo, tmp_path / "run")
-    for row in rows:
-        assert (row["env"], row["trajectories"], row["env_error"]) == ("guess", 128, 0.0)
+    (tmp_path / "mine.py").write_text(next(block for block in BLOCKS if "def diary" in block))
+    # Files of the same names in the current folder are not ours.
+    (tmp_path / "agent.py").write_text("raise RuntimeError('the wrong file')\n")
+    flags = "--agent mine.py:diary --agent_args most=3"
+    assert flags in README
+    flags += f" --env guess --horizon 4,8 --items_per_step 4 --steps 2 --out {out}"
+    done = subprocess.run([sys.executable, repo / "train.py", *flags.split()], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
+        assert (row["env"], row["trajectories"], row["env_error"]) == ("guess", 32, 0.0)
+        assert row["segments"] == row["turns"] and row["logprob_gap"] < 1e-4
 
 
 def test_the_other_blocks_run(capsys):
-    others = [block for block in BLOCKS if block != GUESS]
-    assert len(others) >= 2
-    for block in others:
+    for block in BLOCKS:
         exec(block, {})
     printed = capsys.readouterr().out
     assert "\033[1;32m" in printed  # the notebook's cell: sampled tokens in green

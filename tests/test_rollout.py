@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import plain_logprobs
 
 import agent
 import envs
@@ -28,14 +29,6 @@ def played(tiny, pool):
     return rollout(*tiny, pool, ITEMS, 4, **SETTINGS)
 
 
-def slow_logprobs(model, tokens, temperature=1.0):
-    """One trajectory, one forward pass, no cache, no padding."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
-    logp = torch.log_softmax(logits, -1)
-    return [0.0] + logp[range(len(tokens) - 1), tokens[1:]].tolist()
-
-
 # ---- what is recorded ----
 
 
@@ -45,9 +38,10 @@ def slow_logprobs(model, tokens, temperature=1.0):
 def test_recorded_logprobs_are_those_of_a_fresh_forward_pass(tiny, pool, how):
     for t in rollout(*tiny, pool, ITEMS, 4, **how, **SETTINGS):
         assert any(t.mask) and len(t.progress) == t.turns == len(reply_spans(t.mask))
-        expected = slow_logprobs(tiny[0], t.tokens, how.get("temperature", 1.0))
-        for recorded, new, sampled in zip(t.logprobs, expected, t.mask, strict=True):
-            assert abs(recorded - new) < 1e-4 if sampled else recorded == 0.0
+        expected = plain_logprobs(tiny[0], torch.tensor([t.tokens]), torch.tensor([t.mask]),
+                                  how.get("temperature", 1.0))
+        for recorded, new in zip((t.logprobs, t.entropies), expected, strict=True):
+            assert recorded == pytest.approx(new[0].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, dict(agent_args="plan=true reflect=true")])
@@ -193,6 +187,18 @@ def test_a_reply_cut_at_its_limit_gets_no_end_of_turn_in_the_loss(tiny, pool, mo
     assert t.tokens[first + 3] == tokenizer.eos_token_id
     assert not t.mask[first + 3]
     assert sum(t.mask) == 6
+
+
+def test_a_worlds_stop_string_ends_a_reply(tiny, monkeypatch):
+    word = tiny[1].encode(" ball")
+    rest = scripted(monkeypatch, [tiny[1].encode("turn left")[0], *word, *word])
+    monkeypatch.setattr(Doors, "stop", ("all", "ball"), raising=False)
+    (t,) = rollout(*tiny, EnvPool(make=lambda name: Doors()), ["doors_0"], 1, max_tokens=9,
+                   action_format="plain")
+    assert list(rest) == word
+    assert sum(t.mask) == 1 + len(word)
+    assert t.messages[-2]["content"].endswith("ball")
+    assert t.cut_turns == []
 
 
 # ---- environments that fail ----
@@ -441,7 +447,7 @@ def test_the_analysis_is_sampled_and_kept_and_is_no_action(channels, monkeypatch
     assert [t.tokens[start:end] for start, end in reply_spans(t.mask)] == written
     (_, first_end), (second_start, _) = reply_spans(t.mask)
     closed = written[0][-1] == tokenizer.eos_token_id
-    assert t.tokens[first_end:second_start] == chat.turn(t.messages[4]["content"], closed)
+    assert t.tokens[first_end:second_start] == chat.turns([t.messages[4]], closed)
     assert tokenizer.decode(t.tokens[first_end:]).startswith("<|start|>user" if closed else
                                                              "<|end|><|start|>user")
 
@@ -520,7 +526,7 @@ def test_a_rollout_begins_with_the_texts_that_it_is_given(tiny, pool):
     (t,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4, prompt_texts=texts)
     said = [message["content"] for message in t.messages[:3]]
     assert said[:2] == ["Play.\n\n", "Ok. I will."]
-    start = agent.Chat(tiny[1]).start(said[0], said[2], reply=said[1])
+    start = agent.Chat(tiny[1]).prompt(t.messages[:3])
     assert t.tokens[: len(start)] == start and t.mask.index(True) == len(start)
     (ours,) = rollout(*tiny, pool, ["babyai_8"], 1, max_tokens=4,
                       prompt_texts={"textcraft": texts["babyai"]})

@@ -109,7 +109,7 @@ def test_learning_rates_follow_their_schedule():
 def test_malformed_rounds_are_refused(text):
     """The others are read by the doctest."""
     with pytest.raises(ValueError, match="horizon"):
-        parse_rounds(text, "babyai")
+        parse_rounds(text, ["babyai"])
 
 
 def test_the_learning_rate_rises_and_then_stays_or_falls():

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import serving
 
-from envs import EnvError, EnvPool, env_options, items, make_env, split_item
-from rollout import rollout
+from envs import EnvError, env_options, items, make_env, split_item
 from worlds.almanac import ASKS, COMPARE, HELD_OUT, PHRASES, QUESTIONS, almanac
-from worlds.searchqa import BM25, SearchQA, normalise, split_contents
+from worlds.searchqa import BM25, SearchQA, split_contents
 
 pytest.importorskip("bm25s")
 ONE_HOP = next(n for n, question in enumerate(almanac(0).questions) if question.source == "1_hop")
@@ -30,9 +29,7 @@ def world_and_question(item):
 
 
 def test_a_world_is_the_same_every_time_and_unlike_others():
-    uncached_almanac = almanac.__globals__["_almanac"].__wrapped__
-    world = almanac(3)
-    again = uncached_almanac(3)
+    world, again = almanac(3), almanac.__globals__["_almanac"].__wrapped__(3)  # uncached
     assert again is not world
     assert again.articles == world.articles and again.questions == world.questions
     assert world.articles != almanac(4).articles
@@ -51,25 +48,15 @@ def test_held_out_questions_are_of_other_worlds_in_other_words():
 
 
 def test_no_item_of_several_hops_is_answered_by_searching_for_the_question():
-    searched = 0
-    for item in items("searchqa", "test"):
-        world, question = world_and_question(item)
-        if question.source in ("2_hops", "3_hops"):
-            text = str(make_env("searchqa")._index(world).search(question.text, 3))
-            assert not any(answer in text for answer in question.answers)
-            searched += 1
-    assert searched > 50
+    questions = [world_and_question(item) for item in items("searchqa", "test")]
+    searched = [pair for pair in questions if pair[1].source in ("2_hops", "3_hops")]
+    assert len(searched) > 50
+    for world, question in searched:
+        text = str(make_env("searchqa")._index(world).search(question.text, 3))
+        assert not any(answer in text for answer in question.answers)
 
 
 # ---- episodes ----
-
-
-@pytest.mark.parametrize("said, same", [
-    ("The Silver Harbour", "silver harbour"), (" A  b-c. ", "bc"),
-    ("an apple, the pear", "apple pear"), ("Łódź!", "łódź"), ("theatre", "theatre"), ("", ""),
-])
-def test_answers_are_compared_as_in_search_r1(said, same):
-    assert normalise(said) == same
 
 
 def test_an_episode():
@@ -95,24 +82,23 @@ def test_an_episode():
     assert step.done and step.success and step.reward == step.score == 1
     assert env.step("<answer>x</answer>").reward == 0 and env.last.done
 
-    env.reset(ONE_HOP)
-    nothing = "<information>Nothing was found.</information>"
-    assert env.step("<search>zzzz</search>").observation == nothing
-    step = env.step("<answer>\nnobody\n</answer>")
-    assert step.done and not step.success and step.reward == 0
+
+RIGHT = f"<answer>{almanac(0).questions[ONE_HOP].answers[0]}</answer>"
+NOTHING = "<information>Nothing was found.</information>"
 
 
-def test_the_first_tag_of_a_reply_counts():
+@pytest.mark.parametrize("reply, observation, done, success", [
+    ("<search>zzzz</search>", NOTHING, False, False),
+    (f"<search>zzzz</search> {RIGHT}", NOTHING, False, False),
+    ("<answer>\nnobody\n</answer>", "", True, False),
+    (f"<think><answer>x</answer></think>{RIGHT}<answer>b</answer>", "", True, True),
+    (f"<answer>b</answer>{RIGHT}", "", True, False)])
+def test_the_first_tag_of_a_reply_counts(reply, observation, done, success):
     env = make_env("searchqa")
-    right = f"<answer>{almanac(0).questions[ONE_HOP].answers[0]}</answer>"
-    for reply, done, success in [
-        (f"<search>b</search> {right}", False, False),
-        (f"<think><answer>x</answer></think>{right}<answer>b</answer>", True, True),
-        (f"<answer>b</answer>{right}", True, False),
-    ]:
-        env.reset(ONE_HOP)
-        step = env.step(reply)
-        assert (step.valid, step.done, step.success) == (True, done, success)
+    env.reset(ONE_HOP)
+    step = env.step(reply)
+    assert step.observation == observation or done
+    assert (step.valid, step.done, step.success, step.reward) == (True, done, success, success)
 
 
 def test_the_state_is_which_articles_were_found_in_any_order():
@@ -129,8 +115,8 @@ def test_the_state_is_which_articles_were_found_in_any_order():
             text = env.step(f"<search> {title} </search>").observation
             found |= set(re.findall(r"Doc \d+\(Title: (.*?)\) ", text))
             assert env.state() == ", ".join(sorted(found)) != before
-        env.step(f"<search> {order[0]} </search>")
-        env.step("no tag at all")
+        for idle in (f"<search> {order[0]} </search>", "no tag at all"):
+            env.step(idle)
         ends.add(env.state())
     assert len(ends) == 1
 
@@ -152,15 +138,13 @@ def test_the_expert_searches_for_names_that_it_has_read_and_finds_the_answer(spl
     of_several_articles = 0
     for item in items("searchqa", split)[::every]:
         read = env.reset(split_item(item)[1])
-        searches = -1
         while not env.last.done:
             action = env.expert()
             name = re.match(r"<think> (.+) </think>\n<(search|answer)> \1 </\2>$", action)[1]
             assert name in read
             read += env.step(action).observation
-            searches += 1
-        assert env.last.success and searches == len(world_and_question(item)[1].titles)
-        of_several_articles += searches > 1
+        assert env.last.success and len(env.queries) == len(world_and_question(item)[1].titles)
+        of_several_articles += len(env.queries) > 1
     assert of_several_articles > 50
 
 
@@ -198,6 +182,10 @@ def write_rows(path, rows):
     return str(path)
 
 
+def asked(question, answers):
+    return {"question": question, "golden_answers": answers}
+
+
 @pytest.fixture
 def corpus(tmp_path):
     """The path of a corpus of two articles. Its name is a number."""
@@ -208,47 +196,49 @@ def corpus(tmp_path):
 
 def test_questions_and_a_corpus_of_ones_own(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    honey = {"question": "Who makes honey?", "golden_answers": ["bees", "the bee"]}
-    write_rows(tmp_path / "a.jsonl", [honey])
-    write_rows(tmp_path / "b.jsonl", [{"question": "How big are ants?", "golden_answers": "small"}])
-    text = "searchqa.corpus=2018 searchqa.questions=a.jsonl,b.jsonl searchqa.topk=1"
+    write_rows(tmp_path / "a.jsonl", [asked("Who makes honey?", ["bees", "the bee"])])
+    write_rows(tmp_path / "b.jsonl", [asked("How big are ants?", "small")])
+    text = "searchqa.corpus=2018 searchqa.questions=a.jsonl,b.jsonl searchqa.topk=2"
     env = make_env("searchqa", **env_options(text, ["searchqa"])["searchqa"])
-
     assert env.reset(0) == "Question: Who makes honey?" and env.expert() is None
     found = "<information>Doc 1(Title: Bee) Bees make honey.</information>"
     assert env.step("<search>honey</search>").observation == found
-    assert env.step("<answer>Bee</answer>").success
-    env.reset(1)
-    assert env.step("<answer>Small.</answer>").success
+    for number, answer in enumerate(("Bee", "Small.")):
+        env.reset(number)
+        assert env.step(f"<answer>{answer}</answer>").success
     with pytest.raises(ValueError, match="items 0 to 1"):
         env.reset(2)
 
 
 @pytest.mark.parametrize("golden, right, wrong", [
+    ("The Silver Harbour!", [" silver  HARBOUR"], ["silver"]), ("Łódź", ["a łódź."], ["lodz"]),
+    ("theatre", ["theatre"], ["atre"]), ("bee", ["the bee"], ["the"]),
+    # What normalises to nothing is compared as it is.
     ("A", ["a"], ["the", "?"]), ("The The", [" the the "], ["the"]), ("+", ["+"], ["-"]),
-    ("", [], ["?"]), ("bee", ["the bee"], ["the"]),
-])
-def test_an_answer_that_normalises_to_nothing_is_compared_as_it_is(
-        tmp_path, corpus, golden, right, wrong):
-    row = {"question": "Which one?", "golden_answers": [golden]}
-    questions = write_rows(tmp_path / "questions.jsonl", [row])
+    ("", [], ["?"])])
+def test_answers_are_compared_as_in_search_r1(tmp_path, corpus, golden, right, wrong):
+    questions = write_rows(tmp_path / "questions.jsonl", [asked("Which one?", [golden])])
     env = make_env("searchqa", corpus=corpus, questions=questions)
     for said in right + wrong:
         env.reset(0)
         assert env.step(f"<answer>{said}</answer>").success is (said in right)
 
 
-def test_wrong_arguments_and_files_without_questions_are_value_errors(tmp_path, corpus):
-    for options, named in (({"questions": "a.jsonl"}, "corpus"), ({"topk": "five"}, "topk"),
-                           ({"corpus": "none.jsonl"}, "none.jsonl"), ({"depth": 2}, "depth")):
-        with pytest.raises(ValueError, match=named):
-            make_env("searchqa", **options)
-    questions = tmp_path / "questions.jsonl"
-    for text in ("", '{"question": "a", "golden_answers": null}',
-                 '{"question": "a", "golden_answers": []}', "[" * 100_000):
-        questions.write_text(text)
-        with pytest.raises(ValueError, match="questions.jsonl"):
-            make_env("searchqa", corpus=corpus, questions=str(questions))
+@pytest.mark.parametrize("options, named", [
+    ({"questions": "a.jsonl"}, "corpus"), ({"topk": 0}, "topk"), ({"depth": 2}, "depth"),
+    ({"corpus": "none.jsonl"}, "none.jsonl")])
+def test_wrong_arguments_are_value_errors(options, named):
+    with pytest.raises(ValueError, match=named):
+        make_env("searchqa", **options)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, json.dumps(asked("a", None)),
+                                  json.dumps(asked("a", []))])
+def test_a_file_without_questions_is_named(tmp_path, corpus, text):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="questions.jsonl"):
+        make_env("searchqa", corpus=corpus, questions=str(path))
 
 
 # ---- retrieval servers ----
@@ -256,11 +246,11 @@ def test_wrong_arguments_and_files_without_questions_are_value_errors(tmp_path, 
 
 def test_a_retrieval_server_is_asked_in_search_r1s_protocol():
     index = BM25(almanac(0).articles)
-    requests_seen = []
+    seen = []
 
     def answer(request):
         body = json.loads(request.body)
-        requests_seen.append((request.path, body))
+        seen.append((request.path, body))
         result = [{"document": {"id": "0", "contents": f'"{title}"\n{text}'}, "score": 1.0}
                   for title, text in index.search(*body["queries"], body["topk"])]
         return 200, {}, json.dumps({"result": [result]})
@@ -268,36 +258,27 @@ def test_a_retrieval_server_is_asked_in_search_r1s_protocol():
     title = almanac(0).questions[5].titles[0]
     with serving(answer) as port:
         steps = []
-        for env in (make_env("searchqa", retriever=f"http://127.0.0.1:{port}"),
-                    make_env("searchqa")):
+        for options in ({"retriever": f"http://127.0.0.1:{port}"}, {}):
+            env = make_env("searchqa", **options)
             env.reset(5)
             steps.append(env.step(f"<search>{title}</search>"))
     assert steps[0] == steps[1]
-    expected_body = {"queries": [title], "topk": 3, "return_scores": True}
-    assert requests_seen == [("/retrieve", expected_body)]
+    assert seen == [("/retrieve", {"queries": [title], "topk": 3, "return_scores": True})]
     assert split_contents('"A "b" c"\ntext\nmore') == ('A "b" c', "text\nmore")
 
 
-BODIES = {"500": b'{"result": [[]]}', "garbage": b"\xff{", "other": b'{"result": [[{"score": 1}]]}',
-          "deep": b"[" * 100_000}
-
-
-@pytest.mark.parametrize("fault", ["500", "garbage", "other", "deep", "slow", "gone"])
-def test_a_retrieval_server_that_fails_is_an_env_error(fault, tiny):
+@pytest.mark.parametrize("status, body", [
+    (500, b'{"result": [[]]}'), (200, b"\xff{"), (200, b'{"result": [[{"score": 1}]]}'),
+    (200, b"[" * 100_000), ("slow", b"{}"), ("gone", b"{}")])
+def test_a_retrieval_server_that_fails_is_an_env_error(status, body):
     def answer(request):
-        if fault == "slow":
-            time.sleep(1.5)
-        return 500 if fault == "500" else 200, {}, BODIES.get(fault, b"{}")
-
-    class Searching(SearchQA):
-        """Whatever the model replies is taken as a search, as the tiny model may not write one."""
-
-        def step(self, action):
-            self.retriever.timeout = 0.5
-            return super().step("<search>Tavi</search>")
+        time.sleep(0.6 if status == "slow" else 0)
+        return 200 if status == "slow" else status, {}, body
 
     with serving(answer) as port:
-        url = f"http://127.0.0.1:{9 if fault == 'gone' else port}"
-        with EnvPool(make=lambda name: Searching(retriever=url)) as pool:
-            (t,) = rollout(*tiny, pool, ["searchqa_0"], 2, max_tokens=4, retries=0)
-    assert t.status == "env_error" and "/retrieve" in t.error and t.reward == 0
+        port = 9 if status == "gone" else port
+        env = SearchQA(retriever=f"http://127.0.0.1:{port}")
+        env.retriever.timeout = 0.3
+        env.reset(0)
+        with pytest.raises(EnvError, match="/retrieve"):
+            env.step("<search>Tavi</search>")

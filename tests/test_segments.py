@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import requests
 import torch
-from conftest import ROOT, plain_logprobs, random_model, run_script
+from conftest import ROOT, plain_logprobs, random_model
 from test_rollout import scripted
 from test_train import TINIEST, assert_same, completed, metrics, refused
 
@@ -57,10 +58,15 @@ def play(model, pool, agent_name, **changes):
     return rollout(*model, pool, ITEMS, how.pop("horizon"), **how)
 
 
-def segments_of(t):
-    """Yield each segment's tokens, mask and recorded log-probs [1, T]."""
+def segments_of(t, *columns):
+    """Yield each segment's tokens, mask, recorded log-probs and other columns [1, T]."""
     for start, end in t.spans():
-        yield [torch.tensor([row[start:end]]) for row in (t.tokens, t.mask, t.logprobs)]
+        yield [torch.tensor([row[start:end]]) for row in (t.tokens, t.mask, t.logprobs, *columns)]
+
+
+def sampled_of(t):
+    """The tokens that the policy sampled."""
+    return [token for token, sampled in zip(t.tokens, t.mask) if sampled]
 
 
 def check_logprobs(model, t, tolerance):
@@ -85,37 +91,32 @@ def test_each_token_is_sampled_once_with_the_log_prob_of_its_segment_alone(
         return add_token(episode, token, *numbers)
 
     monkeypatch.setattr(rollouts.Episode, "add_token", noted)
-    played = play(tiny, pool, name)
+    stats = {}
+    played = play(tiny, pool, name, stats=stats)
     assert all(t.status in (Status.DONE, Status.HORIZON) for t in played)
     assert (max(len(t.starts) for t in played) > 1) == (name not in ONE_SEGMENT)
     assert max(t.turns for t in played) > 2
     for t in played:
-        assert [token for token, mask in zip(t.tokens, t.mask) if mask] == drawn[id(t)]
+        assert sampled_of(t) == drawn[id(t)]
         assert len(update.reply_spans(t.mask)) == t.turns
         assert t.starts[0] == 0 and not any(t.mask[start] for start in t.starts)
         check_logprobs(tiny[0], t, 1e-4)
+    if name == "window":  # a new segment copies the prefix that it shares
+        assert stats["forwarded"] < 0.8 * sum(len(t.tokens) for t in played)
     said = attrgetter("tokens", "starts", "reward", "status")
     hf = play(tiny, pool, name, engine="hf", slots=2)
     assert [*map(said, hf)] == [*map(said, played)]
-    assert [t.to_json() for t in play(tiny, pool, name)] == [t.to_json() for t in played]
-
-
-def test_a_new_segment_copies_the_prefix_that_it_shares(tiny, pool):
-    stats = {}
-    played = play(tiny, pool, "window", stats=stats)
-    assert stats["forwarded"] < 0.8 * sum(len(t.tokens) for t in played)
 
 
 def test_the_longest_segment_is_limited_and_not_the_trajectory(tiny, pool):
-    whole = play(tiny, pool, "react", horizon=8)
-    longest = max(len(t.tokens) for t in whole)
+    longest = max(len(t.tokens) for t in play(tiny, pool, "react", horizon=8))
     cut = play(tiny, pool, "react", horizon=8, max_length=longest - 40)
     assert Status.LENGTH in {t.status for t in cut}
-    windows = play(tiny, pool, "window", horizon=8, max_length=longest - 40)
+    windows, unlimited = (play(tiny, pool, "window", horizon=8, **limit)
+                          for limit in (dict(max_length=longest - 40), {}))
     assert {t.status for t in windows} <= {Status.DONE, Status.HORIZON}
     assert max(len(t.tokens) for t in windows) > longest
-    assert [t.to_json() for t in windows] == [
-        t.to_json() for t in play(tiny, pool, "window", horizon=8)]
+    assert [t.to_json() for t in windows] == [t.to_json() for t in unlimited]
     assert max(end - start for t in windows for start, end in t.spans()) < longest - 40
 
 
@@ -182,6 +183,17 @@ SAYS = ["<think>\nwhere am I?\n</think>\n\nlook", "jump", "<think>hm</think>look
         "<think>\nenough\n</think>", "stop"]
 
 
+def say(model, echoes, monkeypatch, replies, **how):
+    """Play an episode in which the policy writes these replies -> trajectory, ids of the
+    replies."""
+    tokenizer = model[1]
+    written = [tokenizer.encode(text) + tokenizer.encode(tokenizer.eos_token) for text in replies]
+    rest = scripted(monkeypatch, sum(written, []))
+    (t,) = rollout(*model, echoes, ["echo_1"], 9, action_format="plain", max_tokens=60, **how)
+    assert next(rest, None) is None
+    return t, written
+
+
 @pytest.mark.parametrize("name", ["react", "window", "last_two"])
 @pytest.mark.parametrize("template_args", ["", "enable_thinking=false"])
 def test_every_prompt_is_what_the_template_writes(
@@ -189,39 +201,30 @@ def test_every_prompt_is_what_the_template_writes(
     """As text, and as ids: the scripted replies have the ids that the tokenizer gives them."""
     model, tokenizer = thinking
     tokenizer = copy.deepcopy(tokenizer)
-    if template_args and template_args.split("=")[0] not in tokenizer.chat_template:
+    if template_args and "enable_thinking" not in tokenizer.chat_template:
         pytest.skip("this template has no such switch")
     tokenizer.tried_template = agent.try_template(tokenizer, chat_args=template_args)
-    arguments = agent.read_settings(template_args, "")
+    template = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True,
+                       **agent.read_settings(template_args, ""))
     asked = []  # the messages of every prompt
     send = Play.send
     monkeypatch.setattr(Play, "send", lambda *how: asked.append(send(*how)) or asked[-1])
-    end = tokenizer.encode(tokenizer.eos_token)
-    assert len(end) == 1
     chat = Chat(tokenizer)
     assert chat.drops_thoughts and chat.history == "template"
-    assert chat._encode(SAYS[0]) == tokenizer.encode(SAYS[0])
-    written = [tokenizer.encode(text) + end for text in SAYS]
-    rest = scripted(monkeypatch, sum(written, []))
-    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 9, max_tokens=60, action_format="plain",
-                   parse="strict", **AGENTS[name])
-    assert next(rest, None) is None and t.turns == len(SAYS) and t.status == Status.DONE
+    t, written = say((model, tokenizer), echoes, monkeypatch, SAYS, parse="strict", **AGENTS[name])
+    assert t.turns == len(SAYS) and t.status == Status.DONE
     spans = update.reply_spans(t.mask)
     assert [t.tokens[a:b] for a, b in spans] == written
     control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for (place, _), messages in zip(spans, asked):
         start = max(s for s in t.starts if s <= place)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                             **arguments)
         ids = t.tokens[start:place]
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids) == template(messages)
         # The ids: where the messages hold no text of a control token, the whole text is encoded
         # at once to the same.
         harmless = [m | {"content": re.sub(r"[\W_]+", " ", m["content"]).strip()}
                     if m["role"] == "user" else m for m in messages]
-        text = tokenizer.apply_chat_template(harmless, tokenize=False, add_generation_prompt=True,
-                                             **arguments)
-        expected = tokenizer.encode(text, split_special_tokens=False)
+        expected = tokenizer.encode(template(harmless), split_special_tokens=False)
         assert chat.prompt(harmless) == expected
         assert Counter(i for i in ids if i in control) == Counter(
             i for i in expected if i in control)
@@ -234,17 +237,13 @@ def test_every_prompt_is_what_the_template_writes(
 
 
 def test_history_append_keeps_every_reply_as_it_was_sampled(thinking, echoes, monkeypatch):
-    model, tokenizer = thinking
-    end = tokenizer.encode(tokenizer.eos_token)
-    written = [tokenizer.encode(text) + end for text in (SAYS[0], SAYS[2], "stop")]
-    scripted(monkeypatch, sum(written, []))
-    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 9, max_tokens=60, action_format="plain",
-                   history="append")
-    assert len(t.starts) == 1
-    assert [token for token, sampled in zip(t.tokens, t.mask) if sampled] == sum(written, [])
+    replies = [SAYS[0], SAYS[2], "stop"]
+    t, written = say(thinking, echoes, monkeypatch, replies, history="append")
+    assert len(t.starts) == 1 and sampled_of(t) == sum(written, [])
 
 
 TOOL = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+WEIGH = [{"type": "function", "function": {"name": "weigh", "parameters": {}}}]
 
 
 @pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\ncount", "<think>hm</think>count",
@@ -263,10 +262,8 @@ def test_tools_and_their_answers_are_what_the_template_writes(thinking, said):
                                 for m in shown], TOOL)
         assert ids.count(end) == harmless.count(end)
     if ids != chat.prompt(shown):  # the template shows tools
-        tools = copy.deepcopy(TOOL)
-        tools[0]["function"]["name"] = tokenizer.eos_token
         with pytest.raises(ValueError, match="control token"):
-            chat.prompt(messages, tools)
+            chat.prompt(messages, [{"type": "function", "function": {"name": tokenizer.eos_token}}])
 
 
 def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(
@@ -274,10 +271,9 @@ def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(
     """Replies are written character by character, and "look" twice in different ids. The user's
     message quotes a reply."""
     tokenizer = tiny[1]
-    end = [tokenizer.eos_token_id]
     apart = [token for character in "look" for token in tokenizer.encode(character)]
-    assert apart != tokenizer.encode("look")
     written = [tokenizer.encode("look"), apart, apart]
+    assert written[0] != apart
 
     def quoting(play):
         turns, observation = [], play.reset()
@@ -287,80 +283,61 @@ def test_old_replies_keep_their_sampled_ids_and_other_messages_do_not_get_them(
             play.act(reply)
             observation = reply
 
-    scripted(monkeypatch, [token for ids in written for token in ids + end])
+    scripted(monkeypatch, [i for ids in written for i in (*ids, tokenizer.eos_token_id)])
     (t,) = rollout(*tiny, echoes, ["echo_1"], 3, agent=quoting, max_tokens=20,
                    action_format="plain")
     assert len(t.starts) == 3
     last = t.tokens[t.starts[2]:]
     start, stop = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.encode("<|im_end|>\n")
-
-    def holds(part):
-        return any(last[i:i + len(part)] == part for i in range(len(last)))
-
-    assert holds(start + written[0] + stop) and holds(start + written[1] + stop)
     quoted = tokenizer.encode("<|im_start|>user\nlook<|im_end|>")
-    assert sum(last[i:i + len(quoted)] == quoted for i in range(len(last))) == 2
-
-
-def test_rows_in_lockstep_of_which_some_begin_a_segment(tiny, pool):
-    def sometimes(play):
-        yield from agent.window(play, keep=1) if play.number % 2 else agent.react(play)
-
-    both = [rollout(*tiny, pool, ["babyai_8", "babyai_50", "babyai_90", "babyai_19"], 4,
-                    agent=sometimes, max_tokens=12, engine=engine) for engine in ("hf", None)]
-    assert [t.tokens for t in both[0]] == [t.tokens for t in both[1]]
-    assert {len(t.starts) > 1 for t in both[0]} == {False, True}
-    for t, other in zip(*both):
-        assert other.logprobs == pytest.approx(t.logprobs, abs=2e-4)
+    for part, count in ((start + written[0] + stop, 1), (start + apart + stop, 1), (quoted, 2)):
+        assert sum(last[i:i + len(part)] == part for i in range(len(last))) == count
 
 
 def test_other_tools_begin_a_segment(thinking, echoes, monkeypatch):
-    model, tokenizer = thinking
-    if "tools" not in tokenizer.chat_template:
+    if "tools" not in thinking[1].chat_template:
         pytest.skip("this template shows no tools")
 
     def changing(play):
         messages = [user(play.reset())]
-        for name in ("count", "count", "weigh"):
-            play.tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
+        for play.tools in (TOOL, TOOL, WEIGH):
             messages += [assistant((yield messages)), user("More.")]
 
-    scripted(monkeypatch, (tokenizer.encode("look") + tokenizer.encode(tokenizer.eos_token)) * 3)
-    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 3, agent=changing, max_tokens=9,
-                   history="append")
+    t, _ = say(thinking, echoes, monkeypatch, ["look"] * 3, agent=changing, history="append")
     assert len(t.starts) == 2
-    assert "weigh" in tokenizer.decode(t.segment())
+    assert "weigh" in thinking[1].decode(t.segment())
 
 
 def test_a_template_with_channels_drops_the_analysis_in_a_new_segment(
         channels, echoes, monkeypatch):
-    model, tokenizer = channels
     analysis = "<|channel|>analysis<|message|>left or right?<|end|>"
     final = "<|start|>assistant<|channel|>final<|message|>"
-    replies = [analysis + final + "look<|return|>", final[18:] + "stop<|return|>"]
-    scripted(monkeypatch, sum(map(tokenizer.encode, replies), []))
-    (t,) = rollout(model, tokenizer, echoes, ["echo_1"], 4, max_tokens=60, engine="hf",
-                   action_format="plain")
+    replies = [f"{analysis}{final}look", "<|channel|>final<|message|>stop"]
+    t, _ = say(channels, echoes, monkeypatch, replies, engine="hf")
     assert len(t.starts) == 2 and t.success
-    first, second = (tokenizer.decode(t.tokens[a:b]) for a, b in t.spans())
+    first, second = (channels[1].decode(t.tokens[a:b]) for a, b in t.spans())
     assert "left or right?" in first and "left or right?" not in second
     assert f"{final}look<|end|><|start|>user" in second
 
 
-SYSTEM = [{"role": "system", "content": "Be brief."}, user("Go.")]
-
-
 def test_a_system_message_stands_where_the_template_has_it_or_before_the_first_message(
         tiny, thinking):
+    messages = [{"role": "system", "content": "Be brief."}, user("Go.")]
     for tokenizer in (tiny[1], thinking[1]):
-        text = tokenizer.apply_chat_template(SYSTEM, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert "Be brief." in text
-        assert tokenizer.decode(Chat(tokenizer).prompt(SYSTEM)) == text
-    without = copy.deepcopy(tiny[1])
-    without.chat_template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}"
-                             "{% endif %}" + without.chat_template)
+        assert tokenizer.decode(Chat(tokenizer).prompt(messages)) == text
+    without = refusing(tiny[1], "system")
     assert "<|im_start|>user\nBe brief.\n\nGo.<|im_end|>" in without.decode(
-        Chat(without).prompt(SYSTEM))
+        Chat(without).prompt(messages))
+
+
+def refusing(tokenizer, role):
+    """A copy of the tokenizer, whose template refuses a first message of this role."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (f"{{% if messages[0].role == '{role}' %}}{{{{ raise_exception('no')"
+                               f" }}}}{{% endif %}}{tokenizer.chat_template}")
+    return tokenizer
 
 
 # ---- what is learnt ----
@@ -373,39 +350,50 @@ def segmented(tiny, pool):
         return [*play(tiny, pool, "window"), *play(tiny, pool, "two_calls", step=1)]
 
 
-@pytest.mark.parametrize("mode, microbatch", [("token", 1), ("sequence", 400), ("token", 10**6)])
+@pytest.mark.parametrize("played, mode, microbatch", [
+    ("trajectories", "token", 1), ("trajectories", "sequence", 1), ("segmented", "token", 1),
+    ("segmented", "sequence", 400), ("segmented", "token", 10**6)])
 def test_an_update_takes_the_step_of_the_plain_loss_of_each_segment_alone(
-        tiny, segmented, mode, microbatch):
-    cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--kl_coef", "0",
+        tiny, request, played, mode, microbatch):
+    """The oracle: the loss of the whole batch, token by token. Trajectory 1 has advantage 0,
+    trajectory 2 is of a failed environment."""
+    cfg = parse_config(["--out", "runs/never-made", "--minibatches", "1", "--kl_coef", "0.3",
                         "--microbatch_tokens", str(microbatch), "--entropy_coef", "0.2",
+                        "--loss_args", "clip_high=0.3",
                         "--set", "max_grad_norm=1e9", f"aggregation={mode}"])
     generator = torch.Generator().manual_seed(0)
-    played = copy.deepcopy(segmented[::2])
+    played = copy.deepcopy(request.getfixturevalue(played)[:8:2])
+    played[2].status = Status.ENV_ERROR
+    references = []
     for number, t in enumerate(played):
         t.group = number
-        noise = torch.randn(len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
-        t.logprobs = (torch.tensor(t.logprobs) + noise).tolist()
-    advantages = [1.5 - number for number in range(len(played))]
-    batch = update.collate(played, advantages=advantages)
-    model = copy.deepcopy(tiny[0])
+        noise = torch.randn(2, len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
+        references.append((torch.tensor(t.logprobs) + noise[0]).tolist())
+        t.logprobs = (torch.tensor(t.logprobs) + noise[1]).tolist()
+    advantages = [1.5, 0.0, -0.5, -1.5][:len(played)]
+    batch = update.collate(played, advantages=advantages, ref_logprobs=references)
+    model, plain = copy.deepcopy(tiny[0]), copy.deepcopy(tiny[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = update.update(played, batch, cfg, 0, model, optimizer)
 
-    plain = copy.deepcopy(tiny[0])
-    sums, counts = [], []
-    for t, advantage in zip(played, advantages, strict=True):
+    sums, counts = [], []  # one for each trajectory
+    for t, advantage, reference in zip(played, advantages, references, strict=True):
+        if t.status == Status.ENV_ERROR:
+            continue
         losses = []
-        for ids, mask, old in segments_of(t):
+        for ids, mask, old, ref in segments_of(t, reference):
             logp, entropy = plain_logprobs(plain, ids, mask)
             ratio = (logp - old).exp()
-            clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            losses += (-clipped - 0.2 * entropy)[mask]
+            clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+            k3 = (ref - logp).exp() - (ref - logp) - 1
+            losses += (-clipped + 0.3 * k3 - 0.2 * entropy)[mask]
         sums.append(sum(losses))
         counts.append(len(losses))
     loss = sum(sums) / sum(counts)
     if mode == "sequence":
         loss = sum(total / count for total, count in zip(sums, counts)) / len(counts)
     loss.backward()
+    assert len(set(counts)) > 1
     assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
     for p, q, before in zip(model.parameters(), plain.parameters(), tiny[0].parameters()):
         torch.testing.assert_close(p, before - q.grad, atol=1e-5, rtol=0)
@@ -421,18 +409,15 @@ def test_advantages_walk_over_the_sampled_tokens_of_all_segments(
     cfg = parse_config(["--out", "runs/never-made", "--algo", algo, "--algo_args", settings,
                         "--kl_coef", "0"])
     played = copy.deepcopy(segmented)
-    critic = rl.Critic("tiny")
-    with torch.no_grad():
-        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    critic.eval()
+    critic = rl.Critic("tiny").requires_grad_(False).eval()
+    critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
     batch = update.advantages_of(played, cfg, torch.device("cpu"), critic=critic)
     expected = []
     for t in played:
         values = [0.0] * len(t.tokens)
         if algo == "ppo":
-            with torch.no_grad():
-                values = [value for ids, mask, _ in segments_of(t)
-                          for value in critic(ids, mask)[0].tolist()]
+            values = [value for ids, mask, _ in segments_of(t)
+                      for value in critic(ids, mask)[0].tolist()]
         own, after, value_after = [], 0.0, 0.0
         for place in reversed([i for i, sampled in enumerate(t.mask) if sampled]):
             delta = t.rewards[place] + gamma * value_after - values[place]
@@ -447,31 +432,17 @@ def test_advantages_walk_over_the_sampled_tokens_of_all_segments(
     assert max(len(t.starts) for t in played) > 2
 
 
-def test_grpo_gives_a_trajectorys_advantage_to_the_sampled_tokens_of_all_its_segments(segmented):
-    cfg = parse_config(["--out", "runs/never-made"])
-    played = copy.deepcopy(segmented[:6])
-    for number, t in enumerate(played):
-        t.reward = float(number % 2)  # of the two samples of an item
-    batch = update.advantages_of(played, cfg, torch.device("cpu"))
-    for row, t in zip(batch["advantages"].tolist(), played):
-        values = {a for a, sampled in zip(row, t.mask) if sampled}
-        assert len(values) == 1 and abs(values.pop()) == pytest.approx(0.5**0.5, abs=1e-3)
-        assert not any(a for a, sampled in zip(row, t.mask) if not sampled)
-
-
 # ---- agents and their faults ----
 
 
 def test_what_an_agent_does_between_two_replies_is_the_last_replys():
     def several(play):
-        messages = [*play.start(), user(play.reset())]
-        reply = yield messages
+        reply = yield [user(play.reset())]
         play.turn.valid = False  # as after an invalid action
         play.step(reply)
         play.step("again")
         play.earn(0.25)
-        reply = yield [*messages, assistant(reply), user("more")]
-        play.act(reply)
+        play.act((yield [user("more")]))
 
     episode = Play(Echo(), "echo_1", 5, agent.load_agent(several))
     episode.send()
@@ -500,17 +471,14 @@ def test_a_message_that_the_agent_writes_itself_extends_the_segment_and_is_not_l
 
 
 def yields(*prompts):
-    """An agent that yields these prompts, and then ends the episode."""
+    """An agent that yields these prompts, or raises one, and then ends the episode."""
     def agent(play):
         play.reset()
         for prompt in prompts:
+            if isinstance(prompt, Exception):
+                raise prompt
             _ = yield prompt
     return agent
-
-
-def broken(play):
-    yield [user(play.reset())]
-    raise KeyError("a bug")
 
 
 def early(play):
@@ -522,9 +490,9 @@ def early(play):
 @pytest.mark.parametrize("function, says", [
     (yields([{"role": "user", "content": None}]), "TypeError"),
     (yields([user("Go.")], [user("\ud800")]), "UnicodeEncodeError"),
-    (broken, "KeyError: 'a bug'"), (yields(), "before the first reply"),
-    (early, "belongs to no reply"), (yields([]), "the last message"),
-    (yields([user("Go."), assistant("I went.")]), "the last message")])
+    (yields([user("Go.")], KeyError("a bug")), "KeyError: 'a bug'"),
+    (yields(), "before the first reply"), (early, "belongs to no reply"),
+    (yields([]), "the last message"), (yields([assistant("I went.")]), "the last message")])
 @pytest.mark.parametrize("is_instant", [True, False])
 def test_a_bug_of_an_agent_ends_the_run(tiny, echoes, function, says, is_instant):
     function.instant = is_instant
@@ -535,13 +503,9 @@ def test_a_bug_of_an_agent_ends_the_run(tiny, echoes, function, says, is_instant
 class Faulty(Echo):
     def reset(self, item):
         self.item = item
-        if item == 1:
-            raise ValueError("no such item")
-        if item == 2:
-            return None
-        if item == 5:
-            raise StopIteration
-        return "Go."
+        if item in (1, 5):
+            raise ValueError("no such item") if item == 1 else StopIteration
+        return None if item == 2 else "Go."
 
     def step(self, action):
         if self.item == 4:
@@ -559,20 +523,20 @@ def deaf(play):
             messages += [assistant(reply), user("Never mind.")]
 
 
-@pytest.mark.parametrize("item, player", [*[(f"echo_{i}", "window") for i in (2, 3, 4, 5)],
-                                          ("echo_3", deaf)])
+@pytest.mark.parametrize("item, player", [
+    *((f"echo_{number}", "window") for number in (2, 3, 4, 5)), ("echo_3", deaf)])
 def test_a_fault_of_the_world_is_an_env_error_under_any_agent_also_if_it_is_caught(
         tiny, item, player):
     with EnvPool(make=lambda _: Faulty()) as pool:
-        (t,) = rollout(*tiny, pool, [item], 4, agent=player, max_tokens=5, retries=0,
-                       action_format="plain")
+        play = partial(rollout, *tiny, pool, horizon=4, max_tokens=5, action_format="plain")
+        (t,) = play([item], agent=player, retries=0)
         assert t.status == Status.ENV_ERROR
         with pytest.raises(ItemError, match="no such item"):
-            rollout(*tiny, pool, ["echo_1"], 4, agent="window", max_tokens=5)
+            play(["echo_1"], agent="window")
 
 
 def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
-    closed = []
+    closed = []  # whether in the main thread
 
     def closing(play):
         try:
@@ -582,23 +546,21 @@ def test_generators_are_closed_in_the_thread_of_their_environment(tiny):
             play.reset()  # the environment is still its own
             closed.append(threading.current_thread() is threading.main_thread())
 
-    def interrupt(queue):
-        raise KeyboardInterrupt
-
     closing.instant = True
     with EnvPool(make=lambda _: Echo()) as pool:
-        rollout(*tiny, pool, ["echo_1", "echo_2"], 2, agent=closing, max_tokens=3, samples=2)
+        play = partial(rollout, *tiny, pool, horizon=2, agent=closing, max_tokens=3)
+        play(["echo_1", "echo_2"], samples=2)
         with pytest.raises(KeyboardInterrupt):
-            rollout(*tiny, pool, ["echo_3"], 2, agent=closing, max_tokens=3, on_step=interrupt)
+            play(["echo_3"], on_step=Mock(side_effect=KeyboardInterrupt))
     assert closed == [False] * 5
 
 
 def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
-    in_main_thread = []
+    in_main_thread = set()
 
     def waiting(play):
         while True:
-            in_main_thread.append(threading.current_thread() is threading.main_thread())
+            in_main_thread.add(threading.current_thread() is threading.main_thread())
             yield [user(play.reset())]
             if play.number == 2:
                 time.sleep(2.5)
@@ -608,7 +570,7 @@ def test_an_agent_that_may_wait_runs_in_no_main_thread_and_has_a_deadline(tiny):
                      max_tokens=3, deadline=0.5, retries=0)
     assert time.monotonic() - began < 2.5
     assert [t.status for t in played] == [Status.HORIZON, Status.ENV_ERROR]
-    assert "timeout" in played[1].error and in_main_thread and not any(in_main_thread)
+    assert "timeout" in played[1].error and in_main_thread == {False}
 
 
 def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_it(tmp_path):
@@ -618,11 +580,10 @@ def test_a_run_goes_on_with_the_source_of_its_agent_alone_and_is_evaluated_with_
     args = [*TINIEST, "--agent", f"{path}:agent", "--out", tmp_path / "r"]
     completed(*args)
     envs._load_file.cache_clear()  # another process would import it anew
-    path.write_text(source.replace("(an earlier observation)", "(gone)"))
-    args += ["--resume", "--steps", "2"]
-    assert "another source of agent" in refused(*args)
+    path.write_text(source + "# changed")
+    assert "agent_sha256" in refused(*args, "--resume", "--steps", "2")
     path.write_text(source)
-    completed(*args)
+    completed(*args, "--resume", "--steps", "2")
     evaluation = ["--model", tmp_path / "r/final", "--items", "2"]
     completed(*evaluation, script="eval.py")
     path.unlink()
@@ -639,9 +600,9 @@ def test_an_expert_plays_for_any_agent_that_asks_for_actions(tiny, tmp_path):
             segment = tiny[1].decode(t.tokens[start:end])
             assert segment.endswith(f"assistant\n{reply['content']}<|im_end|>")
             assert segment.count("<|im_start|>") == 4  # instructions, OK, observation, reply
-    done = run_script("sft.py", "--demos", "4", "--agent", "summary", "--agent_args", "every=1",
-                      "--out", tmp_path / "s")
-    assert done.returncode == 2 and "has no SUMMARY" in done.stderr
+    cfg.agent, cfg.agent_args = "summary", "every=1"
+    with pytest.raises(envs.UserError, match="has no SUMMARY"):
+        sft.expert_trajectories(cfg, Chat(tiny[1]), "train", 6, 0.3)
 
 
 # ---- programs that somebody else wrote ----
@@ -650,21 +611,21 @@ def test_an_expert_plays_for_any_agent_that_asks_for_actions(tiny, tmp_path):
 def client(url, item, behaviour):
     """A program with `openai` that plays three turns, or does something wrong with item 2."""
     from openai import OpenAI
-    if behaviour == "silent" and item == 2:
+    fault = behaviour if item == 2 else ""
+    if fault == "silent":
         return 1.0
     speaker = OpenAI(base_url=url, api_key="none", max_retries=0)
     messages = [{"role": "system", "content": "You play."}, {"role": "user", "content": f"{item}?"}]
-    for turn in range(3):
+    for _ in range(3):
         answer = speaker.chat.completions.create(model="policy", messages=messages, tools=TOOL)
         said = answer.choices[0].message.content
         assert answer.choices[0].finish_reason in ("stop", "length")
-        if item == 2 and turn == 1:
-            if behaviour == "crash":
-                raise RuntimeError("their bug")
-            if behaviour == "hang":
-                time.sleep(60)
+        if fault == "crash":
+            raise RuntimeError("their bug")
+        if fault == "hang":
+            time.sleep(60)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
-    return None if behaviour == "nothing" and item == 2 else len(said) % 2
+    return None if fault == "nothing" else len(said) % 2
 
 
 fine, crash, hang, nothing, silent = (
@@ -678,15 +639,18 @@ def foreign(tiny, name, horizon=6, **changes):
         return rollout(*tiny, pool, ["echo_1", "echo_2", "echo_3"], horizon, **how)
 
 
-@pytest.mark.parametrize("name, error", [("crash", "their bug"), ("nothing", "NoneType"),
-                                         ("hang", "3 s"), ("silent", "after 0 requests")])
-def test_a_program_that_fails_costs_its_own_episode(tiny, name, error):
+@pytest.fixture(scope="module")
+def good(tiny):
     pytest.importorskip("openai")
-    good = foreign(tiny, "fine")
+    return foreign(tiny, "fine")
+
+
+@pytest.mark.parametrize("name, error", [("crash", "their bug"), ("nothing", "NoneType"),
+                                         ("hang", "2 s"), ("silent", "after 0 requests")])
+def test_a_program_that_fails_costs_its_own_episode(tiny, good, name, error):
     assert all(t.status == Status.DONE and t.turns == 3 for t in good)
     assert {t.reward for t in good} == {0.0, 1.0}
-    played = foreign(tiny, name, deadline=3.0)
-    for before, t in zip(good, played):
+    for before, t in zip(good, foreign(tiny, name, deadline=2.0)):
         if t.item == "echo_2":
             assert t.status == Status.ENV_ERROR and error in t.error
         else:
@@ -729,10 +693,7 @@ def bad_role(url, item):
 
 def test_messages_that_the_template_refuses_are_a_400_and_the_episode_goes_on(tiny):
     pytest.importorskip("openai")
-    tokenizer = copy.deepcopy(tiny[1])
-    tokenizer.chat_template = ("{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}"
-                               "{% endif %}" + tokenizer.chat_template)
-    played = foreign((tiny[0], tokenizer), "bad_role")
+    played = foreign((tiny[0], refusing(tiny[1], "tool")), "bad_role")
     assert {(t.status, t.reward, t.turns) for t in played} == {(Status.DONE, 1.0, 3)}
 
 
@@ -761,22 +722,17 @@ def test_a_program_that_outlives_its_episode_is_killed(tiny, tmp_path):
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
-ASKS = {"messages": [user("x")]}
-
-
 @pytest.mark.parametrize("body, says", [
-    ({"messages": [user("\ud800")]}, "Unicode"), (ASKS | {"stream": True}, "stream"),
-    (ASKS | {"n": 2}, "one reply"), ({"messages": []}, "messages"), ({}, "messages"),
+    ({"messages": [user("\ud800")]}, "Unicode"), ({"stream": True}, "stream"), ({}, "messages"),
     ({"messages": [assistant("x")]}, "not the model's own"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
     ({"messages": [assistant("") | {"tool_calls": [{}]}, user("x")]}, "tool_calls"),
-    ("[" * 10**5, "RecursionError"), ("{", "JSONDecodeError"), (2**40, "at most"),
-])
+    ("[" * 10**5, "RecursionError"), ("{", "JSONDecodeError"), (b"", "at most")])
 def test_a_request_that_the_endpoint_does_not_take_is_told_why(body, says):
     server = envs.load_named("examples/foreign.py:server", {}, "server")()
     how = {"json": body} if isinstance(body, dict) else {"data": body}
-    if isinstance(body, int):
-        how = {"data": b"", "headers": {"Content-Length": str(body)}}
+    if not body and says == "at most":
+        how["headers"] = {"Content-Length": str(2**40)}
     answer = requests.post(f"{server.url}/x/v1/chat/completions", timeout=9, **how)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"]
     assert server.server_address[0] == "127.0.0.1"
@@ -801,8 +757,7 @@ def test_the_endpoint_is_trained_on_by_openais_package_twice_bit_for_bit(tmp_pat
 
 
 def test_an_example_needs_no_more_than_its_file():
-    for name in EXAMPLES:
-        assert agent.load_agent(f"examples/{name}.py:agent").instant
+    assert all(agent.load_agent(f"examples/{name}.py:agent").instant for name in EXAMPLES)
     calculate = envs.load_named("examples/tools.py:calculate", {}, "function")
     assert [calculate(x) for x in ("3 * (4 - 1)", "-2 / 4")] == ["9", "-0.5"]
     for text in ("__import__('os')", "9 ** 9 ** 9", "1 / 0", "(" * 500, "x"):
@@ -810,15 +765,13 @@ def test_an_example_needs_no_more_than_its_file():
 
 
 def test_the_hash_of_an_agent_is_that_of_its_files(tmp_path):
-    def hashed(settings):
-        return agent.hash_of_sources("examples/foreign.py:agent", settings)
-
+    hashed = partial(agent.hash_of_sources, "examples/foreign.py:agent")
     path = tmp_path / "a.py"
     path.write_text("x = 1\n")
     first = hashed(f"run={path}:run")
-    assert first == hashed(f"run={path}:run") == hashed(f"command='python {path}'")
+    assert first == hashed(f"command='python {path}'")
     path.write_text("x = 2\n")
-    others = {hashed(settings) for settings in (
-        f"run={path}:run", "run=worlds.babyai:BabyAI", "run=worlds.textcraft:TextCraft")}
-    assert len(others | {first}) == 4
+    others = map(hashed, (f"run={path}:run", "run=worlds.babyai:BabyAI",
+                          "run=worlds.textcraft:TextCraft"))
+    assert len({first, *others}) == 4
     assert agent.hash_of_sources("window") == ""

@@ -3,16 +3,11 @@
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run_script
-from test_train import ENV, metrics, read_jsonl
+from test_train import begin, completed, metrics, read_jsonl, refused
 
 import agent
 import envs
@@ -35,8 +30,7 @@ def config_of(tmp_path, *args):
 def reference(tmp_path_factory):
     """The folder of a small run that was not interrupted."""
     out = tmp_path_factory.mktemp("sft") / "a"
-    done = run_script("sft.py", *SMALL, "--out", out, "--save_every", "2", "--eval_every", "3")
-    assert done.returncode == 0, done.stderr
+    completed(*SMALL, "--out", out, "--save_every", "2", "--eval_every", "3", script="sft.py")
     return out
 
 
@@ -52,7 +46,8 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
         t = sft.demonstrate(env, item, chat, cfg, 0.5, random.Random(item))
         # Play it again, and ask the expert what it would have done.
         observation = env.reset(int(item.split("_")[1]))
-        ids = chat.start(agent.instructions(env.prompt, "react"), observation)
+        ids = chat.prompt([agent.user(agent.instructions(env.prompt, "react")),
+                           agent.assistant("OK"), agent.user(observation)])
         assert t.tokens[: len(ids)] == ids
         place = len(ids)
         for reply, answer in zip(t.messages[3::2], t.messages[4::2]):
@@ -67,7 +62,7 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
             assert step.observation == answer["content"]
             place += len(ids)
             if not step.done and answer is not t.messages[-1]:  # a last one has no tokens
-                between = chat.turn(step.observation, closed=True)
+                between = chat.turns([agent.user(step.observation)], True)
                 assert not any(t.mask[place : place + len(between)])
                 place += len(between)
         assert place == len(t.tokens)
@@ -136,8 +131,7 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"
     assert len(read_jsonl(reference / "demos.jsonl")) == 12
     assert rl.load_policy(str(reference / "final"))[0].dtype == torch.float32
-    done = run_script("view.py", reference)
-    assert done.returncode == 0, done.stderr
+    completed(reference, script="view.py")
     assert (reference / "curves.png").stat().st_size > 10_000
 
 
@@ -146,25 +140,26 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
 
 def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny, tmp_path, capsys):
     path, chat = reference / "demos.jsonl", Chat(tiny[1])
+
+    def read(*flags, path=path):
+        return sft.read_demonstrations(path, chat, config_of(tmp_path, "--trajectories", str(path),
+                                                             *flags))
+
     rows = read_jsonl(path)
-    found = sft.read_demonstrations(path, chat)
+    found = read()
     assert [(t.item, t.tokens, t.mask) for t in found] == [
         (row["item"], row["tokens"], row["mask"]) for row in rows]
     # Empty lines, and line separators in texts, are no damage.
     rows[0]["messages"][-1]["content"] += "\u2028end"
     (tmp_path / "t").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    again = sft.read_demonstrations(tmp_path / "t", chat)
+    again = read(path=tmp_path / "t")
     assert again[0].messages[-1]["content"].endswith("\u2028end") and again[1:] == found[1:]
 
     # What the flags leave out.
-    def read(*flags):
-        return sft.read_demonstrations(path, chat, config_of(tmp_path, "--trajectories", str(path),
-                                                             *flags))
-
     lengths = sorted(len(t.tokens) for t in found)
     short = read("--max_length", str(lengths[5]))
     assert [t for t in found if len(t.tokens) <= lengths[5]] == short != found
-    assert f"{len(found) - len(short)} of {len(found)} trajectories" in capsys.readouterr().err
+    assert f"{len(short)} of {len(found)} trajectories" in capsys.readouterr().err
     for flags in (["--max_length", str(lengths[0] - 1)], ["--min_reward", "1.5"]):
         with pytest.raises(ValueError, match="no trajectory"):
             read(*flags)
@@ -201,7 +196,7 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 def test_a_file_that_cannot_be_learnt_from_is_named(tiny, tmp_path, data, message):
     (tmp_path / "t.jsonl").write_bytes(data)
     with pytest.raises(ValueError, match=rf"t\.jsonl.*{message}"):
-        sft.read_demonstrations(tmp_path / "t.jsonl", Chat(tiny[1]))
+        sft.read_demonstrations(tmp_path / "t.jsonl", Chat(tiny[1]), config_of(tmp_path))
 
 
 def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
@@ -213,11 +208,10 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     conversations[3]["loss"] = False
     path = tmp_path / "traj.json"
     path.write_text(json.dumps([{"item_id": "babyai_7", "conversations": conversations}]))
-    (t,) = sft.read_demonstrations(path, chat)
+    (t,) = sft.read_demonstrations(path, chat, config_of(tmp_path))
     assert (t.item, t.env, t.turns) == ("babyai_7", "babyai", 2)
     assert [message["content"] for message in t.messages] == said
-    ids = chat.start("Play.", "A wall.", reply="OK. I'll play.")
-    ids += chat.reply(said[3]) + chat.turn("A ball.", True)
+    ids = chat.prompt(t.messages[:3]) + chat.reply(said[3]) + chat.turns(t.messages[4:5], True)
     assert t.tokens[: len(ids)] == ids
     assert not any(t.mask[: len(ids)])
     learnt = [token for token, m in zip(t.tokens, t.mask) if m]
@@ -233,27 +227,24 @@ def without_rates(rows):
 
 def test_a_killed_run_resumes_exactly(reference, tmp_path):
     out = tmp_path / "b"
-    args = [*SMALL, "--out", str(out), "--save_every", "2", "--eval_every", "3"]
-    child = subprocess.Popen([sys.executable, "sft.py", *args], cwd=ROOT, env=ENV,
-                             stderr=subprocess.DEVNULL)
-    while not (out / "checkpoints/step_000002/state.json").exists():
-        time.sleep(0.02)
-        assert child.poll() is None, "the run ended before it could be killed"
-    child.send_signal(signal.SIGKILL)
+    args = ["--out", str(out), *SMALL, "--save_every", "2", "--eval_every", "3"]
+    child = begin(*args[2:], out=out, until="checkpoints/step_000002/state.json", script="sft.py")
+    child.kill()
     child.wait()
     assert not (out / "final").exists()
-    done = run_script("sft.py", *args, "--resume")
-    assert done.returncode == 0, done.stderr
+    completed(*args, "--resume", script="sft.py")
     assert without_rates(metrics(out)) == without_rates(metrics(reference))
     weights = "final/model.safetensors"
     assert (out / weights).read_bytes() == (reference / weights).read_bytes()
-    assert "finished" in run_script("sft.py", *args, "--resume").stdout
+    assert "finished" in completed(*args, "--resume", script="sft.py")
 
 
 def test_a_run_without_its_demonstrations_does_not_end_early(reference, tmp_path):
     out = shutil.copytree(reference, tmp_path / "r")
     shutil.rmtree(out / "final")  # as if it had been killed
     (out / "demos.jsonl").unlink()
-    done = run_script("sft.py", *SMALL, "--out", out, "--eval_every", "3", "--resume")
-    assert done.returncode == 2 and "demos.jsonl" in done.stderr.splitlines()[-1]
+    flags = [*SMALL, "--out", out, "--eval_every", "3", "--resume"]
+    assert "demos.jsonl" in refused(*flags, script="sft.py")
+    (out / "demos.jsonl").touch()  # as an interrupted power supply may leave it
+    assert "demos.jsonl is empty" in refused(*flags, script="sft.py")
     assert not (out / "final").exists()

@@ -5,7 +5,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 from conftest import ROOT
 
@@ -26,108 +25,84 @@ def results(tmp_path, monkeypatch):
 # ---- playing ----
 
 
-def test_a_training_is_limited_by_turns_and_resumed(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    commands = []
-
-    def train_py(*command):
-        commands.append(command)
-        out.mkdir(exist_ok=True)
-        if len(commands) == 1:
-            raise RuntimeError("killed")
-        if len(commands) == 3:  # the second one is stopped by a signal
-            (out / "final").mkdir()
-            (out / "metrics.jsonl").write_text('{"turns": 2.0, "trajectories": 128}\n')
-
-    monkeypatch.setattr(play, "call", train_py)
-    run = next(run for run in runs.runs_of("horizon") if run.turns)
-    for reason in ("killed", "stopped"):
-        with pytest.raises(RuntimeError, match=reason):
-            play.train(run, out)
-    metrics, stopped = play.train(run, out)
-    assert play.turns_played(metrics) == 256 and not stopped
-    assert ["--resume" in command for command in commands] == [False, True, True]
-    assert all(f"turns={run.turns}" in command for command in commands)
-
-
 @pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """The commands that a study gives. eval.py writes a result, and the others make a folder."""
-    given = []
+def commands(results, tmp_path, monkeypatch):
+    """The commands that a study gives, which leave what the scripts would, and how the next
+    trainings end: "killed", "stopped" by a signal, or well."""
+    given, endings = [], []
+    row = dict.fromkeys((*play.KEPT, "seconds_rollout", "seconds_update"), 1.0)
 
     def call(script, *words):
         given.append((script, *map(str, words)))
-        value = dict(zip(words[::2], words[1::2]))
-        if script != "eval.py":
-            Path(value["--out"]).mkdir(parents=True)  # train.py and sft.py refuse an old one
+        flags = dict(zip(words[::2], words[1::2]))
+        out = Path(flags["--out"])
+        if script == "eval.py":
+            config = {"env": flags["--env"], "model": str(flags["--model"]), "samples": 2,
+                      "horizon": 4, "data": "", "model_sha256": "abc"}
+            out.write_text(json.dumps({
+                "success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
+                "env_error": 0.9 if config["model"] == "broken" else 0.01, "config": config,
+                "categories": {}, "items": {}, "ci95": {"success": [0, 1], "score": [0, 1]}}))
             return ""
-        found = {"success": 0.5, "score": 0.5, "turns": 2.0, "valid_actions": 1.0,
-                 "env_error": 0.9 if value["--model"] == "broken" else 0.01, "categories": {},
-                 "items": {}, "ci95": {"success": [0, 1], "score": [0, 1]},
-                 "config": {"env": value["--env"], "model": str(value["--model"]), "samples": 2,
-                            "horizon": 4, "data": "", "model_sha256": "abc"}}
-        Path(value["--out"]).write_text(json.dumps(found))
+        out.mkdir(parents=True, exist_ok="--resume" in words)  # they refuse an old one
+        ending = endings.pop(0) if endings else "well"
+        if ending == "killed":
+            raise RuntimeError(ending)
+        (out / "metrics.jsonl").write_text(json.dumps(row | {"turns": 2, "trajectories": 128}))
+        if ending == "well":
+            (out / "final").mkdir()
         return ""
 
     monkeypatch.setattr(play, "call", call)
     monkeypatch.setattr(play, "ROOT", tmp_path)
     monkeypatch.setattr(play, "revision", lambda: "abc")
     monkeypatch.setattr(play, "base_sha256", lambda: "1")
-    return given
+    return given, endings
 
 
-def test_a_run_is_evaluated_in_the_worlds_that_it_names(results, commands, tmp_path):
+def test_missing_runs_are_run_and_interrupted_ones_resumed(commands, monkeypatch):
+    given, endings = commands
+    endings += ["killed", "stopped"]
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["study.py", "rooms_horizon", "--jobs", "1"])
+    with pytest.raises(SystemExit, match="2 runs failed"):
+        study.main()
+    study.main()
+    of_study = {run.name: run for run in runs.runs_of("rooms_horizon")}
+    turns = {f"turns={run.turns}" for run in of_study.values() if run.label != "base"}
+    trainings = [words for words in given if words[0] == "train.py"]
+    assert trainings[-2:] == [(*words, "--resume") for words in trainings[:2]]
+    assert sum("--resume" in words for words in trainings) == 2
+    assert {word for words in trainings for word in words if word.startswith("turns=")} == turns
+    kept = rows.load("rooms_horizon")
+    assert kept.keys() == of_study.keys()
+    for name, (*trained, summary) in kept.items():
+        assert summary["environment_turns"] == 256 * len(trained)
+        assert len(trained) == (of_study[name].label != "base")
+    rows.keep("rooms_horizon", {name: [{"base_sha256": "of another model"}]})
+    with pytest.raises(SystemExit, match="another built-in model"):
+        play.check_base("rooms_horizon", rows.load("rooms_horizon"))
+
+
+def test_a_run_is_evaluated_in_the_worlds_that_it_names(commands, tmp_path):
+    given, _ = commands
     base = runs.runs_of("transfer")[0]
     play.do("transfer", base, "abc")
-    assert [words[2] for words in commands] == list(runs.TRANSFER_STEPS)
     (row,) = rows.load("transfer")[base.name]
-    assert list(row["worlds"]) == list(runs.TRANSFER_STEPS)
+    assert [words[2] for words in given] == list(row["worlds"]) == list(runs.TRANSFER_STEPS)
     assert (row["commit"], row["model_sha256"], row["success"]) == ("abc", "abc", 0.5)
     # The model before training is the one that the study's runs start from.
     play.do("pretrained_horizon", runs.runs_of("pretrained_horizon")[0], "abc")
-    assert commands[-1][4] == "runs/mix_warm/final"
+    assert given[-1][4] == "runs/mix_warm/final"
     with pytest.raises(RuntimeError, match="90%"):  # of its episodes failed: it is no row
         play.evaluate("webarena", base, "broken", 2, tmp_path / "run")
 
 
-def test_only_missing_runs_are_run(results, monkeypatch):
-    monkeypatch.setattr(report, "draw", lambda *_: None)
-    monkeypatch.setattr(play, "revision", lambda: "abc")
-    done = []
-    failing = {"textcraft_long_s1"}
-
-    def do(name, run, commit):
-        if run.name in failing:
-            raise RuntimeError("no memory")
-        done.append(run.name)
-        row = {"success": 0.5, "ci95": [0.4, 0.6], "turns": 2.0, "valid_actions": 1.0, "seconds": 0,
-               "environment_turns": 0, "stopped": "", "base_sha256": play.base_sha256()}
-        rows.keep(name, {run.name: [row]})
-
-    monkeypatch.setattr(play, "do", do)
-    monkeypatch.setattr("sys.argv", ["study.py", "collapse", "--jobs", "1"])
-    with pytest.raises(SystemExit, match="1 runs failed"):
-        study.main()
-    failing.clear()
-    study.main()
-    names = [run.name for run in runs.runs_of("collapse")]
-    assert sorted(done) == sorted(names) and done[-1] == "textcraft_long_s1"
-    rows.keep("collapse", {names[0]: [{"base_sha256": "of another model"}]})
-    with pytest.raises(SystemExit, match="another built-in model"):
-        play.check_base("collapse", rows.load("collapse"))
-
-
 def test_an_edited_checkout_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "ROOT", tmp_path)
-
-    def git(*args):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True)
-
     (tmp_path / "a.py").write_text("x = 1\n")
-    git("init", "-q")
-    git("add", "a.py")
-    git("commit", "-qm", "a")
+    for words in ("init -q", "add a.py", "-c user.name=a -c user.email=a@b commit -qm a"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
     assert len(play.revision()) >= 7
     (tmp_path / "a.py").write_text("x = 2\n")
     with pytest.raises(SystemExit, match="a.py"):
@@ -143,21 +118,22 @@ def test_a_chain_of_worlds_begins_with_the_model_of_the_run_before():
     assert sorted(before, key=order.index) == before  # a model is there when it is needed
 
 
-def test_the_schedules_of_a_study_differ_in_the_horizon_alone():
-    for name in ("horizon", "rooms_horizon", *runs.PRETRAINED):
-        others = {}  # world -> what its runs have besides the horizon
-        for run in runs.runs_of(name):
-            if run.label != "base":
-                pairs = dict(zip(run.flags[::2], run.flags[1::2]))
-                kept = {k: v for k, v in pairs.items() if not k.startswith("--horizon")}
-                others.setdefault(run.world, []).append((run.turns, run.horizon, kept))
-        assert all(kept == of_world[0] for of_world in others.values() for kept in of_world), name
+@pytest.mark.parametrize("name", ["horizon", "rooms_horizon", *runs.PRETRAINED])
+def test_the_schedules_of_a_study_differ_in_the_horizon_alone(name):
+    others = {}  # world -> what its runs have besides the horizon
+    for run in runs.runs_of(name):
+        if run.label != "base":
+            flags = [pair for pair in zip(run.flags[::2], run.flags[1::2])
+                     if not pair[0].startswith("--horizon")]
+            others.setdefault(run.world, set()).add((run.turns, run.horizon, *sorted(flags)))
+    assert set(map(len, others.values())) == {1}
 
 
 # ---- rows ----
 
 
-def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_alone(results):
+def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_alone(
+        results, monkeypatch):
     first = [{"step": 0, "success": 0.1}, {"success": 1.0, "ci95": [0.9, 1.0]}]
     second = [{"success": 0.30000000000000004, "command": "é"}]
     assert rows.load("b") == {}
@@ -167,9 +143,10 @@ def test_rows_are_kept_beside_those_of_other_runs_in_bytes_that_depend_on_them_a
     assert rows.load("b") == {"run_a": second, "run_b": first}
     assert rows.load("a") == {"run_b": second} and rows.studies() == ["a", "b"]
     kept = results.read_bytes()
-    rows.keep("b", {"run_a": first})
-    assert rows.load("b") == {"run_a": first, "run_b": first}
-    rows.keep("b", {"run_a": second})
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    for run in (first, second):
+        rows.keep("b", {"run_a": run})
+        assert rows.load("b") == {"run_a": run, "run_b": first}
     assert results.read_bytes() == kept
 
 
@@ -189,19 +166,20 @@ def test_every_kept_run_says_what_it_takes_to_repeat_it(name):
         if name not in ("references", "sciworld_expert"):
             assert "" not in [row.get("model_sha256") for row in run_rows], run_name
         if name in runs.STUDIES:
-            steps = [row["step"] for row in run_rows[:-1]]
-            assert steps == list(range(len(steps))), run_name
+            assert [row["step"] for row in run_rows[:-1]] == list(range(len(run_rows) - 1))
 
 
 # ---- references and pretrained models ----
 
 
 def test_a_reference_keeps_what_its_commands_find(commands, tmp_path, monkeypatch):
+    given, _ = commands
     monkeypatch.setattr(references, "ROOT", tmp_path / "a checkout")
     for _ in range(2):  # in a folder of its own, also the second time
         row = references.measure("warm_levels", "abc")
-    trained = commands[-2][commands[-2].index("--out") + 1]
-    assert commands[-1][commands[-1].index("--model") + 1] == f"{trained}/final"
+    (_, *training), (_, *evaluation) = given[-2:]
+    model = evaluation[evaluation.index("--model") + 1]
+    assert model == training[training.index("--out") + 1] + "/final"
     assert row["model_sha256"] == "abc" and row["figures"]["success"] == 0.5
     assert "success 0.500 [0.000, 1.000]" in references.table("warm_levels", row)
     monkeypatch.setattr(play, "call", lambda *_: "best 0.168\n")
@@ -223,13 +201,12 @@ def test_the_report_of_pretrained_models_says_what_grpo_adds(tmp_path, monkeypat
     (tmp_path / "docs").mkdir()
     pretrained.report()
     assert (tmp_path / "docs/pretrained.png").exists()
-    said = [line.split(": GRPO minus warm start over items: ")
-            for line in capsys.readouterr().out.splitlines() if "GRPO minus" in line]
-    kept = rows.load("pretrained")
+    said = re.findall(r"(.+): GRPO minus warm start over items: (\S+)", capsys.readouterr().out)
     assert len(said) >= 4
+    kept = rows.load("pretrained")
     for world, rise in said:
         warm, rl = (kept[f"{world}_{stage}"][-1]["evaluation"] for stage in ("warm", "rl"))
-        assert abs(float(rise.split()[0]) - (rl["success"] - warm["success"])) < 6e-4
+        assert abs(float(rise) - (rl["success"] - warm["success"])) < 6e-4
 
 
 # ---- statistics and pictures ----
@@ -237,9 +214,8 @@ def test_the_report_of_pretrained_models_says_what_grpo_adds(tmp_path, monkeypat
 
 def test_differences_are_taken_seed_by_seed():
     # The differences are 0.1, 0.2, 0.3: their standard deviation is 0.1.
-    mean, half = report.paired([0.5, 0.7, 0.9], [0.4, 0.5, 0.6])
-    assert abs(mean - 0.2) < 1e-9
-    assert abs(half - 4.303 * 0.1 / 3**0.5) < 1e-9
+    found = report.paired([0.5, 0.7, 0.9], [0.4, 0.5, 0.6])
+    assert found == pytest.approx((0.2, 4.303 * 0.1 / 3**0.5))
     assert report.difference({0: 0.5}, {0: 0.4, 1: 0.5}) == ""  # one pair
 
 
@@ -250,18 +226,16 @@ def test_differences_over_items_are_paired_and_averaged_over_seeds():
     assert report.difference_over_items(a, b) == "+0.167 ± 0.327, not significant (seeds: 2)"
     better, worse = {0: {"x": 1.0, "y": 0.9}}, {0: {"x": 0.5, "y": 0.5}, 1: {"x": 0.0}}
     assert report.difference_over_items(better, worse) == "+0.450 ± 0.098 (seeds: 1)"
-    assert report.difference_over_items({}, {}) == ""
     assert report.difference_over_items({0: {"x": 1.0}}, {0: {"x": 0.0}}) == ""  # no spread
 
 
-def test_a_collapse_is_the_loss_of_half_of_the_best():
-    def summary(*successes, stopped=""):
-        held_out = [{"success": success} for success in successes]
-        return {"stopped": stopped, "success": successes[-1], "held_out": held_out}
-
-    assert not report.collapsed(summary(0.2, 0.41, 0.21))
-    assert report.collapsed(summary(0.2, 0.41, 0.2))
-    assert report.collapsed(summary(0.9, stopped="the KL is too large"))
+@pytest.mark.parametrize("successes, stopped, has_collapsed", [
+    ((0.2, 0.41, 0.21), "", False), ((0.2, 0.41, 0.2), "", True),
+    ((0.9,), "the KL is too large", True)])
+def test_a_collapse_is_the_loss_of_half_of_the_best(successes, stopped, has_collapsed):
+    held_out = [{"success": success} for success in successes]
+    summary = {"stopped": stopped, "success": successes[-1], "held_out": held_out}
+    assert report.collapsed(summary) == has_collapsed
 
 
 @pytest.mark.parametrize("name", runs.STUDIES)
@@ -280,11 +254,7 @@ def test_the_matrix_shows_every_score_and_compares_it_with_the_built_in_model():
         score = 0.1 + 0.05 * number
         figures = {"score": score, "score_ci95": [score - 0.02, score + 0.02]}
         results[run.name] = [{"worlds": dict.fromkeys(runs.TRANSFER_STEPS, figures)}]
-    figure = report.matrix(results)
-    plt.close(figure)
-    ax = figure.axes[0]
-    names = [label.get_text() for label in ax.get_yticklabels()]
-    assert names[0] == "nothing (built-in model)" and names[-1] == "all five, mixed"
+    ax = report.matrix(results).axes[0]
     first_cells = [text.get_text() for text in ax.texts][::len(runs.TRANSFER_STEPS)]
     assert first_cells[:3] == ["0.100 ± 0.020", "0.150 ± 0.020", "0.200 ± 0.020"]
     assert abs(ax.images[0].get_array()[-1, 0] - 0.5) < 1e-9  # the last of eleven runs

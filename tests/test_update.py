@@ -10,7 +10,6 @@ import torch
 import rl
 import update
 from config import parse_config
-from rollout import rollout
 from trajectory import Status, Trajectory
 
 
@@ -20,12 +19,6 @@ def config(*flags):
 
 def weights_of(*models):
     return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
-
-
-@pytest.fixture(scope="module")
-def trajectories(tiny, pool):
-    return rollout(*tiny, pool, ["babyai_8", "babyai_50", "textcraft_3"], 3, samples=2,
-                   max_tokens=8)
 
 
 @pytest.fixture
@@ -82,30 +75,24 @@ def trie_size(rows):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_micro_batches_hold_everything_once_and_are_as_many_for_each_rank(packed):
-    def size(cut):
-        """The number of positions that a micro-batch takes."""
-        if packed:
-            return trie_size([rows[i] for i in cut])
-        return len(cut) * max((len(rows[i]) for i in cut), default=0)
-
     rng = random.Random(0)
     balanced = shares_prefixes = 0
     for _ in range(100):
         prefixes = [[rng.randint(0, 9) for _ in range(60)] for _ in range(3)]
-        rows = []
-        for _ in range(rng.randint(0, 40)):
-            shared = rng.choice(prefixes)[: rng.randint(0, 60)]
-            rows.append(shared + [rng.randint(0, 9) for _ in range(rng.randint(1, 60))])
+        rows = [rng.choice(prefixes)[: rng.randint(0, 60)]
+                + [rng.randint(0, 9) for _ in range(rng.randint(1, 60))]
+                for _ in range(rng.randint(0, 40))]
         num_ranks, max_tokens = rng.randint(1, 5), rng.randint(50, 400)
         cuts = update.micro_batches(rows, max_tokens, num_ranks, packed)
         assert sorted(i for cut in cuts for i in cut) == list(range(len(rows)))
         assert len(cuts) % num_ranks == 0
-        limit = max(max_tokens, max(map(len, rows), default=0))
-        for cut in filter(None, cuts):
-            assert update.num_positions([rows[i] for i in cut], packed) == size(cut) <= limit
+        longest = max(map(len, rows), default=0)
+        sizes = []  # the number of positions that each micro-batch takes
+        for own in ([rows[i] for i in cut] for cut in cuts if cut):
+            sizes.append(trie_size(own) if packed else len(own) * max(map(len, own)))
+            assert update.num_positions(own, packed) == sizes[-1] <= max(max_tokens, longest)
         if packed and len(rows) > 4 * num_ranks:
-            sizes = [size(cut) for cut in cuts]
-            assert max(sizes) - sum(sizes) / len(sizes) <= max(map(len, rows))
+            assert max(sizes) - sum(sizes) / len(sizes) <= longest
             balanced += 1
             shares_prefixes += sum(sizes) < sum(map(len, rows))
     assert min(balanced, shares_prefixes) > 25 or not packed
@@ -228,73 +215,26 @@ def check_small_micro_batches(tiny, trajectories, flags):
     ("grpo", False), ("grpo --algo_args normalize_std=false", False), ("rloo", False),
     ("reinforce_pp", True)])
 def test_each_trajectorys_record_holds_its_advantage(algo, per_token):
-    """A failed environment's trajectory has advantage 0 and is left out of its group's mean."""
+    """It is that of the sampled tokens of all segments. A failed environment's trajectory has
+    advantage 0 and is left out of its group's mean."""
     played = []
     for sample, reward in enumerate((1.0, 0.0, 0.75)):
         t = Trajectory("babyai_8", "babyai", sample=sample, reward=reward)
         t.append([5, 6])
-        t.append([7, 8], [-1.0, -1.0])
+        t.append([7], [-1.0])
+        t.begin_segment()
+        t.append([5])
+        t.append([8], [-1.0])
         t.rewards[-1] = reward
         played.append(t)
     played[2].status = Status.ENV_ERROR
     cfg = config("--algo", *algo.split())
     advantages = update.advantages_of(played, cfg, "cpu")["advantages"]
-    assert advantages[0, 2] == advantages[0, 3] == -advantages[1, 3] > 0
+    assert advantages[0, 2] == advantages[0, 4] == -advantages[1, 4] > 0
     assert (advantages[0, 2] == 0.5) == ("=false" in algo)
-    assert not advantages[:, :2].any() and not advantages[2].any()
+    assert not advantages[:, [0, 1, 3]].any() and not advantages[2].any()
     for t, row in zip(played, advantages.tolist(), strict=True):
         assert t.advantage == (row if per_token else row[2])
-
-
-@pytest.mark.parametrize("mode", ["token", "sequence"])
-def test_an_update_takes_the_step_of_the_plain_loss(tiny, model, trajectories, mode):
-    """The oracle: the loss of the whole batch, token by token, on the model's own forward pass.
-
-    The update computes one trajectory at a time. Trajectory 1 has advantage 0, trajectory 2 is of
-    a failed environment.
-    """
-    cfg = config("--microbatch_tokens", "1", "--set", "max_grad_norm=1e9", f"aggregation={mode}",
-                 "--kl_coef", "0.3", "--entropy_coef", "0.2", "--loss_args", "clip_high=0.3")
-    generator = torch.Generator().manual_seed(0)
-    played = copy.deepcopy(trajectories)
-    played[2].status = Status.ENV_ERROR
-    reference_logprobs = []
-    for t in played:
-        noise = torch.randn(2, len(t.tokens), generator=generator) * 0.3 * torch.tensor(t.mask)
-        reference_logprobs.append((torch.tensor(t.logprobs) + noise[0]).tolist())
-        t.logprobs = (torch.tensor(t.logprobs) + noise[1]).tolist()
-    advantages = [0.0 if i == 1 else 1.5 - i for i in range(len(played))]
-    batch = update.collate(played, advantages=advantages, ref_logprobs=reference_logprobs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    result = update.update(played, batch, cfg, 0, model, optimizer)
-
-    plain = copy.deepcopy(tiny[0])
-    sums, counts = [], []  # one for each trajectory
-    for t, advantage, reference in zip(played, advantages, reference_logprobs, strict=True):
-        if t.status == Status.ENV_ERROR:
-            continue
-        logp = torch.log_softmax(plain(torch.tensor([t.tokens])).logits[0], -1)  # [T, V]
-        losses = []
-        for i in (i for i, sampled in enumerate(t.mask) if sampled):
-            new = logp[i - 1, t.tokens[i]]
-            ratio = (new - t.logprobs[i]).exp()
-            surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
-            difference = reference[i] - new
-            k3 = difference.exp() - difference - 1
-            entropy = -(logp[i - 1].exp() * logp[i - 1]).sum()
-            losses.append(-surrogate + 0.3 * k3 - 0.2 * entropy)
-        sums.append(sum(losses))
-        counts.append(len(losses))
-    loss = sum(sums) / sum(counts)
-    if mode == "sequence":
-        loss = sum(total / count for total, count in zip(sums, counts)) / len(counts)
-    loss.backward()
-
-    assert len(set(counts)) > 1
-    assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    for p, q, before in zip(model.parameters(), plain.parameters(), tiny[0].parameters()):
-        torch.testing.assert_close(p, before - q.grad, atol=1e-5, rtol=0)
-    assert max(q.grad.abs().max() for q in plain.parameters()) > 1e-2
 
 
 @pytest.mark.parametrize("algo", ["rloo", "reinforce_pp"])

@@ -3,21 +3,25 @@ browser."""
 
 import base64
 import gzip
+import itertools
 import json
 import shutil
+import threading
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import requests
 from conftest import run_script
 from test_train import SMALL, read_jsonl, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import rl
 import view
 from envs import make_env
-from page.live import LiveRun, find_in
+from page.live import Server, find_in
 from page.replay import Replay
 from page.run import piece
-from trajectory import Trajectory
+from trajectory import Trajectory, reply_spans
 
 EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
         "<script>document.title='owned'</script>")
@@ -25,14 +29,20 @@ EVIL = ("</script><img src=x onerror=\"document.title='owned'\">"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of 48 trajectories, in which a model and a world wrote EVIL."""
+    """A run of 48 trajectories, in which a model and a world wrote EVIL. The last step succeeds."""
     out = tmp_path_factory.mktemp("runs") / "evil"
     done = run("--out", str(out), "--env", "babyai,textcraft", *SMALL)
     assert done.returncode == 0, done.stderr
     rows = played_in(out, 1)
     rows[0]["error"] = rows[1]["item"] = rows[2]["status"] = EVIL
-    write_evil_reply(rows[0], AutoTokenizer.from_pretrained(out / "final"))
+    tokens = rl.load_tokenizer("tiny").encode(EVIL, add_special_tokens=False)
+    first = rows[0]["mask"].index(True)  # EVIL stands in front of the first reply
+    rows[0]["tokens"][first:first] = tokens
+    values = {"mask": True, "logprobs": -0.5, "entropies": 0.5, "rewards": 0.0}
+    for name, value in values.items():
+        rows[0][name][first:first] = [value] * len(tokens)
     write_rows(out, rows, 1)
+    write_rows(out, [row | {"success": True} for row in played_in(out, 2)], 2)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"horizon": EVIL}))
     view.write_page(out)
@@ -45,15 +55,15 @@ def copied(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "run")
 
 
-def write_evil_reply(row, tokenizer):
-    """Put EVIL in front of a trajectory's first reply."""
-    tokens = tokenizer.encode(EVIL, add_special_tokens=False)
-    first = row["mask"].index(True)
-    values = {"mask": True, "logprobs": -0.5, "entropies": 0.5, "rewards": 0.0, "advantage": 1.0}
-    for name, value in values.items():
-        if isinstance(row[name], list):
-            row[name][first:first] = [value] * len(tokens)
-    row["tokens"][first:first] = tokens
+@pytest.fixture
+def live(copied):
+    """A run that has played one of its three steps, its server, and the lines of its metrics."""
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text(lines[0])
+    with Server([copied], 0, view.render) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield copied, server, lines
+        server.shutdown()
 
 
 def played_in(folder, step="*"):
@@ -121,7 +131,9 @@ CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"
 
 
 def of_texts(item, *texts):
-    return Trajectory(item, item.split("_")[0], messages=[{"content": text} for text in texts])
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return Trajectory(item, item.split("_")[0], messages=messages)
 
 
 def test_rooms_are_drawn_as_the_replies_were_read_and_not_of_other_tasks():
@@ -156,9 +168,7 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
 
 def test_nothing_that_was_written_is_markup_and_the_page_needs_no_network(folder):
     run = run_of(folder / "view.html")
-    assert EVIL in run["about"]
-    for name in ("item", "status"):
-        assert EVIL in {row[name] for row in run["table"]}
+    assert EVIL in run["about"] and EVIL in {row["item"] for row in run["table"]}
     page = (folder / "view.html").read_text()
     assert "<img" not in page and page.count("</script>") == 2
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
@@ -168,14 +178,11 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied, monkey
     monkeypatch.setattr(view, "MAX_DRAWN", 12)
     run = run_of(view.write_page(copied, most=24))
     held = [row for row in run["table"] if row["held"] >= 0]
-    groups = {}  # (step, group) -> the samples whose tokens are in the page
-    for row in held:
-        groups.setdefault((row["step"], row["group"]), []).append(row["sample"])
     assert len(run["table"]) == 48 and 0 < len(held) <= 24
     assert [row["held"] for row in held] == list(range(len(held)))
     assert [row["tokens"] for row in held] == [len(t["ids"]) for t in run["held"]]
-    assert all(sorted(samples) == [0, 1, 2, 3] for samples in groups.values())
-    assert {step for step, _ in groups} == {0, 1, 2}
+    groups = Counter((row["step"], row["group"]) for row in held)
+    assert set(groups.values()) == {4} and {step for step, _ in groups} == {0, 1, 2}
     assert f"tokens of {len(held)} of 48" in run["note"]
     drawn = sum(t["scenes"] is not None for t in run["held"])
     assert 0 < drawn < len(held)
@@ -186,8 +193,7 @@ def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alo
     """sft.py learns from trajectories of other steps, and not from their random actions."""
     rows = [row | {"step": 0} for row in played_in(copied, 2)]
     several = next(t for t in rows if t["turns"] > 1)
-    first = several["mask"].index(True)
-    end = several["mask"].index(False, first)
+    (first, end), *_ = reply_spans(several["mask"])
     several["mask"][first:end] = [False] * (end - first)
     several["invalid_turns"] = [2]
     write_rows(copied, rows, 2)
@@ -198,81 +204,87 @@ def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alo
     assert sum(t["has_all_turns"] for t in run["held"]) == 47
 
 
-def test_pieces_of_characters_are_kept_as_bytes():
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
-    raw.train_from_iterator(["turn left turn left"], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+def test_pieces_of_characters_are_kept_as_bytes_and_spaces_before_words():
+    tokenizer = rl.load_tokenizer("tiny")
     text = "turn left, \u00e9t\u00e9 \u6f22 \U0001f642"
     pieces = [piece(tokenizer, i) for i in tokenizer.encode(text)]
     as_bytes = [p.encode() if isinstance(p, str) else bytes(p) for p in pieces]
     assert b"".join(as_bytes).decode() == text
-    assert any(isinstance(p, list) for p in pieces)
+    sentencepiece = SimpleNamespace(
+        decode=lambda ids: {1: "left", 2: "\ufffd"}[ids[0]],
+        convert_ids_to_tokens={1: "\u2581left", 2: "<0xE2>"}.get)
+    assert [piece(sentencepiece, i) for i in (1, 2)] == [" left", [0xE2]]
 
 
-def test_sentencepieces_spaces_and_bytes_are_kept():
-    class SentencePiece:
-        def decode(self, ids):
-            return {1: "left", 2: "\ufffd"}[ids[0]]
-
-        def convert_ids_to_tokens(self, i):
-            return {1: "\u2581left", 2: "<0xE2>"}[i]
-
-    assert [piece(SentencePiece(), i) for i in (1, 2)] == [" left", [0xE2]]
+# ---- the live page ----
 
 
-# ---- the live page's run ----
-
-
-@pytest.mark.parametrize("name, text, message", [
-    ("config.json", "{", "config.json"), ("config.json", "{}", "config.json"),
-    ("metrics.jsonl", "{", "metrics.jsonl"), ("metrics.jsonl", "", "first step")])
-def test_a_run_without_a_config_or_a_row_is_one_line(copied, name, text, message):
-    (copied / name).write_text(text)
-    done = run_script("view.py", copied)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr
-
-
-def test_a_live_run_reads_steps_as_they_come_and_anew_if_one_is_played_again(copied):
-    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copied / "metrics.jsonl").write_text(lines[0])
-    run = LiveRun(copied)
-    run.refresh()
+def test_a_live_run_reads_steps_as_they_come_and_anew_if_one_is_played_again(live):
+    folder, server, lines = live
+    (run,) = server.runs
     generation = run.generation
     assert len(run.rows) == 16
-    (copied / "metrics.jsonl").write_text("".join(lines[1:]))  # a deleted row hides nothing
+    (folder / "metrics.jsonl").write_text("".join(lines[1:]))  # a deleted row hides nothing
     run.refresh()
     assert len(run.rows) == 48 and len(run.table(16)["step"]) == 32
-    played = played_in(copied)
+    played = played_in(folder)
     for number in (0, 17, 47):
         found = run.trajectory(number)
         assert found["ids"] == played[number]["tokens"]
         assert set(found["vocabulary"]) == set(found["ids"])
-    write_rows(copied, played_in(copied, 2)[:8], 2)
+    write_rows(folder, played_in(folder, 2)[:8], 2)
     assert run.generation == generation
     run.refresh()
     assert len(run.rows) == 40 and run.generation == generation + 1
 
 
-def test_a_search_says_where_a_text_stands():
-    messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"},
-                {"role": "user", "content": "A Red door."}, {"role": "assistant", "content": "go"}]
-    assert find_in(messages, "red", "anything") == "A Red door."
-    assert find_in(messages, "red", "replies") == "" and find_in(messages, "go", "replies") == "go"
-    assert find_in(messages, "go", "environment") == ""
-    assert find_in([{"role": 1}, {}], "x", "anything") == ""
+def test_a_live_page_is_for_this_machine_alone(live, tmp_path, monkeypatch):
+    run, server, _ = live
+    address = f"http://127.0.0.1:{server.server_port}/"
+    page = requests.get(address, timeout=60)
+    assert page.status_code == 200 and "connect-src 'self'" in page.text
+    for path, host, status in (
+            ("", "127.0.0.1", 200), ("", "example.org:80", 403), ("config.json", "localhost", 404),
+            ("trajectory?run=0&id=99", "localhost", 400), ("search", "localhost", 400)):
+        answer = requests.get(address + path, headers={"Host": host}, timeout=60)
+        assert answer.status_code == status, path
+    assert requests.post(address, timeout=60).status_code == 501
+
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", interrupted)  # of the next ones
+    for path, port, code in ((run, 0, 0), (run, server.server_port, 2), (run, 99999999, 2),
+                             (tmp_path / "nothing", 0, 2)):
+        done = run_script("view.py", "--live", path, "--port", port)
+        assert done.returncode == code and "Traceback" not in done.stderr
+        assert done.stdout.startswith("http://127.0.0.1:") == (code == 0)
+
+
+@pytest.mark.parametrize("text, where, found", [
+    ("red", "anything", "A Red door."), ("red", "replies", ""), ("go", "replies", "go"),
+    ("go", "environment", ""), ("ok", "anything", "")])
+def test_a_search_says_where_a_text_stands(text, where, found):
+    messages = of_texts("babyai_88", "Play.", "OK", "A Red door.", "go").messages
+    assert find_in(messages, text, where) == found
 
 
 # ---- damaged files ----
 
 
+@pytest.mark.parametrize("name, text", [("config.json", "{}"), ("metrics.jsonl", "{"),
+                                        ("metrics.jsonl", "")])
+def test_a_run_without_a_config_or_a_row_is_one_line(copied, name, text):
+    (copied / name).write_text(text)
+    done = run_script("view.py", copied)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert (name if text else "first step") in done.stderr
+
+
 def damaged(out):
     """Damage a run as a crash, a full disk or another program may -> what the page must say."""
     rows = read_jsonl(out / "metrics.jsonl")
-    rows[0] |= {"kl": float("nan"), "success": None, "entropy": "x"}
+    rows[0] |= {"kl": float("nan"), "entropy": "x"}
     for row in rows:
         row["grad_norm"] = float("inf")  # no value is left
     for name in ("trajectories", "horizon", "turns", "step"):
@@ -281,49 +293,42 @@ def damaged(out):
     (out / "metrics.jsonl").write_text("\n".join([lines[0], "[]", "", lines[1], lines[2][:80]]))
 
     trajectories = played_in(out, 0)
-    del trajectories[0]["item"]
-    del trajectories[1]["mask"]
-    trajectories[2]["logprobs"].pop()
-    trajectories[3]["tokens"][0] = None
-    trajectories[4]["invalid_turns"] = [1, "a"]
-    trajectories[5]["messages"] = [1]
+    no_item, no_mask, other_kind, few_fields, other_ids, large = trajectories[:6]
+    del no_item["item"]
+    del no_mask["mask"]
+    other_kind["tokens"][0] = None
     for name in ("sample", "score", "error", "messages"):  # the page can do without these
-        del trajectories[6][name]
-    other = trajectories[7]
+        del few_fields[name]
     # An id beyond the vocabulary and two that no tokenizer's integer holds.
-    other["tokens"][:3] = [10**6, -5, 10**30]
+    other_ids["tokens"][:3] = [10**6, -5, 10**30]
     # No damage: a policy may sample an id that its tokenizer does not have.
-    other["tokens"][other["mask"].index(True)] = 10**6
-    other["reward"] = other["rewards"][0] = other["logprobs"][0] = float("nan")
-    trajectories[8]["reward"] = 10**400
+    other_ids["tokens"][other_ids["mask"].index(True)] = 10**6
+    other_ids["reward"] = other_ids["rewards"][0] = other_ids["logprobs"][0] = float("nan")
+    large["reward"] = 10**400
     write_rows(out, trajectories, 0)
     first, second = (out / f"trajectories/step_00000{step}.jsonl" for step in (1, 2))
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:-100] + b"\xff")  # inside of the last line
-    return [
-        "2 lines of metrics.jsonl that are not JSON objects",
-        *(f"1 values of {name} that are missing or not finite"
-          for name in ("success", "turns", "entropy", "kl")),
-        "2 values of grad_norm that are missing or not finite",
-        "3 texts of token ids that the tokenizer does not have",
-        "4 numbers of trajectories that are not finite",
-        "1 trajectories (it has no item or no env)",
-        "2 trajectories (tokens, mask and the like have different lengths)",
-        *(f"1 trajectories ({name} is of another kind)"
-          for name in ("tokens", "invalid_turns", "messages")),
-        "1 trajectory files that are empty", "1 lines of trajectories that are not JSON objects"]
+    return ["2 lines of metrics.jsonl that are not JSON objects",
+            *(f"{count} values of {name} that are missing or not finite"
+              for count, name in ((1, "turns"), (1, "entropy"), (1, "kl"), (2, "grad_norm"))),
+            "3 texts of token ids that the tokenizer does not have",
+            "4 numbers of trajectories that are not finite",
+            *(f"1 trajectories ({why})" for why in (
+                "it has no item or no env", "tokens is of another kind",
+                "tokens, mask and the like have different lengths")),
+            "1 trajectory files that are empty",
+            "1 lines of trajectories that are not JSON objects"]
 
 
 def test_damaged_files_are_left_out_and_the_page_says_what(copied):
     expected = damaged(copied)
-    for name in ("view.html", "curves.png"):
-        (copied / name).unlink()
+    (copied / "curves.png").unlink()
     done = run_script("view.py", copied)
     assert (done.returncode, done.stdout) == (0, f"{copied}/view.html\n"), done.stderr
     run = run_of(copied / "view.html")
-    assert sorted(run["left_out"]) == sorted(expected)
-    assert "view.py: left out: " in done.stderr
-    assert len(run["table"]) == len(run["held"]) == 48 - 16 - 6 - 1
+    assert sorted(run["left_out"]) == sorted(expected) and "view.py: left out: " in done.stderr
+    assert len(run["table"]) == len(run["held"]) == 48 - 16 - 3 - 1
     assert run["metrics"]["kl"][0] is None and len(run["metrics"]["kl"]) == 2
     assert "grad_norm" not in run["metrics"] and run["stages"] == []
     assert (copied / "curves.png").stat().st_size > 10_000

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from conftest import plain_logprobs
 from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 
@@ -76,17 +77,13 @@ def one_step(trajectory_file, out, flags, max_tokens):
 
 def plain_step(model, optimizer, played, advantages, denominator):
     """The same step as by `optimizer_step`, with the logits of all positions."""
-    losses = []
+    loss = 0.0
     for t, advantage in zip(played, advantages):
         for start, end in t.spans():
-            ids = torch.tensor([t.tokens[start:end]])
-            mask = torch.tensor([t.mask[start + 1:end]])
-            logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1)
-            entropy = -(logp.exp() * logp).sum(-1)
-            chosen = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-            loss = -chosen * torch.tensor([advantage[start + 1:end]]) - 0.1 * entropy
-            losses.append(loss[mask].sum())
-    loss = sum(losses) / denominator
+            ids, mask = (torch.tensor([values[start:end]]) for values in (t.tokens, t.mask))
+            logp, entropy = plain_logprobs(model, ids, mask)
+            weighted = logp * torch.tensor([advantage[start:end]]) + 0.1 * entropy
+            loss -= weighted.sum() / denominator
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
     optimizer.step()

@@ -149,7 +149,7 @@ def algorithms():
 
 def rounds_of(world):
     """The tiny model's horizons in a world."""
-    return parse_rounds(presets("tiny", world)["horizon"], world)
+    return parse_rounds(presets("tiny", world)["horizon"], [world])[world]
 
 
 def schedules(rounds, growing=""):
