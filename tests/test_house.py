@@ -15,10 +15,10 @@ BUDGETS = {
     "train.py": (280,), "trajectory.py": (120,), "agent.py": (330,),
     "rollout.py": (330,), "envs.py": (260, 326), "algos.py": (180,), "update.py": (310,),
     "sft.py": (210,), "rl.py": (230,), "schedule.py": (60,), "engine.py": (300,),
-    "config.py": (180, 276), "checkpoint.py": (100, 120), "parallel.py": (180, 208),
-    "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 518),
+    "config.py": (180, 247), "checkpoint.py": (100, 116), "parallel.py": (180,),
+    "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 490),
 }
-TOTALS = {"core": (4050, 4677), "without tests": (17_000, 17_155), "tests": (9500, 11_009)}
+TOTALS = {"core": (4050, 4496), "without tests": (17_000,), "tests": (9500, 10_100)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]

@@ -240,10 +240,11 @@ def test_requests_to_one_episode_take_turns_and_environments_are_used_again():
         env.close()
         again = RemoteEnv("slow", url)
         assert again.reset(5) == "world 0 item 5"  # not made anew
+        number = again.episode_id
         for action, why in (("fault", "the world broke"), ("crash", "status 500")):
             with pytest.raises(EnvError, match=why):
                 again.step(action)
-        again.close()
+        assert post(url, "close", id=number)
         # the environment that failed is not used again
         assert RemoteEnv("slow", url).reset(1) == "world 1 item 1"
 
@@ -431,31 +432,17 @@ def test_a_failure_of_webarena_in_the_place_of_a_page_is_a_fault(text):
             env.step("a")
 
 
-@pytest.mark.parametrize("name", ["weather", "webarena"])
-def test_an_episode_outlives_a_pause_after_any_reply(name):
+@pytest.mark.parametrize("name, text", [("weather", "Sunny.\nGive an action."), ("webarena", SEEN)])
+def test_an_episode_outlives_a_pause_after_any_reply(name, text):
     """uvicorn closes a connection after a pause of 5 s. The tool servers' GET /observation lacks
     /step's last line, and its message about an unreadable action. AgentGym's WebArena replies with
     the page instead of that message."""
-    steps = []
-
-    def answer(path, body):
-        page = SEEN if name == "webarena" else f"After {steps.count('good')}."
-        if path.startswith("/observation"):
-            return 200, page
-        if path != "/step":
-            return 200, fixed_reply(name, path)
-        steps.append(body["action"])
-        if body["action"] == "bad":
-            return 200, turn(name, observation="I cannot read that.\nGive an action.", info=None)
-        text = f"After {steps.count('good')}.\nGive an action."
-        return 200, turn(name, observation=text if name == "weather" else SEEN)
-
-    with stand_in_server(answer) as (url, _):
-        env = make_env(name, url=url)
-        env.reset(5)
-        for action in ("good", "bad", "bad", "good"):
+    good = turn(name, observation=text)
+    bad = turn(name, observation="I cannot read that.\nGive an action.", info=None)
+    with playing(name, good, bad, bad, good) as (env, _):
+        for _ in range(4):
             env.socket.shutdown(socket.SHUT_RDWR)
-            env.step(action)
+            env.step("a")
         assert env.server.doubts == 0
 
 
@@ -618,6 +605,9 @@ def test_a_number_that_is_no_new_one_is_a_sign_of_a_restart(numbers):
                                   f"/observation?id={numbers[1]}", "/step", "/step"]
         two[0].close()
         assert RemoteEnv("babyai", url).reset(2) == GO  # in an episode with its number
+        seen.clear()
+        two[1].step("x")
+        assert paths_of(seen) == ["/step"]  # that was no sign
 
 
 def test_a_call_has_a_deadline_and_a_refused_port_is_known_at_once(monkeypatch):

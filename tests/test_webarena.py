@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import pytest
 import requests
-from serving import Handler, serving
+from serving import Handler, our_server, serving
 
 import eval as evaluation
 from config import parse_config
@@ -27,7 +27,6 @@ from envs import EnvError, EnvPool, categories, env_options, items, make_env, sp
 from rl import TINY_MODEL
 from rollout import rollout
 from websites import tasks
-from worlds import serve
 from worlds.play import play
 from worlds.webarena import browser as browsers
 from worlds.webarena import env as webarena
@@ -39,10 +38,8 @@ HAS_BROWSER = importlib.util.find_spec("playwright") and os.access("/usr/bin/chr
 browser = pytest.mark.skipif(not HAS_BROWSER, reason="needs playwright and Chromium")
 
 
-def item_of(name):
-    """The first item of a template: that with seed 0."""
-    names = [f"{template.site}.{template.make.__name__}" for template in tasks.TEMPLATES]
-    return names.index(name)
+# The first items of templates: those with seed 0.
+FIRST_ITEM = {f"{t.site}.{t.make.__name__}": n for n, t in enumerate(tasks.TEMPLATES)}
 
 
 # ---- replies, trees, evaluators, plans ----
@@ -52,14 +49,10 @@ def item_of(name):
     ("```click [12]```", ("click", ("12",))),
     ("I look.\n```\nclick[12]\n```", ("click", ("12",))),
     ("```type [3] [a [b] c] [0]```", ("type", ("3", "a [b] c", "0"))),
-    ("```type [3] [words]```", ("type", ("3", "words", None))),
     ("```type [3] []```", ("type", ("3", "", None))),
     ("```press [ctrl+a]```", ("press", ("ctrl+a",))),
-    ("```scroll [down]```", ("scroll", ("down",))),
     ("```scroll up```", ("scroll", ("up",))),
-    ("```tab_focus [0]```", ("tab_focus", ("0",))),
     ("```goto [http://a.localhost/b?c=[1]]```", ("goto", ("http://a.localhost/b?c=[1]",))),
-    ("```stop [N/A]```", ("stop", ("N/A",))),
     ("```stop```", ("stop", (None,))),
     ("```stop []```", ("stop", ("",))),
     ("```go_back```", ("go_back", ())),
@@ -74,40 +67,36 @@ def test_an_action_stands_between_triple_backticks(reply, action):
     assert webarena.parse(reply) == action
 
 
-def ax_node(node_id, role, name, children=(), **properties):
+def ax_node(number, role, name, *children, **properties):
     """A node as Accessibility.getFullAXTree gives it."""
     return {
-        "nodeId": node_id, "backendDOMNodeId": int(node_id), "role": {"value": role},
-        "name": {"value": name}, "childIds": list(children),
+        "nodeId": str(number), "backendDOMNodeId": number, "role": {"value": role},
+        "name": {"value": name}, "childIds": [str(child) for child in children],
         "properties": [{"name": key, "value": {"value": v}} for key, v in properties.items()],
     }
 
 
 def test_the_tree_is_written_in_webarenas_form():
     nodes = [
-        ax_node("1", "RootWebArea", "Page", ["2", "5", "6", "8", "11"], focused=True),
-        ax_node("2", "generic", "", ["3"]),
-        ax_node("3", "link", "It's", ["4"], url="http://x"),
-        ax_node("4", "StaticText", "It's"),
-        ax_node("5", "button", "below the window"),
-        ax_node("6", "textbox", "Name", ["7"], required=False, editable="plaintext"),
-        ax_node("7", "StaticText", "Ann"),
-        ax_node("8", "combobox", "Sort", ["9"]),
-        ax_node("9", "MenuListPopup", "", ["10"]),
-        ax_node("10", "option", "By price"),
+        ax_node(1, "RootWebArea", "Page", 2, 5, 6, 8, 11, focused=True),
+        ax_node(2, "generic", "", 3),
+        ax_node(3, "link", "It's", 4, url="http://x"),
+        ax_node(4, "StaticText", "It's"),
+        ax_node(5, "button", "below the window"),
+        ax_node(6, "textbox", "Name", 7, required=False, editable="plaintext"),
+        ax_node(7, "StaticText", "Ann"),
+        ax_node(8, "combobox", "Sort", 9),
+        ax_node(9, "MenuListPopup", "", 10),
+        ax_node(10, "option", "By price"),
         {"nodeId": "11", "ignored": True, "role": {"value": "none"}, "childIds": ["12", "1"]},
-        ax_node("12", "InlineTextBox", "x"),
+        ax_node(12, "InlineTextBox", "x"),
     ]
     boxes = {node: (0, 0, 10, 10) for node in (1, 2, 3, 4, 6, 7, 8, 11, 12)}
     text, elements = tree.render(nodes, boxes)
-    assert text == (
-        "[1] RootWebArea 'Page' focused: True\n"
-        "\t[2] link \"It's\"\n"
-        "\t[3] textbox 'Name' required: False\n"
-        "\t\t[4] StaticText 'Ann'\n"
-        "\t[5] combobox 'Sort'\n"
-        "\t\t[6] option 'By price'"
-    )
+    assert text.split("\n") == [
+        "[1] RootWebArea 'Page' focused: True", "\t[2] link \"It's\"",
+        "\t[3] textbox 'Name' required: False", "\t\t[4] StaticText 'Ann'",
+        "\t[5] combobox 'Sort'", "\t\t[6] option 'By price'"]
     assert [elements[number].node for number in range(1, 7)] == [1, 3, 6, 7, 8, 10]
     assert elements[3].editable and not elements[2].editable
     assert tree.find(text, "link", "It's") == 2 and tree.find(text, "link", "It") is None
@@ -116,10 +105,8 @@ def test_the_tree_is_written_in_webarenas_form():
 
 def test_only_what_the_window_shows_has_a_rectangle():
     bounds = [[0, 0, 50, 2000], [10, 20, 30, 40], [10, 790, 30, 40], [10, 300, 0, 20]]
-    page = {
-        "nodes": {"backendNodeId": [7, 8, 9, 10]}, "scrollOffsetX": 0, "scrollOffsetY": 100,
-        "layout": {"nodeIndex": [0, 1, 2, 3], "bounds": bounds},
-    }
+    page = {"nodes": {"backendNodeId": [7, 8, 9, 10]}, "scrollOffsetX": 0, "scrollOffsetY": 100,
+            "layout": {"nodeIndex": [0, 1, 2, 3], "bounds": bounds}}
     found = tree.rectangles({"documents": [page]}, 1280, 720)
     assert found == {7: (0, 0, 50, 720), 9: (10, 690, 40, 720)}
 
@@ -164,76 +151,67 @@ def test_unknown_evaluators_and_helpers_are_errors_and_no_helper_is_run_as_code(
                  "shopping_get_latest_order_url('x')"):
         with pytest.raises(ValueError, match="unknown helper"):
             evaluators.call_helper(code, "", "", None)
-    for last, address in (("http://r/f/books/59421/a-title?x=1", "http://r/f/books/59421/"),
-                          ("http://r/f/books", "http://r/f/books")):
-        code = "reddit_get_post_url('__last_url__')"
-        assert evaluators.call_helper(code, "", last, None) == address
+    assert evaluators.call_helper("reddit_get_post_url('__last_url__')", "", "http://r/f/books",
+                                  None) == "http://r/f/books"  # no post
 
 
 def test_a_plan_is_followed_by_scrolling_until_the_page_ends():
-    first, second, last = "[1] link 'A'", "[1] link 'B'", "[1] link 'C'"
+    pages = [f"[1] link '{name}'" for name in "ABC"]
     url = "http://a.localhost/"
-    follower = Follower([("click", "link", "C")], "42", first, url)
-    for page in (second, last):
+    follower = Follower([("click", "link", "C")], "42", pages[0], url)
+    for page in pages[1:]:
         assert follower.reply() == "nothing\n```scroll [down]```"
         follower.take(True, page, url)
     assert follower.reply() == "C\n```click [1]```"
-    follower.take(True, first, url + "c")
+    follower.take(True, pages[0], url + "c")
     assert follower.reply() == "42\n```stop [42]```"
 
-    follower = Follower([("click", "link", "C")], "", first, url)
-    follower.take(True, first, url)  # the window does not move
+    follower = Follower([("click", "link", "C")], "", pages[0], url)
+    follower.take(True, pages[0], url)  # the window does not move
     assert follower.reply() is None
 
 
 # ---- items and arguments ----
 
 
-def item_numbers(split):
-    return {split_item(item)[1] for item in items("webarena", split)}
-
-
-def test_held_out_items_are_of_seeds_that_are_not_trained_on():
-    train, test = item_numbers("train"), item_numbers("test")
-    assert len(test) >= 200
-    assert max(map(tasks.seed_of, train)) < tasks.HELD_OUT <= min(map(tasks.seed_of, test))
-    for numbers in (train, test):
-        assert {number % NUM_TEMPLATES for number in numbers} == set(range(NUM_TEMPLATES))
+def test_held_out_items_are_of_seeds_that_are_not_trained_on_and_have_one_answer():
+    """No answer and another one are wrong."""
+    numbers = {split: {split_item(item)[1] for item in items("webarena", split)}
+               for split in ("train", "test")}
+    assert len(numbers["test"]) >= 200
+    assert max(map(tasks.seed_of, numbers["train"])) < tasks.HELD_OUT
+    assert min(map(tasks.seed_of, numbers["test"])) >= tasks.HELD_OUT
+    for of_split in numbers.values():
+        assert {number % NUM_TEMPLATES for number in of_split} == set(range(NUM_TEMPLATES))
     for item, category in categories("webarena").items():
         assert tasks.TEMPLATES[split_item(item)[1] % NUM_TEMPLATES].site == category
 
-
-def test_an_items_answer_is_right_and_no_answer_or_another_one_is_wrong():
-    checked = Counter()
-    for number in sorted(item_numbers("test") | set(range(5 * NUM_TEMPLATES))):
+    for number in sorted(numbers["test"] | set(range(5 * NUM_TEMPLATES))):
         task, _, answer = tasks.make(number)
         check = task["eval"]
-        checked.update(check["eval_types"])
         if "string_match" in check["eval_types"]:
             right = [evaluators.string_match(check["reference_answers"], said)
                      for said in ("", "something else", answer)]
             assert right == [False, False, True]
         elif "url_match" in check["eval_types"]:
             assert not evaluators.url_match(check["reference_url"], task["start_url"] + "/")
-    assert checked["string_match"] and checked["url_match"]
 
 
 @browser
-def test_arguments_are_checked(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given, named", [
+    ("chromium=/nowhere", "/nowhere"), ("tasks=bad.json", "bad.json"),
+    ("tasks=empty.json", "empty.json"), ("tasks=none.json", "none.json"),
+    ("tasks=good.json", "SHOPPING_ADMIN"), ("shopping=http://a", "tasks="),
+    ("storage=/nowhere", "storage"), ("depth=1", "depth"), ("height=0", "x 0 pixels"),
+])
+def test_arguments_are_checked(given, named, tmp_path, monkeypatch):
     for name in webarena.PLACES:
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "bad.json").write_text('[{"intent": "a"}]')
-    (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "good.json").write_text(json.dumps([tasks.make(0)[0]]))
     monkeypatch.chdir(tmp_path)
-    for given, named in (
-        ("chromium=/nowhere", "/nowhere"), ("tasks=bad.json", "bad.json"),
-        ("tasks=empty.json", "empty.json"), ("tasks=none.json", "none.json"),
-        ("tasks=good.json", "SHOPPING_ADMIN"), ("shopping=http://a", "tasks="),
-        ("storage=/nowhere", "storage"), ("depth=1", "depth"), ("height=0", "x 0 pixels"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            make_env("webarena", **env_options(f"webarena.{given}", ["webarena"])["webarena"])
+    for name, found in (("bad", [{"intent": "a"}]), ("empty", []), ("good", [tasks.make(0)[0]])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=named):
+        make_env("webarena", **env_options(f"webarena.{given}", ["webarena"])["webarena"])
 
 
 @pytest.mark.skipif(
@@ -313,26 +291,25 @@ def test_every_template_is_solved_by_its_plan_and_by_nothing_else(every):
 def test_the_expert_comes_back_to_its_plan_after_another_action(name, height):
     """The agent goes astray once: before or after the last click."""
     env = make_env("webarena", height=height)
-    item = item_of(name)
-    env.reset(item)
+    env.reset(FIRST_ITEM[name])
     num_replies = 0
     while not env.step(env.expert()).done:
         num_replies += 1
-    for num_before in (num_replies - 1, num_replies):
-        env.reset(item)
+    for astray in (num_replies - 1, num_replies):
+        env.reset(FIRST_ITEM[name])
         for turn in range(30):
-            step = env.step("```goto [http://localhost/]```" if turn == num_before
-                            else env.expert())
-            assert env.expert() == env.expert()
+            reply = env.expert()
+            assert env.expert() == reply
+            step = env.step("```goto [http://localhost/]```" if turn == astray else reply)
             if step.done:
                 break
-        assert step.success, num_before
+        assert step.success, astray
     env.close()
 
 
 @browser
 def test_an_episode_from_its_first_page_to_its_reward(env):
-    item = item_of("shop.open_product")
+    item = FIRST_ITEM["shop.open_product"]
     first = env.reset(item)
     assert env.reset(item) == first  # numbers, names, addresses
     assert first.startswith(
@@ -360,16 +337,16 @@ def test_replies_that_cannot_be_carried_out_are_answered_with_a_hint(env):
             env.reset(bad_item)
     with pytest.raises(EnvError, match="before reset"):
         make_env("webarena").step("```go_back```")
-    first = env.reset(item_of("shop.open_product"))
-    for reply in ("", "click [5]", "```click [5]``` ```click [5]```", "\ud800", "```dance```"):
+    first = env.reset(FIRST_ITEM["shop.open_product"])
+    unread = ["", "click [5]", "```click [5]``` ```click [5]```", "\ud800", "```dance```"]
+    impossible = [f"```{action}```" for action in (
+        "click [500]", "type [2] [a] [1]", "press [nokey]", "press [++]", "press [shift+foo]",
+        "press [a+b+c+dd]", "press [\x00]", "tab_focus [5]", "go_back", "go_forward",
+        "goto [http://]", f"press [{'a' * 1000}]")]
+    for reply in unread + impossible:
         step = env.step(reply)
-        assert not step.valid and not step.done and step.observation == env.hint
-        assert step.reward == step.score == 0
-    for action in ("click [500]", "type [2] [a] [1]", "press [nokey]", "press [++]",
-                   "press [shift+foo]", "press [a+b+c+dd]", "press [\x00]", "tab_focus [5]",
-                   "go_back", "go_forward", "goto [http://]", f"press [{'a' * 1000}]"):
-        step = env.step(f"```{action}```")
-        assert not step.valid and not step.done and step.observation != env.hint
+        assert not step.valid and not step.done and step.reward == step.score == 0
+        assert (step.observation == env.hint) == (reply in unread)
     step = env.step("```goto [http://shop.localhost/%zz\n\n\x00]```")
     assert "There is no such page" in step.observation
     page = env.step("```go_back```").observation
@@ -391,7 +368,7 @@ def test_every_action_does_what_it_says(env):
 
     # Links and the history.
     audio, forums = "http://shop.localhost/category/audio", "http://forum.localhost/forums"
-    env.reset(item_of("shop.category"))
+    env.reset(FIRST_ITEM["shop.category"])
     for action, url in ((f"click [{find('link', 'Audio')}]", audio),
                         ("go_back", "http://shop.localhost/"), ("go_forward", audio),
                         ("hover [5]", audio)):
@@ -440,7 +417,7 @@ def test_every_action_does_what_it_says(env):
 @browser
 def test_two_episodes_in_one_browser_do_not_meet(env):
     one, other = make_env("webarena"), env
-    item = item_of("shop.move")
+    item = FIRST_ITEM["shop.move"]
     assert one.reset(item) == other.reset(item) and one.browser is other.browser
     assert solve(one, item).success
     account = "```goto [http://shop.localhost/account]```"
@@ -458,35 +435,31 @@ def test_two_episodes_in_one_browser_do_not_meet(env):
 
 
 @browser
-def test_a_browser_that_is_killed_costs_its_episodes_and_nothing_else(env):
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_browser_that_is_killed_or_hangs_costs_its_episodes_and_nothing_else(
+        is_killed, env, monkeypatch):
     one, other = make_env("webarena"), env
     one.reset(0)
     other.reset(1)
     pid = one.browser.pid
-    os.kill(pid, signal.SIGKILL)
+    if is_killed:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        hang = "() => { setTimeout(() => { while (true) {} }, 50) }"
+        one.browser.call(lambda: one.window.page.evaluate(hang))
+        time.sleep(0.3)
+        monkeypatch.setattr(browsers, "JOB_TIMEOUT", 2.0)  # of the watchdog
+    start = time.monotonic()
     for each in (one, other):
         with pytest.raises(EnvError, match="browser"):
             each.step("```click [3]```")
         with pytest.raises(EnvError, match="before reset"):
             each.step("```click [3]```")
+    assert time.monotonic() - start < 10  # after 12 s the browser's thread is given up
+    monkeypatch.undo()  # on a busy machine a new browser takes more than two seconds
     assert solve(one, 0).success and one.browser.pid != pid
     assert solve(other, 1).success
     one.close()
-
-
-@browser
-def test_a_page_that_hangs_is_ended_by_the_watchdog(env, monkeypatch):
-    env.reset(0)
-    hang = "() => { setTimeout(() => { while (true) {} }, 50) }"
-    env.browser.call(lambda: env.window.page.evaluate(hang))
-    time.sleep(0.3)
-    monkeypatch.setattr(browsers, "JOB_TIMEOUT", 2.0)
-    start = time.monotonic()
-    with pytest.raises(EnvError):
-        env.step("```click [3]```")
-    assert time.monotonic() - start < 15
-    monkeypatch.undo()  # on a busy machine a new browser takes more than two seconds
-    assert solve(env, 0).success
 
 
 def test_a_browser_thread_that_was_given_up_ends_with_its_job(monkeypatch):
@@ -519,35 +492,35 @@ def test_the_tiny_model_plays_and_a_seed_repeats(tiny):
 
 
 @browser
-def test_the_tiny_model_gets_short_pages_and_others_do_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, expected", [
+    ("--env webarena", "webarena.height=240"),
+    ("--env babyai,webarena --env_args webarena.width=900",
+     "webarena.height=240 webarena.width=900"),
+    ("--env babyai", ""), (f"--env webarena --model {TINY_MODEL}", ""),
+])
+def test_the_tiny_model_gets_short_pages_and_others_do_not(flags, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there is no runs/
-    short, narrow = "webarena.height=240", "webarena.width=900"
-    for worlds, given, expected in (
-        ("webarena", [], short),
-        ("babyai,webarena", ["--env_args", narrow], f"{short} {narrow}"),
-        ("babyai", [], ""),
-        ("webarena", ["--model", str(TINY_MODEL)], ""),
-    ):
-        arguments = ["--out", "runs/never-made", "--env", worlds, *given]
-        assert parse_config(arguments).env_args == expected
-    assert evaluation.parse_eval_config(["--env", "webarena"]).env_args == short
+    assert parse_config(["--out", "runs/never-made", *flags.split()]).env_args == expected
+    if "," not in flags:
+        assert evaluation.parse_eval_config(flags.split()).env_args == expected
 
 
 @browser
-def test_a_person_is_told_where_the_sites_are(env, monkeypatch, capsys):
-    replies = ["```goto [http://shop.localhost/category/kitchen]```", "```stop```"]
+def test_a_person_is_told_where_the_sites_are(monkeypatch, capsys):
+    replies = iter(["```goto [http://shop.localhost/category/kitchen]```", "```stop```"])
+    printed = []
 
     def reply(prompt):
-        if len(replies) == 2:
-            address = re.search(r"http://localhost:(\d+)/\?episode=\w+", capsys.readouterr().out)
-            home = requests.get(address[0].replace("localhost", "127.0.0.1"), timeout=10).text
-            shop = re.search(r'href="(http://shop.localhost:\d+/\?episode=\w+)"', home)[1]
+        printed.append(capsys.readouterr().out)
+        if len(printed) == 1:
+            port, path = re.search(r"http://localhost:(\d+)(/\?episode=\w+)", printed[0]).groups()
             # Names under localhost resolve in every browser, but not for every other program.
-            url = shop.replace("shop.localhost", "127.0.0.1")
-            headers = {"Host": f"shop.localhost:{address[1]}"}
-            page = requests.get(url, headers=headers, timeout=10)
-            assert page.status_code == 200 and "Harbour Market" in page.text
-        return replies.pop(0)
+            for host, says in (("localhost", "http://shop.localhost"),
+                               ("shop.localhost", "Harbour Market")):
+                page = requests.get(f"http://127.0.0.1:{port}{path}", timeout=10,
+                                    headers={"Host": f"{host}:{port}"})
+                assert page.status_code == 200 and says in page.text
+        return next(replies)
 
     monkeypatch.setattr("builtins.input", reply)
     play("webarena", 0)
@@ -556,42 +529,32 @@ def test_a_person_is_told_where_the_sites_are(env, monkeypatch, capsys):
 
 @browser
 def test_our_server_speaks_webarenas_bodies(env):
-    uvicorn = pytest.importorskip("uvicorn")
-    store = serve.EpisodeStore("webarena")
-    server = uvicorn.Server(uvicorn.Config(serve.build_app(store, 8), log_level="error"))
-    listening = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
+    pytest.importorskip("uvicorn")
+    with our_server("webarena") as (url, _):
+        def call(path, **body):
+            return requests.post(f"{url}/{path}", json=body, timeout=60).json()
 
-    def call(path, **body):
-        return requests.post(f"{url}/{path}", json=body, timeout=60).json()
+        # The bodies of one episode.
+        env_idx = call("create")["env_idx"]
+        first = call("reset", env_idx=env_idx, seed=0, idx=0)
+        assert set(first) == {"observation", "sites", "object"}
+        assert first["sites"] == ["shopping"] and first["object"] in first["observation"]
+        goto = "```goto [http://shop.localhost/category/kitchen]```"
+        step = call("step", env_idx=env_idx, action=goto)
+        assert step["terminated"] is step["truncated"] is False
+        assert step["reward"] == 0 and "info" in step
+        observation = requests.get(f"{url}/observation?env_idx={env_idx}", timeout=60).json()
+        assert observation == step["observation"]
+        assert call("step", env_idx=env_idx, action="```stop```")["terminated"] is True
 
-    # The bodies of one episode.
-    env_idx = call("create")["env_idx"]
-    first = call("reset", env_idx=env_idx, seed=0, idx=0)
-    assert set(first) == {"observation", "sites", "object"}
-    assert first["sites"] == ["shopping"] and first["object"] in first["observation"]
-    goto = "```goto [http://shop.localhost/category/kitchen]```"
-    step = call("step", env_idx=env_idx, action=goto)
-    assert step["terminated"] is step["truncated"] is False
-    assert step["reward"] == 0 and "info" in step
-    observation = requests.get(f"{url}/observation", params={"env_idx": env_idx}, timeout=60)
-    assert observation.json() == step["observation"]
-    assert call("step", env_idx=env_idx, action="```stop```")["terminated"] is True
-
-    # A client of the server and an environment in this process are the same.
-    far = make_env("webarena", url=url)
-    assert far.whole_reply and far.prompt == env.prompt
-    assert far.reset(3) == env.reset(3)
-    for reply in ("nonsense", "```click [500]```", "```scroll [down]```", "```stop [x]```"):
-        far.socket.shutdown(socket.SHUT_RDWR)  # as after a pause
-        assert far.step(reply) == env.step(reply)
-    far.close()
-    server.should_exit = True
-    thread.join(20)
-    store.close_envs()
-    assert not thread.is_alive()
+        # A client of the server and an environment in this process are the same.
+        far = make_env("webarena", url=url)
+        assert far.whole_reply and far.prompt == env.prompt
+        assert far.reset(3) == env.reset(3)
+        for reply in ("nonsense", "```click [500]```", "```scroll [down]```", "```stop [x]```"):
+            far.socket.shutdown(socket.SHUT_RDWR)  # as after a pause
+            assert far.step(reply) == env.step(reply)
+        far.close()
 
 
 # ---- other servers on this machine ----
@@ -609,12 +572,12 @@ def bystander():
     seen = []
 
     def answer(request):
-        seen.append(request.path)
         return 200, {"Access-Control-Allow-Origin": "*"}, f"<title>{SECRET}</title><p>{SECRET}</p>"
 
     def handle(request):
         seen.append("connection")
         Handler.handle(request)
+        seen.append(getattr(request, "path", None))
 
     with serving(answer, handle=handle) as port:
         yield port, seen
@@ -623,17 +586,16 @@ def bystander():
 @browser
 def test_no_other_address_can_be_opened(env):
     env.reset(0)
-    sites_port = webarena.embedded_websites().port
+    ours = webarena.embedded_websites().port
     with bystander() as (port, seen):
         for address in (
             "file:///etc/passwd", "http://example.com/", "https://shop.localhost/",
             "chrome://version", "javascript:alert(1)", "data:text/html,hi", "about:blank",
-            "view-source:http://a/", f"http://localhost:{port}/",
-            f"http://127.0.0.1:{sites_port}/", f"http://shop.localhost:{port}/",
-            "http://shop.localhost@example.com/",
-            f"http://shop.localhost:{sites_port}@example.com/",
-            "http://shop.localhost.example.com/", "//example.com", "\\\\example.com",
-            f"http://shop.localhost:{sites_port}0/",
+            "view-source:http://a/", "//example.com", "\\\\example.com",
+            f"http://localhost:{port}/", f"http://127.0.0.1:{ours}/",
+            f"http://shop.localhost:{port}/", f"http://shop.localhost:{ours}0/",
+            f"http://shop.localhost:{ours}@example.com/", "http://shop.localhost@example.com/",
+            "http://shop.localhost.example.com/",
         ):
             step = env.step(f"```goto [{address}]```")
             assert not step.valid and "not part of these sites" in step.observation, address
@@ -670,12 +632,10 @@ REST = {
 
 def official(intent, start="__SHOPPING__", **check):
     """A task as in WebArena's own file."""
-    check = {"eval_types": [], "reference_answers": None, "reference_url": None,
-             "program_html": None, **check}
-    return {"sites": ["shopping"], "task_id": 0, "require_login": True,
+    nothing = {"reference_answers": None, "reference_url": None, "program_html": None}
+    return {"sites": ["shopping"], "task_id": 0, "require_login": True, "intent": intent,
             "storage_state": "./.auth/shopping_state.json", "start_url": start,
-            "geolocation": None, "intent_template": intent, "instantiation_dict": {},
-            "intent": intent, "require_reset": False, "intent_template_id": 0, "eval": check}
+            "eval": {"eval_types": [], **nothing, **check}}
 
 
 def on_page(intent, url, locator, prepare=(), **contents):
@@ -693,28 +653,25 @@ MEMBERS = "__GITLAB__/project/-/members"
 ROLE = "func:gitlab_get_project_memeber_role(__page__, '{}')"
 AUTHOR = "func:shopping_get_sku_latest_review_author('{}')"
 RATING = "func:shopping_get_sku_latest_review_rating('{}')"
-EITHER = official(
-    "either of two", eval_types=["string_match", "url_match"],
-    reference_answers={"must_include": ["roots"]},
-    reference_url=f"{WISHES} |OR| __SHOPPING__/nowhere", url_note="GOLD in PRED")
 A_POST = "/f/books/59421/a-title"
-OFFICIAL = [  # task, the path to open first, the right answer, a wrong answer or None
-    (EITHER, "/wishlist/", "Roots", "leaves"),
+OFFICIAL = [  # task, the path to open first; the answer is "Roots"
+    (official("either of two", eval_types=["string_match", "url_match"],
+              reference_answers={"must_include": ["roots"]}, url_note="GOLD in PRED",
+              reference_url=f"{WISHES} |OR| __SHOPPING__/nowhere"), "/wishlist/"),
     (on_page("the wish list", WISHES, ".products-grid.wishlist",
-             must_include=["2 Orchid Roots & Bulbs |OR| nothing"]), "/", "", None),
+             must_include=["2 Orchid Roots & Bulbs |OR| nothing"]), "/"),
     (on_page("a number that is 0", WISHES, "document.querySelectorAll('table').length",
-             exact_match="0"), "/", "", None),
-    (on_page("the whole page", "last", "", must_include=["long form"]), A_POST, "", None),
+             exact_match="0"), "/"),
+    (on_page("the whole page", "last", "", must_include=["long form"]), A_POST),
     (on_page("a post", "func:reddit_get_post_url('__last_url__')", ".submission__inner",
-             exact_match="What is the recommended console"), A_POST, "", None),
-    (on_page("a role", MEMBERS, ROLE.format("bob"), must_include=["Guest"]), "/", "", None),
+             exact_match="What is the recommended console"), A_POST),
+    (on_page("a role", MEMBERS, ROLE.format("bob"), must_include=["Guest"]), "/"),
     (on_page("the last order", "func:shopping_get_latest_order_url()", ".order-details-items",
-             must_include=["Canon photo printer"]), "/", "", None),
-    (on_page("an author", "last", AUTHOR.format("B00A"), exact_match="Emma"), "/", "", None),
-    (on_page("a rating", "last", RATING.format("B00A"), exact_match="100"), "/", "", None),
+             must_include=["Canon photo printer"]), "/"),
+    (on_page("an author", "last", AUTHOR.format("B00A"), exact_match="Emma"), "/"),
+    (on_page("a rating", "last", RATING.format("B00A"), exact_match="100"), "/"),
     (on_page("prepared", "__SHOPPING__/form", "document.querySelector('[name=\"title\"]').value",
-             prepare=["document.querySelector('button').click()"], exact_match="Light"),
-     "/", "", None),
+             prepare=["document.querySelector('button').click()"], exact_match="Light"), "/"),
 ]
 NEVER = [  # these fail whatever is done
     on_page("another role", MEMBERS, ROLE.format("ann"), must_include=["Guest"]),
@@ -727,11 +684,10 @@ NEVER = [  # these fail whatever is done
 
 @browser
 def test_official_tasks_are_played_on_sites_of_the_users_own(tmp_path, monkeypatch):
-    asked = []  # the headers of the requests
+    asked = []  # the path and the headers of the requests
 
     def answer(request):
-        asked.append((request.path, request.headers.get("Cookie"),
-                      request.headers.get("Authorization")))
+        asked.append(f"{request.path}\n{request.headers}")
         path = request.path.partition("?")[0]
         if request.command == "POST":
             return 200, {}, '"token"'
@@ -739,43 +695,41 @@ def test_official_tasks_are_played_on_sites_of_the_users_own(tmp_path, monkeypat
             return 200, {"Content-Type": "application/json"}, json.dumps(REST[path])
         return 200 if path in PAGES else 404, {}, PAGES.get(path, "")
 
-    all_tasks = [task for task, *_ in OFFICIAL] + NEVER + [official("elsewhere", "__MAP__")]
+    all_tasks = [task for task, _ in OFFICIAL] + NEVER + [official("elsewhere", "__MAP__")]
     (tmp_path / "tasks.json").write_text(json.dumps(all_tasks))
-    (tmp_path / "auth").mkdir()
     cookie = {"name": "login", "value": "emma", "domain": "127.0.0.1", "path": "/", "expires": -1,
               "httpOnly": False, "secure": False, "sameSite": "Lax"}
-    state = {"cookies": [cookie], "origins": []}
-    (tmp_path / "auth/shopping_state.json").write_text(json.dumps(state))
+    state = json.dumps({"cookies": [cookie], "origins": []})
+    (tmp_path / "shopping_state.json").write_text(state)
     with serving(answer) as port:
         url = f"http://127.0.0.1:{port}"
         monkeypatch.setenv("SHOPPING", url)
-        env = make_env(
-            "webarena", tasks=f"{tmp_path}/tasks.json", gitlab=url, storage=f"{tmp_path}/auth")
+        env = make_env("webarena", tasks=f"{tmp_path}/tasks.json", gitlab=url,
+                       storage=str(tmp_path))
 
         # Every task is solved by what it asks for, and by nothing else.
-        for item, (task, path, right, wrong) in enumerate(OFFICIAL):
+        for item, (task, path) in enumerate(OFFICIAL):
             seen = env.reset(item)
             assert "URL: http://onestopmarket.com/" in seen and url not in seen
             assert f"OBJECTIVE: {task['intent']}" in seen
             if path != "/":
                 assert env.step(f"```goto [http://onestopmarket.com{path}]```").valid
-            assert wrong is None or score_now(env, wrong) == 0
-            step = env.step(f"```stop [{right}]```")
+            if "string_match" in task["eval"]["eval_types"]:
+                assert score_now(env, "leaves") == 0
+            step = env.step("```stop [Roots]```")
             assert step.success and step.reward == 1, task["intent"]
         for item, task in enumerate(NEVER, len(OFFICIAL)):
             env.reset(item)
-            assert env.step("```stop [x]```").reward == 0, task["intent"]
+            assert env.step("```stop [Roots]```").reward == 0, task["intent"]
 
         # The cookie of the storage-state file and the token of the REST interface were sent.
-        assert any(cookie == "login=emma" for _, cookie, _ in asked)
-        assert any(authorization == "Bearer token" for _, _, authorization in asked)
+        assert "Cookie: login=emma" in str(asked) and "Authorization: Bearer token" in str(asked)
 
         # Other sites are not part of the world.
-        number = tree.find(env.reset(0), "link", "outside")
-        env.step(f"```click [{number}]```")
+        env.step(f"```click [{tree.find(env.reset(0), 'link', 'outside')}]```")
         assert "outside.example" not in str(asked)
         assert not env.step("```goto [http://outside.example/]```").valid
-        for item, named in ((len(OFFICIAL) + len(NEVER), "MAP"), (10_000, "items 0 to")):
+        for item, named in ((len(all_tasks) - 1, "MAP"), (10_000, "items 0 to")):
             with pytest.raises(ValueError, match=named):
                 env.reset(item)
     with pytest.raises(EnvError):  # the site does not answer any more
@@ -798,16 +752,16 @@ WAYS = {  # path -> a page that leads to another server at once, or when its but
     "/nested": "<iframe src='/frame'></iframe><iframe srcdoc=\"<img src='/302'>\"></iframe>",
     "/parts": "<img src='/302'><img src='OTHER/img'><script src='/307'></script>"
     "<link rel='stylesheet' href='/301'>"
-    "<object data='/302'></object><embed src='/302'><video src='/302'></video>",
-    "/early": "<link rel='preconnect' href='OTHER'><link rel='prefetch' href='/302'>"
+    "<object data='/302'></object><embed src='/302'><video src='/302'></video>"
+    "<link rel='preconnect' href='OTHER'><link rel='prefetch' href='/302'>"
     "<link rel='preload' as='script' href='/302'><link rel='dns-prefetch' href='OTHER'>"
     "<script type='speculationrules'>{\"prerender\": [{\"urls\": [\"/302\"]}]}</script>",
-    "/fetch": "<p id='out'></p><script>fetch('/302').then(r => r.text()).then(text => "
+    "/scripts": "<p id='out'></p><script>fetch('/302').then(r => r.text()).then(text => "
     "{ document.querySelector('#out').innerText = text }).catch(() => 0);"
-    "fetch('OTHER/fetch', {mode: 'no-cors'}).catch(() => 0)</script>",
-    "/beacon": "<script>navigator.sendBeacon('/307', 'x'); new EventSource('/302');"
-    "const x = new XMLHttpRequest(); x.open('POST', '/308'); x.send('x')</script>",
-    "/sockets": "<script>new WebSocket('ws://HOST/socket'); new WebSocket('/302')</script>",
+    "fetch('OTHER/fetch', {mode: 'no-cors'}).catch(() => 0);"
+    "navigator.sendBeacon('/307', 'x'); new EventSource('/302');"
+    "const x = new XMLHttpRequest(); x.open('POST', '/308'); x.send('x');"
+    "new WebSocket('ws://HOST/socket'); new WebSocket('/302')</script>",
     "/worker": "<script>new Worker('/worker.js'); new SharedWorker('/worker.js')</script>",
     "/turn": "<script>const c = new RTCPeerConnection({iceServers: [{username: 'a', "
     "credential: 'b', urls: 'turn:HOST?transport=tcp'}]}); c.createDataChannel('a');"
@@ -819,12 +773,9 @@ WAYS = {  # path -> a page that leads to another server at once, or when its but
     "/file": "<a href='file:///etc/passwd'>Go</a>",
     "/ping": "<a href='/refresh' ping='/307 OTHER/ping'>Go</a>",
     "/popup": "<a href='/302' target='_blank'>Go</a>",
-    "/opened": "<button onclick=\"window.open('/302')\">Go</button>",
     "/written": "<button onclick=\"window.open().location = 'OTHER/written'\">Go</button>",
     "/form": "<form action='OTHER/form' method='post'><button>Go</button></form>",
-    "/form302": "<form action='/302' method='post'><button>Go</button></form>",
     "/form307": "<form action='/307' method='post'><button>Go</button></form>",
-    "/form308": "<form action='/308'><button>Go</button></form>",
 }
 
 
@@ -836,7 +787,7 @@ def led_away(tmp_path_factory):
     tasks_file.write_text(json.dumps([official("look around")]))
     with bystander() as (port, seen):
         other = f"127.0.0.1:{port}"
-        headers_of = {
+        special = {  # path -> status, headers
             "/chain": (302, {"Location": "/chain2"}),
             "/chain2": (307, {"Location": "/308"}),
             "/header": (200, {"Refresh": f"0; url=http://{other}/header"}),
@@ -847,11 +798,10 @@ def led_away(tmp_path_factory):
 
         def answer(request):
             path = request.path.partition("?")[0]
-            status, headers = headers_of.get(path, (200, {}))
             page = f"<title>{path}</title><p>here</p>{WAYS.get(path, '')}"
-            if path == "/worker.js":
-                page = WORKER
-            return status, headers, page.replace("OTHER", f"http://{other}").replace("HOST", other)
+            page = WORKER if path == "/worker.js" else page
+            page = page.replace("OTHER", f"http://{other}").replace("HOST", other)
+            return *special.get(path, (200, {})), page
 
         with serving(answer) as site:
             env = make_env("webarena", tasks=str(tasks_file), shopping=f"http://127.0.0.1:{site}")
@@ -880,15 +830,12 @@ def test_nothing_leads_from_a_site_to_another_server(led_away):
 
 
 @browser
-@pytest.mark.parametrize("host, path, link", [("127.0.0.1", "/302", "/link"),
-                                              ("localhost", "/local", "/link_local")])
-def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(led_away, host, path, link):
+def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(led_away):
     env, port, seen = led_away
-    env.own_tasks[0]["start_url"] = "__SHOPPING__"
     env.reset(0)
-    step = env.step(f"```goto [http://onestopmarket.com{path}]```")
+    step = env.step("```goto [http://onestopmarket.com/local]```")
     assert not step.valid and "not part of these sites" in step.observation
-    step = env.step(f"```goto [http://onestopmarket.com{link}]```")
+    step = env.step("```goto [http://onestopmarket.com/link_local]```")
     assert step.valid
     step = env.step(f"```click [{tree.find(step.observation, 'link', 'Go')}]```")
     assert step.valid and SECRET not in step.observation
@@ -899,7 +846,7 @@ def test_a_redirect_to_another_server_is_said_and_the_episode_goes_on(led_away, 
         time.sleep(0.1)
 
     # Where a task begins with such a redirect, the addresses are wrong, not the agent.
-    env.own_tasks[0]["start_url"] = f"__SHOPPING__{path}"
-    with pytest.raises(EnvError, match=f"leads to http://{host}:{port}/302"):
+    env.own_tasks[0]["start_url"] = "__SHOPPING__/local"
+    with pytest.raises(EnvError, match=f"leads to http://localhost:{port}/302"):
         env.reset(0)
     assert seen == []
