@@ -306,10 +306,9 @@ def check_env(name: str, urls: Sequence[str] = (), **kw: Any) -> None:
 def world_class(name: str, url: str | Sequence[str] | None = None) -> type[Env]:
     """The class of the world `name`, with `url` that of its client. Raises UserError for an unknown
     name, and if a package that the class needs is missing."""
-    known = CLIENTS if url else WORLDS
+    known, where = (CLIENTS, "on a server") if url else (WORLDS, "without --env_url")
     if name not in known:
-        hint = "give --env_url" if name in CLIENTS else f"choose from {', '.join(known)}"
-        raise UserError(f"there is no world '{name}' {'on a server' if url else 'here'}: {hint}")
+        raise UserError(f"there is no world '{name}' {where}: choose from {', '.join(known)}")
     return load_named(name, known, "world")
 
 

@@ -86,7 +86,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     env = given.get("env") or [*trained_on, EvalConfig.env][0]
     if len(trained_on) > 1 and not given.get("env"):
         raise ValueError(f"the run was trained on {', '.join(trained_on)}: choose --env")
-    default = presets(model, env)
+    default = presets(model, env) | {"arrival_order": bool(given.get("env_url"))}
     default["horizon"] = str(default["eval_horizon"])
     default |= {name: run[name] for name in OF_RUN if run}
     env_args = default.get("env_args", "")
@@ -98,7 +98,6 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if given.get("env_args") == "" or given.get("env_url") and env != "openenv":
         env_args = ""
     given["env_args"] = f"{env_args} {given.get('env_args', '')}".strip()
-    default["arrival_order"] = bool(given.get("env_url"))
     if "prompts" in given:
         default["prompt_texts"] = read_prompts(given["prompts"], [env])
     values = default | given | {"env": env}
@@ -111,11 +110,9 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     if is_served(cfg):
         # The result file contains the URL, so the URL must not contain a password.
         if not cfg.base_url.startswith("http") or "@" in cfg.base_url:
-            raise ValueError("--model openai:NAME needs --base_url http://host:port/v1, without a "
-                             "password: a key is taken from OPENAI_API_KEY")
+            raise ValueError("openai:NAME needs --base_url http://host:port/v1, without a password")
         if cfg.top_k or cfg.system or cfg.chat_args or cfg.chat_template or cfg.engine == "hf":
-            raise ValueError("--top_k, --system, --chat_args, --chat_template and engine=hf are "
-                             "for models that run here")
+            raise ValueError("a served model has no --top_k, --system, --chat_* and engine=hf")
         requests.get(cfg.base_url, timeout=5, stream=True).close()
     check_worlds(cfg, [cfg.env])
     return cfg
@@ -185,8 +182,7 @@ class Record:
         """Append a trajectory."""
         if self.path:
             with self.path.open("a") as file:
-                line = trajectory.to_json() | {"evaluation": self.evaluation}
-                file.write(json.dumps(line) + "\n")
+                print(json.dumps(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
 
     def write(self, trajectories: list[Trajectory]) -> None:
         """Replace what the file holds."""
