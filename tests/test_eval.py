@@ -341,6 +341,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
              for t in read_trajectories(tmp_path / f"{name}.h{horizon}.jsonl")]
             for name in ("killed", "whole"))
         assert killed == uninterrupted
+    assert evaluation.main(flags("killed")) == 0  # nothing is left to play
     assert evaluation.main([*flags("killed"), "--temperature", "0.5"]) == 2
     assert str(file) in capsys.readouterr().err
 
