@@ -219,6 +219,7 @@ def evaluate(policy: Model, tokenizer: PreTrainedTokenizerBase | None, pool: Env
     samples_of = Counter(t.item for t in finished)
     kept = [t for t in finished if samples_of[t.item] == config.samples]
     wins = [t.success for t in kept]
+    played = []
     missing = [item for item in items if samples_of[item] < config.samples]
     with tqdm(total=len(items) * config.samples, initial=len(kept), desc=f"horizon {horizon}",
               delay=1, leave=False, dynamic_ncols=True) as bar:
@@ -233,7 +234,7 @@ def evaluate(policy: Model, tokenizer: PreTrainedTokenizerBase | None, pool: Env
         if isinstance(policy, ServedModel):
             policy.has_replied |= bool(finished)
             played = play_served(policy, pool, missing, horizon, config, on_end)
-        else:
+        elif missing:
             played = rollout(policy, tokenizer, pool, missing, horizon, config, on_end=on_end)
     return sorted([*kept, *played], key=lambda t: (t.group, t.sample))
 
