@@ -20,15 +20,16 @@ import json
 import math
 import re
 import sys
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from envs import AgentError, Env, EnvError, ItemError, Step, close_quietly, load_function
-from envs import read_settings, split_item
+from envs import AgentError, Env, EnvError, Step, close_quietly, load_function, read_settings
+from envs import split_item
+from models.packed import common_prefix_length
 from models.template import MARK, MARKS, Tokenizer, try_template, write
 
 # ---- texts that are shown to the agent ----
@@ -107,11 +108,22 @@ def parse(reply: str, action_format: str = "plain", choose: Choice | None = None
     >>> parse("I go. ```turn left```", "backticks")
     'turn left'
     """
-    found = actions_in(reply, action_format)
+    answer = answer_of(reply) or ""
+    found = actions_in(answer, action_format) if answer else []
     if choose is not None:
-        bare = reply.strip() if action_format == "react" and not found else ""
-        return choose(reply, found, bare)
+        bare = answer.strip() if action_format == "react" and not found else ""
+        return choose(answer, found, bare)
     return found[0] if len(found) == 1 else ""
+
+
+def answer_of(reply: str) -> str | None:
+    """What stands after the last thought of a reply; None if this thought has no end.
+
+    >>> answer_of("<think>Action: no</think>Action: go"), answer_of("go"), answer_of("<think>go")
+    ('Action: go', 'go', None)
+    """
+    answer = reply.rpartition("</think>")[2]
+    return None if "<think>" in answer else answer
 
 
 def actions_in(reply: str, action_format: str = "plain") -> list[str]:
@@ -124,8 +136,7 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
         found = reply.split("Action:")[1:]
     elif action_format == "tags":
         # <search> and <answer> are SearchQA's own actions. They keep their tags.
-        said = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL)
-        tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", said, re.DOTALL)
+        tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)
         found = (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
     elif action_format == "backticks":
         found = re.findall(r"```(.*?)```", reply, re.DOTALL)
@@ -171,7 +182,10 @@ def complaint(reply: str, action_format: str) -> str:
     There must be one action in your reply, but there are 2.
     Answer in the form that you were told at the start.
     """
-    count = len(actions_in(reply, action_format))
+    answer = answer_of(reply)
+    if answer is None:
+        return "Your thought has no end: write </think> before your action."
+    count = len(actions_in(answer, action_format))
     seen = f"are {count}" if count > 1 else "is none"
     hint = " Answer in the form that you were told at the start." if FORMATS[action_format] else ""
     return f"There must be one action in your reply, but there {seen}.{hint}"
@@ -183,6 +197,11 @@ Messages = list[dict[str, str]]  # of a chat: {"role": "user" or another, "conte
 # A generator. It yields the messages that the model is to answer, and is sent the model's reply.
 # The episode ends when it returns, or after `horizon` replies.
 Agent = Generator[Messages, str, None]
+
+
+def readable(text: str) -> str:
+    """A text with U+FFFD for each half of a surrogate pair, which cannot be encoded."""
+    return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def user(text: str) -> dict[str, str]:
@@ -243,19 +262,11 @@ class Play:
     def reset(self) -> str:
         """Begin the episode, perhaps once more -> the first observation. Raises ItemError if there
         is no such item."""
-        return self._of_environment(self._reset)
+        def begin():
+            self.turn.progress = 0.0
+            return readable(self.env.reset(self.number))
 
-    def _reset(self):
-        self.turn.progress = 0.0
-        try:
-            observation = self.env.reset(self.number)
-        except ValueError as e:
-            if type(e) is not ValueError:  # such as a JSONDecodeError: the environment's fault
-                raise
-            place = traceback.extract_tb(e.__traceback__)[-1]  # perhaps a bug of the world's
-            raise ItemError(f"{e} ({place.filename}, line {place.lineno})") from e
-        str.encode(observation)  # raises if it is no text
-        return observation
+        return self._of_environment(begin)
 
     def act(self, reply: str) -> Step:
         """Let the environment take the action in a reply. A reply without exactly one action does
@@ -280,9 +291,9 @@ class Play:
 
     def _credited(self, step: Step) -> Step:
         """Add a step to what the last reply has earned -> the step."""
-        str.encode(step.observation)  # raises if it is no text
-        if not all(map(math.isfinite, (step.reward, step.score, step.progress))):
-            raise EnvError("a reward, score or progress is not finite")
+        step.observation = readable(step.observation)
+        if not (math.isfinite(step.reward) and 0 <= step.score <= 1 and 0 <= step.progress <= 1):
+            raise EnvError("a reward is not finite, or a score or progress is not from 0 to 1")
         if step.reward and not self.turns:
             raise AgentError("a reward before the first reply belongs to no reply")
         self.turn = replace(step, reward=self.turn.reward + step.reward,
@@ -331,8 +342,8 @@ class Play:
         try:
             said = self.agent.send(reply) if error is None else self.agent.throw(error)
             # A copy, since the agent may change its own: role and content, no more.
-            messages = [{"role": m["role"], "content": m["content"]} for m in said]
-            str.encode("".join(text for m in messages for text in m.values()))  # raises: no text
+            messages = [{"role": readable(m["role"]), "content": readable(m["content"])}
+                        for m in said]
             if not messages or messages[-1]["role"] == "assistant":
                 raise ValueError("the last message that an agent yields is one to the model")
             return messages
@@ -467,27 +478,33 @@ def _split(text: str, marked: str) -> list[str]:
     return re.split(f"({MARK}|@thought[0-9]+@)", text)
 
 
+MARKER = r"[<\[].*\w.*[>\]]"  # a token such as <|User|>
+
+
 class Chat:
     """A tokenizer's chat template: messages as token ids.
 
     The template is tried once for a tokenizer, whose attribute `tried_template` keeps the result
-    (see `try_template`). `prompt` renders a whole conversation. Where a conversation only grows,
-    `turns` gives the ids of the messages that follow a reply, from the pieces that the template
-    writes between messages.
+    (see `try_template`). `prompt` renders a whole conversation. Its ids are those of the whole
+    text, but for replies that the policy sampled, which keep their ids. Where a conversation only
+    grows, `turns` gives the ids of the messages that follow a reply, from the pieces that the
+    template writes between messages.
 
     history: "append": the ids of earlier replies stay as they are, also where the template would
     rewrite them. "template": every prompt is what the template writes. None: "template" where the
-    template drops the thoughts of earlier replies (`drops_thoughts`), else "append", which then is
-    the same.
+    template drops the thoughts of earlier replies (`drops_thoughts`), or where its pieces do not
+    give what it writes (`is_pieced`), else "append", which then is the same.
 
-    `end_id` is the end-of-turn token, which the policy samples to finish a reply.
+    `end_id` is the end-of-turn token, which the policy samples to finish a reply. Any
+    end-of-sequence token finishes one, too. `opens_thought`: the generation prompt ends within a
+    thought, which the policy has to close.
 
     A template may have channels, as GPT-OSS's has: the policy first writes a message to the channel
     "analysis", then one to the channel "final". `final_header` is the ids that open the final
     message ([] without channels). The environment gets only the text after it. Before
-    `final_header` an end-of-turn token does not end the reply; an end-of-sequence token (GPT-OSS's
-    <|return|>) always does. Within a segment the analysis and the end-of-sequence token stay; the
-    template would drop the analysis of earlier turns and write <|end|> instead.
+    `final_header` an end-of-turn token does not end the reply. Within a segment the analysis and
+    the end-of-sequence token stay; the template would drop the analysis of earlier turns and write
+    <|end|> instead.
 
     Raises ValueError for a template that fails, that does not show every message exactly once
     and in order, or that ends a reply with an ordinary token: replies would end anywhere.
@@ -495,58 +512,121 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, history: str | None = None):
         self.tokenizer = tokenizer
-        # A copy of the fast tokenizer, because every transformers call resets
-        # `encode_special_tokens` on the original. Calling it directly takes half the time.
+        # A copy of the fast tokenizer: transformers changes the original's settings. Calling it
+        # directly takes half the time.
         self.encoder = copy.deepcopy(tokenizer.backend_tokenizer)
-        self.encoder.encode_special_tokens = True
         self.encoder.no_truncation()
         self.encoder.no_padding()
         self.tried = getattr(tokenizer, "tried_template", None)
         if self.tried is None or self.tried["of"] != tokenizer.chat_template:  # it was replaced
             self.tried = tokenizer.tried_template = try_template(tokenizer)
 
-        # to_reply: between a message and a reply that is not the policy's. to_user: between a reply
-        # and a message. to_policy: the generation prompt, between a message and the policy's reply.
-        _, *pieces = _split(self.tried["marks"], "".join(MARKS))[::2]
-        self.to_reply, self.to_user, self.to_policy = map(self._encode_piece, pieces)
+        # What the template writes between a message and a reply that is not the policy's, between a
+        # reply and a message, and between a message and the policy's reply (the generation prompt).
+        pieces = _split(self.tried["marks"], "".join(MARKS))[::2]
+        # A space before the token that ends a reply is in prompts that are written whole.
+        _, self.to_reply, self.to_user, self.to_policy = (piece.lstrip(" ") if place == 2 else piece
+                                                          for place, piece in enumerate(pieces))
 
-        # Which tokens end a reply.
+        # Tokens that only the template writes, and the policy: those that the tokenizer calls
+        # special, that end a sequence, or that stand in the template. A reply that the policy did
+        # not sample may have thoughts and calls of tools.
         self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        special_ids = {*tokenizer.all_special_ids, *self.eos_ids}
-        special_ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        if not self.to_user or self.to_user[0] not in special_ids:
+        self.eos_ids.discard(None)
+        added = tokenizer.added_tokens_decoder
+        self.control = {
+            i for i, token in added.items() if token.special or i in self.eos_ids
+            or str(token) in self.tried["template"] and re.fullmatch(MARKER, str(token))}
+        between = self._encode([(self.to_reply + self.to_user + self.to_policy, set())])
+        self.turn_control = {
+            i for i in self.control if added[i].special or i in self.eos_ids
+            or i in between and not re.search("think|tool", str(added[i]))}
+
+        ends = self._encode([(self.to_user, set())])
+        if not ends or ends[0] not in self.control | self.eos_ids:
             raise ValueError(
-                f"this chat template ends a reply with {tokenizer.decode(self.to_user[:1])!r}, no "
+                f"this chat template ends a reply with {tokenizer.decode(ends[:1])!r}, no "
                 "special and no end-of-sequence token: give another one with --chat_template")
-        self.end_id = self.to_user[0]
+        self.end_id = ends[0]
 
-        # The template writes a reply of the history after the generation prompt. With channels, it
-        # puts the header of the final channel between them, from one special token to another, and
-        # the end-of-turn token is not an end-of-sequence token.
-        header = self.to_reply[len(self.to_policy):]
-        has_channels = (self.to_policy + header == self.to_reply
-                        and special_ids.issuperset(header[:1] + header[-1:])
-                        and self.end_id not in self.eos_ids and tokenizer.eos_token_id is not None)
+        # The template writes a reply of the history after the generation prompt, some with a header
+        # between them: a space, an empty thought, or the final channel's name between two tokens.
+        self.opens_thought = self.to_policy.rstrip().endswith("<think>")
+        self.header = ""
+        if self.to_reply.startswith(self.to_policy):
+            self.header = self.to_reply[len(self.to_policy):]
+        elif self.opens_thought:
+            self.header = "</think>\n\n"
+        header = self._after_prompt([(self.header, set())])
+        has_channels = (
+            self.end_id not in self.eos_ids and len(self.eos_ids) > 0 and len(header) > 2
+            and {header[0], header[-1]} <= self.control and not self.control.issuperset(header))
         self.final_header = header if has_channels else []
-        self.reply_end_id = tokenizer.eos_token_id if self.final_header else self.end_id
-        self.drops_thoughts = bool(self.final_header) or "@thought@" not in self.tried["thought"]
-        self.history = history or ("template" if self.drops_thoughts else "append")
-
+        self.header_ids = [] if self.header.isspace() else header
+        self.reply_end_id = tokenizer.eos_token_id if has_channels else self.end_id
+        self.drops_thoughts = "@thought@" not in self.tried["thought"] or has_channels
         # Where the template shows no system message, its text stands before the first message's.
         marked = [{"role": "system", "content": "@system@"}, user("@user@")]
         self.shows_system = False
         with suppress(Exception):  # whatever the template's program raises
             self.shows_system = "@system@" in write(tokenizer, marked, self.tried)
 
-    def _encode_piece(self, text: str) -> list[int]:
-        """The token ids of a piece of the template: "<|im_end|>" becomes the special token."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
+        if "is_pieced" not in self.tried:
+            self.tried["is_pieced"] = has_channels or self._is_pieced()
+        is_appended = self.tried["is_pieced"] and not self.drops_thoughts
+        self.history = history or ("append" if is_appended else "template")
 
-    def _encode(self, text: str) -> list[int]:
-        """The token ids of a text that is not trusted: "<|im_end|>" stays ordinary text. Several
-        threads may encode at the same time."""
-        # `encode_batch` releases the interpreter to other threads; `encode` does not.
-        return self.encoder.encode_batch([text], add_special_tokens=False)[0].ids
+    def _is_pieced(self) -> bool:
+        """Whether the ids of five messages are those of the first prompt, a reply, and the messages
+        that follow it. Raises ValueError if they are not even where each prompt is written
+        whole."""
+        is_pieced = True
+        for texts in (("Play.", "OK", "You see a wall.", "turn left", "A ball."),
+                      ("Play a game.", "OK", "A wall", "", "A red ball 1.")):
+            messages = [{"role": role, "content": text}
+                        for role, text in zip(["user", "assistant"] * 3, texts)]
+            whole, start = self.prompt(messages), self.prompt(messages[:3])
+            end = self.turns(messages[4:], closed=False)
+            reply = whole[len(start): len(whole) - len(end)]
+            is_pieced &= start + reply + end == whole
+            reply = self.final_message(reply)
+            messages[3] = assistant(self.tokenizer.decode(reply, skip_special_tokens=True))
+            whole = self.prompt(messages)
+            kept = self.prompt(messages, sampled=[(messages[3]["content"], reply)])
+            if is_pieced and kept != whole:
+                place = common_prefix_length(kept, whole)
+                parts, at_once = (self.tokenizer.decode(ids[place:]) for ids in (kept, whole))
+                raise ValueError("the ids of this chat template's parts are not those of the whole "
+                                 f"text: {parts!r}, not {at_once!r}")
+        return is_pieced
+
+    def _encode(self, parts: Sequence[tuple[str, set[int]]]) -> list[int]:
+        """The token ids of the texts of `parts`, side by side, as the tokenizer encodes a whole
+        text. Each text has the ids that must not come from it: where the tokenizer finds one, the
+        text is cut within it. Several threads may encode at the same time."""
+        text = "".join(part for part, _ in parts)
+        forbidden = [ids for part, ids in parts for _ in part]  # in each character
+        cuts = {0, len(text)}
+        while True:
+            starts = sorted(cuts)
+            # `encode_batch` releases the interpreter to other threads; `encode` does not.
+            encodings = self.encoder.encode_batch(
+                [text[start:end] for start, end in pairwise(starts)], add_special_tokens=False)
+            found = {start + left + 1 for start, encoding in zip(starts, encodings)
+                     for token, (left, right) in zip(encoding.ids, encoding.offsets)
+                     if token in self.control
+                     and any(token in ids for ids in forbidden[start + left:start + right])}
+            if found <= cuts:
+                if found:
+                    raise EnvError("one character of a message is a control token")
+                return [token for encoding in encodings for token in encoding.ids]
+            cuts |= found
+
+    def _after_prompt(self, parts: Sequence[tuple[str, set[int]]]) -> list[int]:
+        """The ids of `parts` after the generation prompt, where they do not change its ids."""
+        before = (self.to_policy, set())
+        start, ids = self._encode([before]), self._encode([before, *parts])
+        return ids[len(start):] if ids[: len(start)] == start else self._encode(parts)
 
     def prompt(self, messages: Messages, tools: list[dict] | None = None,
                sampled: Sequence[tuple[str, list[int]]] = ()) -> list[int]:
@@ -557,16 +637,31 @@ class Chat:
         for messages whose text the template changes, ValueError or whatever the template's program
         raises for others that it does not show.
         """
-        ids, rest = [], list(sampled)
+        rest, section, ids = list(sampled), [], []  # from the last part to the first
+        is_spaced = False
         for text, message in reversed(self._cut(messages, tools)):
             is_reply = message == assistant(text)
-            places = [i for i, (reply, _) in enumerate(rest) if is_reply and reply == text]
+            places = [i for i, (reply, own) in enumerate(rest)
+                      if is_reply and reply == text and own]
             if places:  # this prompt does not show the later ones
-                *rest, (_, part) = rest[: places[-1] + 1]
-            else:
-                part = self._encode(text) if message else self._encode_piece(text)
-            ids = part + ids
-        return ids
+                *rest, (_, own) = rest[: places[-1] + 1]
+                ids = own + self._encode(section) + ids
+                section = []
+                # SentencePiece's first token has a space, which the text of a reply lacks.
+                first = self.tokenizer.convert_ids_to_tokens(own[:1])
+                is_spaced = str(*first).startswith("▁") and not text.startswith(" ")
+                continue
+            if is_spaced and self.header == " ":
+                text = text.removesuffix(" ")
+            is_spaced = False
+            section.insert(0, (text, self._forbidden(message)))
+        return self._encode(section) + ids
+
+    def _forbidden(self, message: dict[str, str] | None) -> set[int]:
+        """The ids that must not come from the text of a message (None: of the template)."""
+        if message is None:
+            return set()
+        return self.turn_control if message["role"] == "assistant" else self.control
 
     def _cut(self, messages: Messages, tools: list[dict] | None) -> Parts:
         """The template's text of a conversation, in parts: (text of the template, None), (text of a
@@ -577,8 +672,8 @@ class Chat:
         if messages[0]["role"] == "system" and messages[1:] and not self.shows_system:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
-        described = json.dumps(tools, ensure_ascii=False)
-        if self._encode(described) != self._encode_piece(described):
+        if tools and self.control.intersection(
+                self._encode([(json.dumps(tools, ensure_ascii=False), set())])):
             raise ValueError("the tools of an agent hold a control token")
         written = write(self.tokenizer, messages, self.tried, tools)
         # A template may write something else around an empty text, or around a reply's thought.
@@ -608,24 +703,31 @@ class Chat:
         loss.
         """
         before = {"user": self.to_user, "assistant": self.to_reply}
-        ids = [token for m in messages for token in before[m["role"]] + self._encode(m["content"])]
-        return ids[int(closed):] + self.to_policy
+        parts = [part for m in messages
+                 for part in ((before[m["role"]], set()), (m["content"], self._forbidden(m)))]
+        return self._encode([*parts, (self.to_policy, set())])[int(closed):]
 
     def reply(self, text: str) -> list[int]:
-        """Ids of a reply that the policy did not sample, with the token that ends it."""
-        return self.final_header + self._encode(text) + [self.reply_end_id]
+        """Ids of a reply that the policy did not sample, as they follow the generation prompt: its
+        header, its text and the token that ends it."""
+        parts = [(self.header, set()), (text, self.turn_control)]
+        return [*self._after_prompt(parts), self.reply_end_id]
 
     def final_message(self, reply: list[int]) -> list[int]:
-        """The part of a reply that the environment gets: all of it or, with channels, what follows
-        the final channel's header; [] if there is none."""
+        """The part of a reply that the environment gets: what follows the header of the final
+        channel ([] if there is none) or, without channels, all but the template's header."""
         size = len(self.final_header)
+        if not size:
+            header = self.header_ids
+            return reply[len(header):] if reply[: len(header)] == header else reply
         ends = (i for i in range(size, len(reply) + 1) if reply[i - size : i] == self.final_header)
-        return reply[max(ends, default=len(reply)):] if size else reply
+        return reply[max(ends, default=len(reply)):]
 
     def is_ended(self, reply: list[int]) -> bool:
         """Whether the last of these tokens ends the reply."""
-        ends_message = reply[-1] == self.end_id and len(self.final_message(reply)) > 0
-        return ends_message or (len(self.final_header) > 0 and reply[-1] in self.eos_ids)
+        if self.final_header and not self.final_message(reply):
+            return reply[-1] in self.eos_ids
+        return reply[-1] == self.end_id or reply[-1] in self.eos_ids
 
 
 def _matched(text: str, outline: list[str], messages: Messages) -> Parts | None:

@@ -161,7 +161,7 @@ def presets(model: str, world: str) -> dict[str, Any]:
     """-> setting -> its default for this model (made of "tiny", or any other), this world and this
     machine, where it is not the class's; "eval_horizon" is the horizon of an evaluation. What a
     model was trained with is among them: the action format, the system message, the arguments of
-    the chat template, the texts of --prompts."""
+    the chat template, the texts of --prompts; in a world of that run its limits and item lists."""
     run = run_of(model)
     if run.get("first_model", model) == "tiny":
         values = TINY | class_of(world).tiny
@@ -171,6 +171,9 @@ def presets(model: str, world: str) -> dict[str, Any]:
             values |= ON_CPU
     values.setdefault("eval_horizon", values.get("horizon", Setup.horizon).split(",")[-1])
     kept = ["system", "chat_args", "prompt_texts"]
+    if own := run.get("worlds", {}).get(world):
+        values |= {"max_tokens": own["max_tokens"], "max_length": own["max_length"]}
+        kept.append("data")
     # The prompts of some worlds say what a reply looks like: --action_format has no effect there.
     if not has_own_format(world) and not all(map(has_own_format, run.get("worlds", []))):
         kept.append("action_format")
@@ -241,7 +244,8 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
 def parse_config(argv: list[str] | None = None) -> Config:
     """train.py's command line, checked and with every default filled in. Raises ValueError with one
     clear line, also for combinations that run, but do not do what they seem to."""
-    cfg = fill_in(Config, read_flags(Config, argv, "train.py", "Multi-turn RL of an LLM agent"))
+    given = read_flags(Config, argv, "train.py", "Multi-turn RL of an LLM agent")
+    cfg = fill_in(Config, given)
     advantage, _ = cfg.advantage, cfg.loss_function
     cfg.record_states = getattr(advantage, "needs_states", False)
     gamma = inspect.signature(advantage, follow_wrapped=False).parameters.get("gamma")
@@ -260,10 +264,21 @@ def parse_config(argv: list[str] | None = None) -> Config:
         # A long reply's last token would get gamma^-length of the potential.
         (cfg.shaping != "none" and gamma is not None and gamma.default < 1,
          "--shaping needs --algo_args gamma=1"),
-        (cfg.offload and not cfg.shard, "offload=true needs --shard true"),
     ):
         if is_wrong:
             raise ValueError(why)
+    has_critic = getattr(advantage, "needs_critic", False)
+    for name, has_effect in {
+        "critic_lr": has_critic, "value_clip": has_critic, "kl_in": cfg.kl_coef,
+        "kl_type": cfg.kl_coef, "offload": cfg.shard,
+        "horizon_steps": cfg.horizon_schedule != "fixed",
+        # The rewards that it adds to a trajectory sum to 0.
+        "shaping": cfg.shaping != "potential" or not getattr(advantage, "one_a_trajectory", False),
+    }.items():
+        if name in given and not has_effect and not given.get("resume"):
+            raise ValueError(f"{name}={given[name]} has no effect here: with --algo {cfg.algo}, "
+                             f"kl_coef={cfg.kl_coef:g}, shard={cfg.shard}, "
+                             f"--horizon_schedule {cfg.horizon_schedule}")
     check_worlds(cfg, cfg.worlds)
     return cfg
 
@@ -279,7 +294,9 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
     """-> the settings of a run. A setting has the value that is given, or else the preset of its
     world and model, or else the class's default; a resumed run has what it was started with.
     Raises ValueError."""
-    env, model = given.get("env", RunConfig.env), given.get("model", RunConfig.model)
+    model = given.get("model", RunConfig.model)
+    env = given.get("env") or run_of(model).get("env", RunConfig.env)
+    given = given | {"env": env}
     label = "" if model == "tiny" else Path(re.sub("/(final|checkpoints/[^/]*)/?$", "", model)).name
     name = f"{env}_{given.get('algo', config_class.algo)}_{label}_s{given.get('seed', 0)}".lower()
     out = given.get("out") or f"runs/{re.sub('[^a-z0-9.-]+', '_', name)}"

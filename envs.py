@@ -12,6 +12,7 @@ To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line
 """
 
 import argparse
+import difflib
 import functools
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ import shlex
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future, wait
@@ -73,7 +75,7 @@ class Step:
 class Env:
     """A world that plays one episode at a time and is reused by `reset`.
 
-    Failures of the environment raise `EnvError`, an unknown item raises `ValueError`.
+    Failures of the environment raise `EnvError`, an unknown item raises `ItemError`.
     """
 
     prompt = ""  # the instructions, shown once at the start of every conversation
@@ -206,7 +208,7 @@ def read_settings(text: str, flag: str) -> dict[str, Any]:
             return json.loads(text)
         pairs = [part.split("=", 1) for part in shlex.split(text)]
         return {name: _read_value(value) for name, value in pairs}
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{flag} '{text}' is no list of NAME=VALUE and no JSON object: {e}") from e
 
 
@@ -214,7 +216,7 @@ def _read_value(text):
     """The value of a JSON text, of True and False, too; any other text is a value itself."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -308,7 +310,9 @@ def world_class(name: str, url: str | Sequence[str] | None = None) -> type[Env]:
     name, and if a package that the class needs is missing."""
     known, where = (CLIENTS, "on a server") if url else (WORLDS, "without --env_url")
     if name not in known:
-        raise UserError(f"there is no world '{name}' {where}: choose from {', '.join(known)}")
+        close = "".join(f"did you mean {word}? " for word in difflib.get_close_matches(name, known))
+        raise UserError(f"there is no world '{name}' {where}: {close}choose from "
+                        f"{', '.join(known)}")
     return load_named(name, known, "world")
 
 
@@ -400,6 +404,9 @@ def _read_items(path, env):
 # ---- environments in threads ----
 
 
+failures: list[BaseException] = []  # of environments in this process
+
+
 class Worker:
     """An environment in a daemon thread of its own, so that a slow one delays no other.
 
@@ -444,12 +451,18 @@ class Worker:
                 return late
             # In slices, because the limit moves when the environment has been made.
             wait([future], timeout=0.05)
-        error = future.exception()
+        if (error := future.exception()) is None:
+            return ""
         if isinstance(error, (AgentError, UserError)):
             raise error
         # A world's crash is an env_error of its episode alone.
         kind = "fault" if isinstance(error, EnvError) else f"crash: {type(error).__name__}"
-        return "" if error is None else f"{kind}: {error}"
+        if not failures:  # it may be a bug of the world: show the first one
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            print(f"warning: an episode failed, {kind}: {error} ({place.filename}, line "
+                  f"{place.lineno}); see env_error in the metrics", file=sys.stderr)
+        failures.append(error)
+        return f"{kind}: {error}"
 
     def _run(self):
         while (job := self.inbox.get()) is not None:
@@ -552,6 +565,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError instead of printing the usage and exiting."""
+        for word in re.findall(r"--\w+", message.partition("unrecognized")[2]):
+            for known in difflib.get_close_matches(word, self._option_string_actions, 1):
+                message += f"; did you mean {known}?"
         raise ValueError(message)
 
 

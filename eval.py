@@ -258,9 +258,13 @@ def bootstrap(values: Sequence[float] | np.ndarray, seed: int,
     """The 95 % interval of the mean of `values`, which has one value an item: the percentiles 2.5
     and 97.5 of the means of resampled items. resamples: a multiple of 1000.
 
-    It has no width if all values are equal, and is a little too narrow for a handful of values.
+    It is a little too narrow for a handful of values. Where all are 0, or all are 1, resampling
+    would give no width: there it is Wilson's.
     """
     values = np.asarray(values, float)
+    if values.min() == values.max() and values[0] in (0, 1):
+        width = 1.96**2 / (len(values) + 1.96**2)
+        return [0.0, width] if values[0] == 0 else [1 - width, 1.0]
     rng = np.random.default_rng(seed)
     means = []
     for _ in range(resamples // 1000):  # a thousand at a time, to bound the memory

@@ -59,6 +59,22 @@ def held_out_summary(rows: list[dict], last: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def step_bar(start: int, end: int, rank: int) -> tqdm:
+    """The bar of the training steps; without a terminal `show` writes a line a step instead."""
+    return tqdm(range(start, end), initial=start, total=end, dynamic_ncols=True,
+                disable=rank > 0 or not sys.stderr.isatty())
+
+
+def show(bar: tqdm, row: dict, rank: int, names: Sequence[str] = SHOWN) -> None:
+    """Show some columns of a step's row, and its share of failed environments if there is one."""
+    names = [*names, "env_error"] if row.get("env_error") else names
+    if not bar.disable:
+        bar.set_postfix({name: row[name] for name in names})
+    elif rank == 0:
+        columns = ", ".join(f"{name} {row[name]:.3g}" for name in names)
+        print(f"step {row['step']} of {bar.total}: {columns}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def rollout_bar(total: int, shown: bool) -> Iterator[Callable]:
     """A progress bar below the training bar during a rollout: finished trajectories, turns, sampled
@@ -99,7 +115,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     turns = max(1, sum(t.turns for t in played))
     sampled_tokens = max(1, sum(sum(t.mask) for t in played))
-    rewards_seen = Counter(group for group, _ in {(t.group, t.reward) for t in played})
+    groups = {t.group for t in played}
+    with_gradient = {t.group for t in played if np.any(t.advantage)}
     names = ("success", "score", "turns", "reward")
     row = {name: np.mean([getattr(t, name) for t in played]) for name in names} | {
         # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
@@ -109,8 +126,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
         "truncated": np.mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": np.mean([t.status == "length" for t in played]),
-        "zero_gradient_groups": np.mean([count == 1 for count in rewards_seen.values()]),
+        # Whose advantages are all 0.
+        "zero_gradient_groups": np.mean([group not in with_gradient for group in groups]),
     }
+    if unclosed := sum(len(t.unclosed_turns) for t in played):
+        row["unclosed_thoughts"] = unclosed / turns  # replies that end within a thought
     if any(len(t.starts) > 1 for t in played):
         row["segments"] = np.mean([len(t.starts) for t in played])
     return row | common

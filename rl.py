@@ -199,10 +199,13 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
     """Add LoRA's adapters to all linear layers but the head, in place; nothing else is trained.
     Adapters are float32 and change nothing at first. Needs the package peft."""
     from peft import LoraConfig, inject_adapter_in_model
+    names = model.state_dict().keys()
     config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
+    if without_adapters(model.state_dict()).keys() != names:
+        raise ValueError("--lora_rank: the adapters of this model could not be saved")
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()
@@ -402,14 +405,19 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
     """A causal LM's state dict on rank 0's CPU, LoRA's adapters merged into the weights that they
     adapt; {} on the other ranks. Called by all ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    state = without_adapters(get_model_state_dict(model, options=options))
     for name, layer in model.named_modules():
-        if state and hasattr(layer, "lora_A"):
-            weight = state[f"{name}.base_layer.weight"]
+        if state and hasattr(layer, "lora_A"):  # peft wraps a layer, or a tensor of all experts
+            key = f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", "")
             change = layer.get_delta_weight("default").detach().cpu()
-            state[f"{name}.base_layer.weight"] = (weight.float() + change).to(weight.dtype)
+            state[key] = (state[key].float() + change).to(state[key].dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)
-    return {name.replace(".base_layer.", "."): tensor.to(dtype or tensor.dtype).contiguous()
-            for name, tensor in state.items() if ".lora_" not in name}
+    return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in state.items()}
+
+
+def without_adapters(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without LoRA's adapters, and with the names that it had before them."""
+    return {name.replace(".base_layer", ""): tensor for name, tensor in state.items()
+            if ".lora_" not in name}

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent import AGENTS, FORMATS, Chat, Messages, Play, assistant, load_agent, user
+from agent import AGENTS, FORMATS, Chat, Messages, Play, answer_of, assistant, load_agent, user
 from engine import Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
@@ -196,8 +196,10 @@ class Conversation:
         """Record what `advance` has brought -> whether the trajectory goes on."""
         t = self.trajectory
         if self.play.turns:
+            reply, _ = self.sampled[-1]
             penalty = self.config.of_world("invalid_penalty", t.env)
-            t.record_turn(self.sampled[-1][0], self.play.turn, self.play.forgets, penalty)
+            t.record_turn(reply, self.play.turn, self.play.forgets, penalty)
+            t.unclosed_turns += [t.turns] * (answer_of(reply) is None)
         t.messages += self.new_messages
         if self.prompt is None:
             return self.end(Status.DONE)
@@ -296,6 +298,8 @@ class Episode(Conversation):
         """In the environment's thread, so that the main thread does not tokenize."""
         message = self.chat.final_message(reply[:-1] if closed else reply)
         text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
+        if self.chat.opens_thought and "</think>" not in text:  # what the prompt began has no end
+            text, message = "<think>\n" + text, []
         self.advance(env, text, message, closed, cut)
 
     def take_answer(self) -> bool:

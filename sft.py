@@ -9,12 +9,12 @@ Behavioural cloning, the stage before RL in AgentGym (arXiv 2406.04151). A demon
 only there. Packing, micro-batches, ranks, checkpoints and --resume are train.py's.
 """
 
-import json
 import math
 import random
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 import agent
 import envs
+import metrics
 import rl
 import schedule
 import train
 from envs import ABOVE_0, NOT_NEGATIVE, Env, flag, split_item
-from metrics import memory_gb
 from parallel import StopSignals, Terminated, gather, of_rank_0, run_command, user_errors
-from rollout import Conversation, make_engine
+from rollout import Conversation, Rollouts, make_engine
 from trajectory import Status, Trajectory, read_trajectories, write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
 
@@ -53,6 +53,8 @@ class SFTConfig(RunConfig):
     trajectories: str = flag("")
     # leave out trajectories of --trajectories with a smaller reward
     min_reward: float | None = flag(None)
+    # learn trajectories of held-out items, too
+    learn_held_out: bool = flag(False, study=True)
     # passes over the trajectories
     epochs: int = flag(2, ABOVE_0)
     # trajectories of an optimizer step
@@ -96,6 +98,8 @@ def expert_trajectories(cfg: SFTConfig, chat: agent.Chat, split: str, count: int
         options = envs.env_options(cfg.env_args, cfg.worlds).get(world, {})
         names = envs.items(world, split, cfg.data or None)
         random.Random(cfg.seed).shuffle(names)
+        if envs.world_class(world).expert is Env.expert:
+            raise ValueError(f"{world} has no expert (Env.expert): give --trajectories")
         env, found, fault = None, [], "none"
         for attempt in tqdm(range(3 * wanted), f"{world}'s expert", unit="episode", leave=False):
             if len(found) == wanted:
@@ -171,26 +175,35 @@ def thing_named(action: str) -> str:
 
 
 def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Trajectory]:
-    """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or a JSON
-    list of AgentGym's conversations. Those whose environment failed, that have no reply to learn,
-    with less than --min_reward or with more than --max_length are left out. Raises ValueError for a
-    file of another kind, tokenizer or action format."""
+    """The trajectories of a file: JSON lines as train.py, eval.py and sft.py write them, or
+    conversations, as a JSON list or as JSON lines (see `from_conversation`).
+
+    Those whose environment failed, that have no reply to learn or ids that the tokenizer does not
+    have, with less than --min_reward or with more than --max_length are left out. Raises ValueError
+    for a file of another kind, tokenizer or action format, and for items that are held out."""
+    def read(row):
+        return from_conversation(row, chat) if "item_id" in row else Trajectory.from_json(row)
+
     longest = max(own.max_length for own in cfg.worlds.values())
     try:
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip()[:1] == "[":
-            found = [from_conversation(entry, chat) for entry in json.loads(text)]
-        else:
-            found = read_trajectories(path)
+        found = read_trajectories(path, read)
         kept = [t for t in found if any(t.mask) and t.status != Status.ENV_ERROR
                 and (cfg.min_reward is None or t.reward >= cfg.min_reward)
-                and t.longest_segment() <= longest]
+                and t.longest_segment() <= longest and max(t.tokens) < len(chat.tokenizer)]
         for t in kept:
             check_demonstration(t, chat, cfg.action_format)
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if not kept:
         raise ValueError(f"no trajectory of {path} is left to learn from")
+    held_out = set()
+    for world in {t.env for t in kept}:
+        with suppress(envs.UserError):  # a world without a list of them
+            held_out.update(envs.items(world, "test", cfg.data or None))
+    learnt = held_out.intersection(t.item for t in kept)
+    if learnt and not cfg.learn_held_out:
+        raise ValueError(f"{path} has held-out items, such as {min(learnt)}: an evaluation would "
+                         "measure what was learnt; --set learn_held_out=true learns them")
     print(f"{path}: {len(kept)} of {len(found)} trajectories are learnt", file=sys.stderr)
     return kept
 
@@ -201,7 +214,7 @@ def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> 
     roles = [message["role"] for message in t.messages]
     has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
     start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
-    if t.tokens[: len(start)] != start or max(t.tokens) >= len(chat.tokenizer):
+    if t.tokens[: len(start)] != start:
         raise ValueError(f"{t.item} was written with another tokenizer or chat template")
     described = [name for name, words in agent.FORMATS.items()
                  if words and words.strip() in t.messages[0]["content"]]
@@ -210,21 +223,49 @@ def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> 
 
 
 def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:
-    """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]},
-    whose first three messages are the instructions, a fixed reply and the first observation. It has
-    no rewards: all of its trajectories count as successes."""
-    item, parts = entry["item_id"], entry["conversations"]
-    roles = {"human": "user", "gpt": "assistant"}
-    messages = [{"role": roles[part["from"]], "content": part["value"]} for part in parts]
-    t = Trajectory(item, split_item(item)[0], reward=1.0, score=1.0, success=True,
-                   status=Status.DONE, turns=len(parts[3::2]), messages=messages)
-    t.append(chat.prompt(messages[:3]))
-    for part in parts[3:]:
-        if part["from"] == "gpt":
-            ids = chat.reply(part["value"])
-            t.append(ids, None if part.get("loss") is False else [0.0] * len(ids))
-        else:
-            t.append(chat.turns([agent.user(part["value"])], closed=True))
+    """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]}, or
+    {"item_id", "messages": [{"role", "content", "loss"}, ...]}, whose first three messages are the
+    instructions, a fixed reply and the first observation.
+
+    loss: whether a reply is learnt: true (the default), false, 1, 0 or null. An entry may have a
+    "reward" and "success"; without them it counts as a success. Raises ValueError for any other
+    field, and for messages that are not the user's and the model's in turns.
+    """
+    parts = entry["conversations"] if "conversations" in entry else entry["messages"]
+    unknown = entry.keys() - {"item_id", "conversations", "messages", "reward", "success"}
+    unknown |= {name for part in parts for name in part} - {"from", "value", "role", "content",
+                                                            "loss"}
+    roles = [{"human": "user", "gpt": "assistant"}.get(role, role)
+             for role in (part.get("from", part.get("role")) for part in parts)]
+    texts = [part.get("value", part.get("content")) for part in parts]
+    learnt = [part.get("loss") in (None, True) for part in parts]
+    reward = entry.get("reward", 1.0)
+    success = entry.get("success", reward > 0)
+    if unknown:
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2):
+        raise ValueError(f"the roles do not take turns: {', '.join(map(str, roles))}")
+    if not all(isinstance(text, str) for text in texts) or not isinstance(success, bool) or not all(
+            part.get("loss") in (None, True, False) for part in parts):
+        raise ValueError("a value is no text, or loss or success is neither true nor false")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    places = range(3, len(messages), 2)
+
+    def recorded(play):
+        for place in places:
+            yield messages[:place]
+
+    t = Trajectory(entry["item_id"], split_item(entry["item_id"])[0])
+    talk = Conversation(t, len(messages), Rollouts(agent=recorded, max_length=sys.maxsize), chat)
+    talk.advance(Env())
+    for place in places:
+        talk.take()
+        ids = chat.reply(texts[place])
+        t.append(ids, [0.0] * len(ids) if learnt[place] else None)
+        talk.advance(Env(), texts[place], chat.final_message(ids[:-1]))
+    talk.take()
+    t.messages += messages[len(t.messages):]  # what follows the last reply
+    t.reward, t.score, t.success = float(reward), min(max(float(reward), 0.0), 1.0), success
     return t
 
 
@@ -281,8 +322,7 @@ def training_loop(run: train.Run, demos: list[Trajectory], held_out: list[Trajec
     policy, optimizer = run.trained["policy"]
     per_epoch = -(-len(demos) // cfg.batch)
     steps = cfg.epochs * per_epoch
-    with tqdm(range(run.step, steps), initial=run.step, total=steps, disable=run.rank > 0,
-              dynamic_ncols=True) as bar:
+    with metrics.step_bar(run.step, steps, run.rank) as bar:
         for step in bar:
             # Evaluation, now and then.
             run.step = step
@@ -310,9 +350,10 @@ def training_loop(run: train.Run, demos: list[Trajectory], held_out: list[Trajec
                     "lr": optimizer.param_groups[0]["lr"], "trajectories": len(part),
                     "tokens": sum(len(t.tokens) for t in part), "learnt_tokens": tokens,
                     "computed_per_fed": stats["computed"] / stats["fed"], "seconds_update": seconds,
-                    "tokens_per_second": stats["fed"] / seconds, "memory_gb": memory_gb(run.device)}
+                    "tokens_per_second": stats["fed"] / seconds,
+                    "memory_gb": metrics.memory_gb(run.device)}
             train.log_step(run, row, part)
-            bar.set_postfix_str(f"loss {row['loss']:.3f} {row['tokens_per_second']:.0f} tok/s")
+            metrics.show(bar, row, run.rank, ("loss", "tokens_per_second"))
             if not math.isfinite(row["loss"] + row["grad_norm"]):
                 sys.exit(f"sft.py: stopped at step {step}: loss or grad_norm is not finite")
             run.step = step + 1

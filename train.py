@@ -69,6 +69,7 @@ class Run:
     step: int  # the next training step
     saved: int | None  # the step of the newest checkpoint
     adaptive: dict[str, dict]  # world -> the adaptive schedule's state; {} with another schedule
+    items_sha256: str  # of `items`, of a resumed run
     rows: list[dict]  # the metrics of the steps before `step`
     report: Callable[[dict], object] | None = None  # sends a row of metrics to --report_to
     engine: Ragged | str = "hf"
@@ -94,8 +95,7 @@ def training_loop(run: Run) -> None:
     stop signal comes during a rollout."""
     cfg = run.cfg
     critic, critic_optimizer = run.trained.get("critic", (None, None))
-    with tqdm(range(run.step, cfg.steps), initial=run.step, total=cfg.steps,
-              disable=run.rank > 0, dynamic_ncols=True) as bar:
+    with metrics.step_bar(run.step, cfg.steps, run.rank) as bar:
         for step in bar:
             run.step = step
             if turns_are_played(cfg, run.rows):
@@ -140,7 +140,7 @@ def training_loop(run: Run) -> None:
             log_step(run, row, trajectories)
             if run.rank == 0:
                 warn(run.rows)
-            bar.set_postfix({name: row[name] for name in metrics.SHOWN})
+            metrics.show(bar, row, run.rank)
 
             # Save, unless training cannot go on.
             if problem := metrics.alarm(row, cfg):
@@ -217,6 +217,10 @@ def start(cfg: Config, pool: envs.EnvPool, signals: StopSignals) -> Run:
     run = load(cfg, pool, signals)
     run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
     items_of_step(run, run.step)  # raises ValueError if there are too few
+    digest = checkpoint.digest(run.items)
+    if run.items_sha256 not in ("", digest):
+        raise ValueError(f"{cfg.out} was started with other training items")
+    run.items_sha256 = digest
     if cfg.horizon_schedule == "adaptive":
         run.adaptive = {world: {"stage": 0} for world in cfg.worlds} | run.adaptive
     if run.rank == 0:
@@ -301,7 +305,8 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
         print(f"{'; '.join(notes)}: going on from step {state['step']}", file=sys.stderr)
     return Run(cfg, Path(cfg.out), pool, signals, rank, num_ranks, device, policy, tokenizer,
                trained, reference, models, state["step"], saved=newest and state["step"],
-               adaptive=state["horizon"], rows=rows_before(cfg, state["step"]))
+               adaptive=state["horizon"], items_sha256=state.get("items", ""),
+               rows=rows_before(cfg, state["step"]))
 
 
 def prepare(run: Run) -> None:
@@ -448,7 +453,7 @@ def save_checkpoint(run: Run) -> None:
     run.saved = run.step
     checkpoint.save(run.folder / f"checkpoints/step_{run.step:06d}", run.policy, run.tokenizer,
                     {"step": run.step, "tried_template": run.tokenizer.tried_template,
-                     "horizon": run.adaptive}, run.trained)
+                     "horizon": run.adaptive, "items": run.items_sha256}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
         metrics.draw_curves(run.folder)

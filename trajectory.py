@@ -3,10 +3,11 @@
 A leaf: it imports no other file of the project.
 """
 
+import codecs
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -54,6 +55,8 @@ class Trajectory:
     invalid_turns: list[int] = field(default_factory=list)
     # Numbers (from 1) of the turns whose reply reached max_tokens.
     cut_turns: list[int] = field(default_factory=list)
+    # Numbers (from 1) of the turns whose reply ends within a thought.
+    unclosed_turns: list[int] = field(default_factory=list)
     error: str = ""  # the reason, if status is env_error
     # The text view, for people: of a new segment only the messages that were not shown before.
     messages: list[dict] = field(default_factory=list)
@@ -203,19 +206,24 @@ def read_objects(path: str | Path) -> tuple[list[dict], int]:
     return found, len(values) - len(found)
 
 
-def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """The trajectories of a file, one a line. Raises ValueError, which names the line, for one that
-    is damaged, but not for the last of several lines, of which a killed process may have written
-    half."""
-    lines = list(_lines(path))
-    if len(lines) > 1 and isinstance(lines[-1][1], str):
-        lines.pop()
+def read_trajectories(path: str | Path, read: Callable[[dict], Trajectory] = Trajectory.from_json,
+                      ) -> list[Trajectory]:
+    """The trajectories of a file, one a line, or of a JSON list. Raises ValueError, which names the
+    line or entry, for one that is damaged, but not for the last of several lines, of which a killed
+    process may have written half. read: makes a trajectory of an entry."""
+    content, kind = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), "line"
+    if content.lstrip()[:1] == b"[":
+        kind, lines = "entry", list(enumerate(json.loads(content), 1))
+    else:
+        lines = list(_lines(path))
+        if len(lines) > 1 and isinstance(lines[-1][1], str):
+            lines.pop()
     found = []
     for number, value in lines:
         try:
-            if isinstance(value, str):
+            if not isinstance(value, dict):
                 raise ValueError(value)
-            found.append(Trajectory.from_json(value))
+            found.append(read(value))
         except ValueError as e:
-            raise ValueError(f"line {number} of {path} holds no trajectory: {e}") from e
+            raise ValueError(f"{kind} {number} of {path} holds no trajectory: {e}") from e
     return found

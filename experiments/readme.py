@@ -23,6 +23,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"git clone|servers/|upstream\.py": "downloads AgentGym and its servers",
     r"--env_url": "needs AgentGym servers",
     r"--data MY": "needs data of one's own",
+    r"-m gpu": "needs a GPU",
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",

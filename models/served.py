@@ -6,11 +6,14 @@ urllib3 repeats a request if the server is busy, fails or is not there.
 import json
 import os
 import re
+import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -28,6 +31,21 @@ PARAMETERS = {"max_tokens": "max_completion_tokens", "seed": ""}
 # What a server says about a long conversation (it may quote "max_tokens"), and about a parameter.
 ABOUT_LENGTH = r"context.(length|window|size)|too long|\btokens\b"
 ABOUT_SUPPORT = r"support|permit|forbid|extra|un(known|recogni)"
+
+
+class AudibleRetry(Retry):
+    """A Retry that says once that it has to repeat a request."""
+
+    has_spoken = False
+
+    def increment(self, method: str | None = None, url: str | None = None, response: Any = None,
+                  error: Exception | None = None, **rest: Any) -> Retry:
+        """See urllib3."""
+        if not AudibleRetry.has_spoken:
+            AudibleRetry.has_spoken = True
+            why = f"status {response.status}" if response else type(error).__name__
+            print(f"the model's server: {why}; asking it again", file=sys.stderr)
+        return super().increment(method, url, response, error, **rest)
 
 
 class ModelError(RuntimeError):
@@ -53,8 +71,10 @@ class ServedModel:
         self.settings = {"model": name, **sampling}
         self.renamed: dict[str, str] = {}  # parameters that this server has turned down
         self.has_replied = False  # so the form of the requests is right
-        retry = Retry(tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
-                      status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
+        self.empty: list[str] = []  # the finish_reason of each reply without a text
+        retry = AudibleRetry(
+            tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
+            status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
         self.session = requests.Session()
         self.session.mount(self.url, HTTPAdapter(pool_maxsize=MAX_THREADS, max_retries=retry))
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -76,7 +96,11 @@ class ServedModel:
         status, answer = self._post(body)
         if status == 200:
             self.has_replied = True
-            return answer
+            text, reason, tokens = answer
+            if reason == "content_filter":
+                raise ConversationRefused(Status.ENV_ERROR, REFUSED + reason)
+            self.empty += [reason] * (not text.strip())
+            return text, reason == "length", tokens
         reason = f"status {status} {answer[:200]}"
         if not self.has_replied and re.search(ABOUT_SUPPORT, answer, re.I):
             self.renamed = self.renamed | {old: new for old, new in PARAMETERS.items()
@@ -89,9 +113,9 @@ class ServedModel:
             raise ConversationRefused(Status.LENGTH, "")
         raise ConversationRefused(Status.ENV_ERROR, REFUSED + reason)
 
-    def _post(self, body: dict) -> tuple[int, str | tuple[str, bool, int]]:
-        """Send a request -> the status and, for 200, what `__call__` returns, else the text of the
-        answer, which may quote the key."""
+    def _post(self, body: dict) -> tuple[int, str | tuple[str, str, int]]:
+        """Send a request -> the status and, for 200, the reply, its finish_reason and the tokens of
+        the whole conversation, else the text of the answer, which may quote the key."""
         try:
             with self.session.post(self.url, json=body, timeout=(10, self.timeout),
                                    stream=True) as response:
@@ -103,7 +127,7 @@ class ServedModel:
             choice = answer["choices"][0]
             text = "".join(choice["message"].get("content") or "")  # TypeError: it is no text
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
-            return 200, (text, choice.get("finish_reason") == "length", tokens)
+            return 200, (text, str(choice.get("finish_reason")), tokens)
         except Exception as e:  # no connection, no JSON, JSON of any other form
             raise ModelError(f"{self.url}: {type(e).__name__}: {e}") from e
 
@@ -158,4 +182,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
         finally:
             cancelled.set()  # episodes under way end with their next request, which may cost money
             executor.shutdown(cancel_futures=True)
+    if model.empty:
+        reasons = ", ".join(f"{name}: {count}" for name, count in Counter(model.empty).items())
+        print(f"{len(model.empty)} replies were empty (finish_reason {reasons})", file=sys.stderr)
     return [future.result() for future in futures]

@@ -101,8 +101,7 @@ def test_a_template_that_shows_the_time_shows_one_time_in_a_run(tiny):
     assert first == again != another
 
 
-# The second one writes a space before the end.
-@pytest.mark.parametrize("after_reply, token", [("\n\n", "'\\n"), (" <|im_end|>", "' '")])
+@pytest.mark.parametrize("after_reply, token", [("\n\n", "'\\n")])
 def test_a_template_whose_end_of_turn_is_ordinary_text_is_refused(tiny, after_reply, token):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}"
     tokenizer = with_template(tiny[1], template.replace("END", after_reply))
@@ -138,9 +137,9 @@ def test_a_system_message_and_switches_stand_where_the_template_puts_them(tiny):
 
 def test_arguments_that_a_template_does_not_take_are_refused(tiny):
     for chat_args, says in (
-        ("thoughts=false", "no switch thoughts"), ("thinking", "cannot read --chat_args"),
+        ("thoughts=false", "no switch thoughts"), ("thinking", "--chat_args"),
         ("add_generation_prompt=false", "add_generation_prompt"),
-        ('{"a":' * 100_000, "cannot read --chat_args"),
+        ('{"a":' * 100_000, "--chat_args"),
     ):
         with pytest.raises(ValueError, match=says):
             agent.try_template(with_template(tiny[1], SWITCHED), chat_args=chat_args)
@@ -228,7 +227,7 @@ BAD = {  # action format -> replies with no action, with one that is cut off, or
     "plain": ["", " \n"],
     "react": ["go", "", "Action: a\nAction: b", "Action:"],
     "tags": ["go", "<action>go", "<action>a</action><action>b</action>", "<action> </action>",
-             "<think>so", "<action>a</answer>"],
+             "<action>a</answer>"],
     "backticks": ["go", "```go", "```a``` or ```b```", "``````"],
     "json": [
         "go", "{", '{"name": "act", "arguments": {"action": "go"',
@@ -252,6 +251,10 @@ def test_each_format_is_read_and_nothing_else(action_format):
     for reply in BAD[action_format]:
         assert parse(reply, action_format) == ""
         assert "one action in your reply" in agent.complaint(reply, action_format)
+    for answer in GOOD[action_format]:  # what a thought says is no action
+        assert parse(f"<think>{answer} or {answer}</think>\n{answer}", action_format) == "go to é 1"
+        assert parse(f"{answer} or {answer}</think>\n{answer}", action_format) == "go to é 1"
+        assert "</think>" in answer or parse(f"<think>{answer}", action_format) == ""
     assert "there are 2" in agent.complaint("Action:\nAction: turn left", "react")  # one is empty
 
 

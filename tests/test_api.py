@@ -235,10 +235,23 @@ def test_a_server_that_fails_every_time_is_given_up(pauses, status, reply, says)
     assert len(asked) == (3 if status == 500 else 1)
 
 
-def test_a_reply_without_text_is_an_empty_one():
-    choice = {"message": {"content": None}, "finish_reason": "length"}
-    with server(lambda *_: (200, {"choices": [choice]})) as url:
-        assert ask(url) == ("", True, 0)
+@pytest.mark.parametrize("message, reason", [
+    ({"content": None, "reasoning_content": "I think long"}, "length"),
+    ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"), ({}, "stop")])
+def test_replies_without_text_are_empty_ones_and_are_counted_by_their_reason(
+        message, reason, capsys):
+    reply = {"choices": [{"message": message, "finish_reason": reason}]}
+    with server(lambda body, headers: (200, reply)) as url:
+        (t,) = play(url, ["textcraft_1"], 3)
+    assert t.turns == 3 and t.valid_actions == 0 and t.messages[3]["content"] == ""
+    assert f"3 replies were empty (finish_reason {reason}: 3)" in capsys.readouterr().err
+
+
+def test_a_reply_that_a_filter_held_back_is_no_failure_of_the_model():
+    reply = {"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}
+    with server(lambda body, headers: (200, reply)) as url:
+        (t,) = play(url, ["textcraft_1"], 3)
+    assert t.status == "env_error" and "content_filter" in t.error
 
 
 def test_parameters_that_a_server_does_not_know_are_left_out_or_called_by_their_newer_name():

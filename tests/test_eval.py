@@ -50,6 +50,9 @@ def test_the_bootstrap_is_a_function_of_values_and_seed_and_has_no_width_without
     values = np.random.default_rng(2).random(30)
     assert bootstrap(values, 5) == bootstrap(list(values), 5) != bootstrap(values, 6)
     assert bootstrap([0.5] * 9, 0) == [0.5, 0.5]
+    # Wilson's interval where all are 0, or all are 1: z^2 / (n + z^2) wide.
+    assert bootstrap([0] * 16, 0) == pytest.approx([0.0, 0.1936], abs=1e-4)
+    assert bootstrap([1] * 16, 0) == pytest.approx([0.8064, 1.0], abs=1e-4)
     # One stream of random numbers, although it is drawn in parts to bound the memory.
     drawn = np.random.default_rng(5).integers(0, 30, (3000, 30))
     assert bootstrap(values, 5, 3000) == list(np.percentile(values[drawn].mean(1), [2.5, 97.5]))
@@ -113,7 +116,7 @@ def test_the_summary_equals_numbers_worked_out_by_hand():
     assert goto == pytest.approx({"items": 2, "success": 5 / 12, "score": 0.425, "turns": 2.5})
     assert got["items"] == pytest.approx({"toy_1": 1 / 2, "toy_2": 1 / 3, "toy_3": 1, "toy_5": 0})
     assert got["categories"]["pickup"] == {"items": 1, "success": 1.0, "score": 1.0, "turns": 1.0,
-                                           "ci95": {"success": [1.0, 1.0]}}
+                                           "ci95": {"success": bootstrap([1.0], 3)}}
 
 
 def test_k_runs_over_powers_of_two_and_the_samples_and_is_none_without_an_item_of_so_many():

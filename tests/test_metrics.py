@@ -14,9 +14,10 @@ from trajectory import Status, Trajectory, read_objects
 
 def test_failed_environments_are_left_out_of_the_metrics():
     played = []
-    for group, reward in ((0, 1.0), (0, 0.5), (1, 0.25), (2, 0.25)):
+    for group, reward, advantage in ((0, 1.0, 0.7), (0, 0.5, 0.0), (1, 0.25, [0.0] * 4),
+                                     (2, 0.25, 0.0)):
         t = Trajectory("babyai_8", "babyai", group=group, status=Status.DONE, reward=reward,
-                       success=reward == 1.0, turns=2, valid_actions=1)
+                       success=reward == 1.0, turns=2, valid_actions=1, advantage=advantage)
         t.append([5, 6])
         t.append([7, 8], [-1.0, -2.0])
         played.append(t)

@@ -129,6 +129,9 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
     assert [row["step"] for row in rows if "eval/success" in row] == [0, 3]
     assert rows[3]["held_out_loss"] < rows[0]["held_out_loss"]
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"
+    for name, split in (("demos", "train"), ("held_out", "test")):
+        played = read_jsonl(reference / f"{name}.jsonl")
+        assert {t["item"] for t in played} <= set(envs.items("babyai", split))
     assert len(read_jsonl(reference / "demos.jsonl")) == 12
     assert rl.load_policy(str(reference / "final"))[0].dtype == torch.float32
     completed(reference, script="view.py")
@@ -171,7 +174,7 @@ def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny, tm
 @pytest.mark.parametrize("change, message", [
     (lambda row: {"mask": row["mask"][1:]}, "lengths"), (lambda row: {"starts": [1]}, "segments"),
     (lambda row: {"tokens": [9, *row["tokens"][1:]]}, "another tokenizer"),
-    (lambda row: {"tokens": [*row["tokens"][:-1], 99999]}, "another tokenizer"),
+    (lambda row: {"tokens": [*row["tokens"][:-1], 99999]}, "is left to learn from"),
     (lambda row: {"mask": [False] * len(row["mask"])}, "left to learn"),
     (lambda row: {"status": "env_error"}, "left to learn"),
 ])
@@ -192,6 +195,13 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 @pytest.mark.parametrize("data, message", [
     (b"{", "line 1"), (b"[[]]", "holds no"), (b"\x1f\x8b\x08\x00", "holds no"),
     (b'[{"item_id": "babyai_1", "conversations": [{"from": "system", "value": "x"}]}]', "system"),
+    (b'{"item_id": "babyai_1", "messages": [], "rewards": 1}', "rewards"),
+    *[(json.dumps([{"item_id": "babyai_1", "messages": [
+        {"role": role, "content": "x"} for role in ("user", "assistant", "user")] + [
+            {"role": "assistant", "content": "y"} | wrong]}]).encode(), named)
+      for wrong, named in (({"loss": "false"}, "loss"), ({"loss": 2}, "loss"),
+                           ({"weight": 0}, "weight"), ({"content": ["y"]}, "no text"),
+                           ({"role": "user"}, "take turns"))],
 ])
 def test_a_file_that_cannot_be_learnt_from_is_named(tiny, tmp_path, data, message):
     (tmp_path / "t.jsonl").write_bytes(data)
@@ -216,6 +226,19 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     assert not any(t.mask[: len(ids)])
     learnt = [token for token, m in zip(t.tokens, t.mask) if m]
     assert learnt == chat.reply(said[5])
+    # Other ways to write the same.
+    entry = {"item_id": "babyai_7", "reward": 0.5, "success": False, "messages": [
+        {"role": m["role"], "content": m["content"]} for m in t.messages]}
+    entry["messages"][3]["loss"] = 0
+    path.write_text("\ufeff" + json.dumps(entry) + "\n", encoding="utf-8")
+    (other,) = sft.read_demonstrations(path, chat, config_of(tmp_path))
+    assert (other.tokens, other.mask, other.messages) == (t.tokens, t.mask, t.messages)
+    assert (other.reward, other.success, t.reward, t.success) == (0.5, False, 1.0, True)
+    # Held-out items are learnt only if they are asked for.
+    path.write_text(json.dumps(entry | {"item_id": "babyai_8"}))
+    with pytest.raises(ValueError, match="babyai_8"):
+        sft.read_demonstrations(path, chat, config_of(tmp_path))
+    assert sft.read_demonstrations(path, chat, config_of(tmp_path, "--set", "learn_held_out=true"))
 
 
 # ---- stopped and resumed ----

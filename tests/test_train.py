@@ -142,8 +142,9 @@ def test_a_copy_of_final_keeps_the_settings_of_its_run(reference, tmp_path):
 
 def test_a_run_says_how_success_on_held_out_items_changed(tmp_path, monkeypatch):
     monkeypatch.setattr("config.EVAL_ITEMS", 16)
-    flags = ["--out", tmp_path / "r", "--eval_every", "3", *SMALL]
+    flags = ["--out", tmp_path / "r", "--eval_every", "3", *SMALL, "--horizon", "1,4"]
     printed = completed(*flags)
+    assert metrics(tmp_path / "r")[0]["eval/turns"] > 1  # at the last horizon
     assert f"--model {tmp_path}/r/final" in printed
     before, after = printed.splitlines()[-1].split(",")
     assert f"{metrics(tmp_path / 'r')[0]['eval/success']:.3f}" in before
@@ -519,3 +520,26 @@ def test_an_alarm_stops_the_run_with_one_line_and_keeps_the_step(tmp_path):
     done = run("--out", tmp_path, "--set", "min_entropy=5", *TINIEST)
     assert done.returncode == 1 and "min_entropy" in done.stderr.splitlines()[-1]
     assert (tmp_path / "trajectories/step_000000.jsonl").exists() and len(metrics(tmp_path)) == 1
+
+
+def test_a_run_is_not_continued_with_other_items(tmp_path):
+    for folder in ("AgentItemId", "AgentEval/babyai"):
+        shutil.copytree(ROOT / "data" / folder, tmp_path / "data" / folder)
+    args = [*TINIEST, "--data", tmp_path / "data", "--out", tmp_path / "r"]
+    completed(*args)
+    path = tmp_path / "data/AgentItemId/babyai_train.json"
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole)[:40]))
+    assert "other training items" in refused(*args, "--resume", "--steps", "2")
+    path.write_text(whole)
+    completed(*args, "--resume", "--steps", "2")
+
+
+def test_a_resumed_run_keeps_the_model_that_its_kl_refers_to(tmp_path):
+    flags = [*TINIEST, "--kl_coef", "0.1", "--entropy_coef", "0.1", "--lr", "1e-2"]
+    completed(*flags, "--steps", "2", "--out", tmp_path / "a")
+    completed(*flags, "--out", tmp_path / "b")
+    completed(*flags, "--resume", "--steps", "2", "--out", tmp_path / "b")
+    rows, resumed = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert rows[1]["kl"] > 1e-6
+    assert [row["kl"] for row in resumed] == [row["kl"] for row in rows]

@@ -217,7 +217,7 @@ class BabyAI(Env):
     def reset(self, item: int) -> str:
         """Start item `item` -> goal, view and available actions.
 
-        Raises ValueError unless `item` is an int >= 0.
+        Raises ItemError unless `item` is an int >= 0.
         """
         check_item("babyai", item)
         level = LEVELS[item % len(LEVELS)]

@@ -38,7 +38,7 @@ SLOT = '"$"'  # in a template of an action, a JSON text: the place of the agent'
 
 
 class InvalidAction(EnvError):
-    """The text is no action, or the server's schema refuses it. The episode goes on."""
+    """The text is no action, or the server answers it with an error. The episode goes on."""
 
 
 class Disconnected(EnvError):
@@ -49,7 +49,7 @@ class OpenEnv(Env):
     """An environment on an OpenEnv server: one WebSocket, connected by the first `reset`.
 
     Whatever is wrong with the server or its replies raises EnvError with the address and the
-    reason. An action that the server's schema refuses is an invalid action.
+    reason. An action that the server answers with an error is an invalid action.
     """
 
     remote = True
@@ -174,7 +174,7 @@ class OpenEnv(Env):
                 self.socket = self.connection.enter_context(socket)
             with suppress(ConnectionClosed):  # a server that has no room says so before it closes
                 self.socket.send(json.dumps({"type": kind, "data": data}))
-            return self._read(json.loads(self.socket.recv(timeout=self.timeout)))
+            return self._read(kind, json.loads(self.socket.recv(timeout=self.timeout)))
         except InvalidAction:
             raise
         except Exception as e:  # the reply may be malformed in any way
@@ -183,12 +183,13 @@ class OpenEnv(Env):
             error = Disconnected if is_lost and not isinstance(e, TimeoutError) else EnvError
             raise error(f"{self.url}: {kind}: {type(e).__name__}: {e}") from e
 
-    def _read(self, reply):
+    def _read(self, kind, reply):
         data = reply["data"]
         if reply["type"] == "error":
             code = data.get("code")
             text = f"{data.get('message')} ({code}) {data.get('errors', '')}"[:500]
-            if code == "VALIDATION_ERROR":
+            # The connection goes on, so an error in answer to an action is the action's.
+            if code == "VALIDATION_ERROR" or kind == "step" and code == "EXECUTION_ERROR":
                 raise InvalidAction(text)
             raise EnvError(f"{text}; lower --slots" if code == "CAPACITY_REACHED" else text)
         observation = data["observation"]
@@ -285,7 +286,8 @@ class Session:
                 return self.step(action)
         except Exception as e:  # an unknown item, or a world's crash, is its own episode's alone
             self.close()
-            return _error("EXECUTION_ERROR", f"{type(e).__name__}: {e}")
+            # Not "EXECUTION_ERROR", which blames the action: here no action raises an exception.
+            return _error("WORLD_ERROR", f"{type(e).__name__}: {e}")
         if kind == "state":
             return {"type": "state", "data": self.state}
         if kind in ("reset", "step"):

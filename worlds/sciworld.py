@@ -78,7 +78,7 @@ MAX_ACTION = 500  # characters
 
 
 def task_of(item: int) -> tuple[str, int]:
-    """The task and variation of an item. Raises ValueError unless `item` is an int from 0 to 7206.
+    """The task and variation of an item. Raises ItemError unless `item` is an int from 0 to 7206.
 
     Item 100 -> ("change-the-state-of-matter-of", 10).
     """
@@ -368,7 +368,7 @@ class SciWorld(Env):
     def reset(self, item: int) -> str:
         """Start item `item` -> the task's description and a look around.
 
-        Raises ValueError unless `item` is an int from 0 to 7206.
+        Raises ItemError unless `item` is an int from 0 to 7206.
         """
         self._load(item)
         look, description = self._call(("step", "look around"), ("freeActionTaskDesc",))

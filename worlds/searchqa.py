@@ -236,7 +236,7 @@ class SearchQA(Env):
             return _index(source)
 
     def reset(self, item: int) -> str:
-        """Start item `item` -> its question. Raises ValueError for an item that does not exist."""
+        """Start item `item` -> its question. Raises ItemError for an item that does not exist."""
         check_item("searchqa", item, None if self.own is None else len(self.own))
         if self.own is not None:
             question, answers = self.own[item]

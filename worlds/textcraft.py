@@ -215,7 +215,7 @@ def _goal(tree, item):
 
 
 def goal_depth(item: int) -> int:
-    """The depth, 1 to 4, of item `item`'s goal. Raises ValueError unless `item` is an int >= 0."""
+    """The depth, 1 to 4, of item `item`'s goal. Raises ItemError unless `item` is an int >= 0."""
     tree = crafting_tree()
     return tree.depth[_goal(tree, item)]
 
@@ -223,7 +223,7 @@ def goal_depth(item: int) -> int:
 def solution(item: int) -> list[str]:
     """A short list of actions that solves item `item`: first all gets, each item once, then crafts.
 
-    It is not proven to be the shortest. Raises ValueError unless `item` is an int >= 0.
+    It is not proven to be the shortest. Raises ItemError unless `item` is an int >= 0.
     """
     tree = crafting_tree()
     return _plan(tree, _goal(tree, item), {})
@@ -356,7 +356,7 @@ class TextCraft(Env):
     def reset(self, item: int) -> str:
         """Start item `item` -> its commands and goal.
 
-        Raises ValueError unless `item` is an int >= 0.
+        Raises ItemError unless `item` is an int >= 0.
         """
         self.goal = _goal(self.tree, item)
         self.inventory = {}  # name -> amount, in the order in which the items came

@@ -59,7 +59,7 @@ ATTEMPTS = 5  # that the solver has to win: it walks about at random
 
 
 def game_of(item: int) -> tuple[str, str, int]:
-    """The game, fold and seed of an item. Raises ValueError unless it is an int from 0 to 23999.
+    """The game, fold and seed of an item. Raises ItemError unless it is an int from 0 to 23999.
 
     Item 3000 -> ("coin", "train", 0); item 5007 -> ("coin", "test", 20007).
     """
@@ -157,9 +157,9 @@ class TextWorld(Env):
     def reset(self, item: int) -> str:
         """Start item `item` -> the task, what there is, and the actions.
 
-        Raises ValueError unless `item` is an int from 0 to 23999.
+        Raises ItemError unless `item` is an int from 0 to 23999.
         """
-        game_of(item)  # raises ValueError
+        game_of(item)  # raises ItemError
         self.last = None
         self.jvm = _running_jvm()
         with self.jvm.calls():

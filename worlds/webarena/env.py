@@ -34,7 +34,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from envs import Env, EnvError, Step
+from envs import Env, EnvError, Step, UserError
 from websites import tasks as embedded
 from websites.server import Websites
 from worlds import check_item
@@ -335,7 +335,7 @@ class WebArena(Env):
         for address in start_addresses:
             if address.startswith("__"):
                 name = address.split("__")[1]
-                raise ValueError(
+                raise UserError(
                     f"webarena: item {item} needs the address of {name}: set that variable"
                 )
 
