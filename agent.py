@@ -200,7 +200,11 @@ Agent = Generator[Messages, str, None]
 
 
 def readable(text: str) -> str:
-    """A text with U+FFFD for each half of a surrogate pair, which cannot be encoded."""
+    """A text with U+FFFD for each half of a surrogate pair, which cannot be encoded.
+
+    >>> readable("a\\ud800b") == "a\\ufffdb"
+    True
+    """
     return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -495,6 +499,9 @@ class Chat:
     template drops the thoughts of earlier replies (`drops_thoughts`), or where its pieces do not
     give what it writes (`is_pieced`), else "append", which then is the same.
 
+    `control` is the ids that must not come from the text of others, `turn_control` those that must
+    not come from a reply that the policy did not sample.
+
     `end_id` is the end-of-turn token, which the policy samples to finish a reply. Any
     end-of-sequence token finishes one, too. `opens_thought`: the generation prompt ends within a
     thought, which the policy has to close.
@@ -524,9 +531,9 @@ class Chat:
         # What the template writes between a message and a reply that is not the policy's, between a
         # reply and a message, and between a message and the policy's reply (the generation prompt).
         pieces = _split(self.tried["marks"], "".join(MARKS))[::2]
-        # A space before the token that ends a reply is in prompts that are written whole.
-        _, self.to_reply, self.to_user, self.to_policy = (piece.lstrip(" ") if place == 2 else piece
-                                                          for place, piece in enumerate(pieces))
+        _, self.to_reply, to_user, self.to_policy = pieces
+        # Some templates write a space before the token that ends a reply. The policy need not.
+        self.to_user = to_user.lstrip(" ")
 
         # Tokens that only the template writes, and the policy: those that the tokenizer calls
         # special, that end a sequence, or that stand in the template. A reply that the policy did
@@ -630,7 +637,7 @@ class Chat:
 
     def prompt(self, messages: Messages, tools: list[dict] | None = None,
                sampled: Sequence[tuple[str, list[int]]] = ()) -> list[int]:
-        """Ids of a whole conversation and the generation prompt, by the template.
+        """Ids of a whole conversation and the generation prompt, by the template -> [T].
 
         tools: see `Play`. sampled: (text, ids) of the replies that the policy has written, in
         order: a message that is one of them has its ids, and is not encoded again. Raises EnvError

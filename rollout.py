@@ -59,7 +59,7 @@ class Rollouts(Sampling):
     # settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true
     agent_args: str = flag("")
     # append: earlier replies stay in the prompt as sampled | template: as the chat template writes
-    # them, in a new segment where it rewrites them; default: template if it drops thoughts
+    # them, in a new segment where it rewrites them; default: template where both differ
     history: str = flag("", ("append", "template"))
     # a system message; default: that of the run which wrote --model
     system: str = flag("")
