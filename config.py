@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -167,6 +168,8 @@ def presets(model: str, world: str) -> dict[str, Any]:
         values = TINY | class_of(world).tiny
     else:
         values = class_of(world).real | {"dtype": "bfloat16" if has_bfloat16() else "float32"}
+        # The kernels of a compiled model are started by C code.
+        values["compile"] = torch.cuda.is_available() and shutil.which("gcc") is not None
         if not torch.cuda.is_available() and not model.startswith("openai:"):  # not computed here
             values |= ON_CPU
     values.setdefault("eval_horizon", values.get("horizon", Setup.horizon).split(",")[-1])

@@ -15,6 +15,7 @@ slot can be given to another trajectory at any step.
 attention can be any function. `models/lockstep.py` is the reference, and it plays all other models.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from models.packed import common_prefix_length, fits_flash_attention, flash_attention
-from models.packed import masked_attention, seen_keys, spans_of, use_attention
+from models.packed import common_prefix_length, fits_flash_attention, flash_over_cache
+from models.packed import masked_attention, seen_keys, use_attention
 from parallel import device_of
 
 # What `_record_step` uses is a prototype.
@@ -65,6 +66,8 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
     else:
         tokens = _invert_cdf(_truncate(probs, top_p, top_k), uniforms.double())
     logprobs = probs.gather(-1, tokens[:, None]).log().squeeze(1)
+    if logits.device.type != "cpu":  # without waiting for the GPU
+        return tokens, logprobs, torch.special.entr(probs).sum(-1)
     # H = logsumexp(logits) - E[logits], and logsumexp(logits) = logits[token] - logprob.
     drawn = logits.gather(-1, tokens[:, None]).squeeze(1)
     entropies = drawn - logprobs - torch.linalg.vecdot(probs, logits)
@@ -141,14 +144,20 @@ class PrefillChunk(NamedTuple):
 # What each layer calls.
 AttentionInterface.register("ragged", lambda *args, ragged, **kw: ragged.attend(*args, **kw))
 
+# On a GPU a step in which slots prefill is a CUDA graph up to this many prefilled ids.
+MAX_GRAPH_PREFILL = 2048
+# In a feed: the id that was sampled for this slot last, which the host may not know yet.
+SAMPLED_LAST = -1
+
 
 class Ragged:
     """The KV cache of `slots` trajectories, and the forward pass that extends it.
 
     `ids[slot]` are the ids whose keys and values the cache holds. They stay after a trajectory
     has ended, so that a later one that begins with the same ids can copy them.
-    `forwarded` counts the token positions that were computed. graphs: on a GPU, record decode steps
-    as CUDA graphs.
+    `sampled` [slots + 1] are the ids that were sampled last, `fed` the slots of the last feed, as a
+    tensor. `forwarded` counts the token positions that were computed. graphs: on a GPU, record
+    decode steps as CUDA graphs.
     """
 
     def __init__(self, policy: PreTrainedModel, slots: int, graphs: bool = True):
@@ -158,12 +167,13 @@ class Ragged:
         # The cost of one more attention call, in masked keys that could be read in the same time.
         # A GPU takes all decoding slots in one call.
         self.attention_call_cost = 512 if self.device.type == "cpu" else 10**6
-        self.kv_cache = {}  # layer -> keys, values [slots, H_kv, capacity, D]
-        # CUDA graphs of decode steps. A graph reads its inputs at fixed addresses, so these two
-        # tensors are never replaced.
+        self.kv_cache = {}  # attention module -> keys, values [slots + 1, H_kv, capacity, D]
         self.use_graphs = graphs and self.device.type == "cuda"
-        self.graph_inputs = torch.zeros(2, slots, dtype=torch.long, device=self.device)
-        self.all_slots = torch.arange(slots, device=self.device)
+        self.sampled = torch.zeros(slots + 1, dtype=torch.long, device=self.device)
+        # On a GPU a step is started before the ids that the last one has sampled are read.
+        self.reads_late = self.device.type != "cpu"
+        self.fits_flash = True  # whether all calls of `attend` so far could be flash attention
+        self.cache_spans = None  # in a step at fixed places: what `flash_over_cache` reads
         self.clear()
 
     def clear(self, max_length: int = 10**9) -> None:
@@ -175,7 +185,10 @@ class Ragged:
         self.ids = [[] for _ in range(self.slots)]
         self.forwarded = 0
         self.max_length = max_length
-        self.graph_steps = {}  # number of keys read -> function that runs a decode step
+        # (number of keys read, number of prefilled ids) -> (inputs, function that runs such a step)
+        self.graph_steps = {}
+        for module in self.kv_cache:
+            module.__dict__.pop("kv_cache", None)
         if self.device.type != "cpu":
             self.kv_cache = {}
 
@@ -206,23 +219,24 @@ class Ragged:
 
     @torch.no_grad()
     def forward(self, feed: dict[int, list[int]]) -> Tensor:
-        """Append new ids to some slots. feed: {slot: new ids, at least one} -> logits
-        [len(feed), V] after the last new id of each slot, in the order of `feed`."""
-        all_decode = all(len(new_ids) == 1 for new_ids in feed.values())
-        # A graph computes all slots. It pays off if at least half of them are fed.
-        if self.use_graphs and all_decode and 2 * len(feed) >= self.slots:
-            if step := self._graph_step(feed):
-                for slot, new_ids in feed.items():
-                    self.ids[slot] += new_ids
-                self.forwarded += self.slots
-                return step()[list(feed)]
+        """Append new ids to some slots. feed: {slot: new ids, at least one; the first may be
+        SAMPLED_LAST} -> logits [len(feed), V] after the last new id of each slot, in the order of
+        `feed`."""
+        self.fed = torch.tensor(list(feed)).to(self.device, non_blocking=True)
+        prefilled = sum(map(len, feed.values())) - len(feed)
+        largest = MAX_GRAPH_PREFILL if self.fits_flash else 0
+        can_be_graph = self.use_graphs and self.kv_cache and prefilled <= largest
+        if can_be_graph and (step := self._graph_step(feed)):
+            for slot, new_ids in feed.items():
+                self.ids[slot] += new_ids
+            return step()[self.fed]
 
         # Build the flat row, and set the attributes that `attend` reads.
         decoding = sorted(slot for slot, new_ids in feed.items() if len(new_ids) == 1)
         prefilling = [slot for slot, new_ids in feed.items() if len(new_ids) > 1]
         ids, slots, positions = [], [], []  # of each token of the flat row
         last_place = {}  # slot -> place of its last new id in the flat row
-        self.prefills, self.prefill_layout = [], None
+        self.prefills, self.prefill_spans, self.cache_spans = [], None, None
         for slot in decoding + prefilling:
             start, past = len(ids), len(self.ids[slot])
             ids += feed[slot]
@@ -242,10 +256,13 @@ class Ragged:
         self.needed_capacity = max(len(self.ids[slot]) for slot in feed)
         self._set_decode_views(decoding)
         places = torch.tensor([last_place[slot] for slot in feed], device=self.device)
-        return self._logits(ids_on_device, logits_to_keep=places)
+        with torch.compiler.set_stance("force_eager"):  # no shape comes again
+            return self._logits(ids_on_device, logits_to_keep=places)
 
     def _logits(self, ids, **options):
         """The policy's forward pass over the flat row [N] -> logits of the places kept."""
+        if self.reads_late:
+            ids = torch.where(ids == SAMPLED_LAST, self.sampled[self.token_slots], ids)
         return self.policy(input_ids=ids[None], position_ids=self.token_positions[None],
                            use_cache=False, ragged=self, **options).logits[0]
 
@@ -281,31 +298,42 @@ class Ragged:
                                                 places, last_keys, masks))
 
     def _graph_step(self, feed):
-        """Prepare a step in which all slots of `feed` decode, as one CUDA graph -> a function that
-        runs it and returns logits [slots, V]; None if the step cannot be recorded.
+        """Prepare a step at fixed places, as one CUDA graph -> a function that runs it and returns
+        logits [slots, V]; None if the step cannot be recorded.
 
-        The shapes of a graph are fixed, so all slots take part. A slot that is not fed writes a key
-        and a value at its next position, where its next id overwrites them before they are read.
-        If a step cannot be recorded, it and all later ones run eagerly, which rewrites what the
-        attempt has written.
+        The shapes of a graph are fixed. Its flat row has the last new id of every slot, and then
+        the new ids before them, padded to a power of two. The padding, and slots that are not fed,
+        write to a slot of their own, the last of the cache. If a step cannot be recorded, it and
+        all later ones run eagerly, which rewrites what the attempt has written.
         """
-        new_ids = [feed.get(slot, [0])[0] for slot in range(self.slots)]
-        inputs = torch.tensor([new_ids, [len(ids) for ids in self.ids]])  # ids and positions
-        needed = 1 + max(len(ids) + (slot in feed) for slot, ids in enumerate(self.ids))
+        held = [len(ids) if slot in feed else 0 for slot, ids in enumerate(self.ids)]
+        new_ids = [feed.get(slot, (0,)) for slot in range(self.slots)]
+        before = [(slot, ids[:-1]) for slot, ids in enumerate(new_ids) if len(ids) > 1]
+        ends = list(itertools.accumulate((len(ids) - 1 for ids in new_ids), initial=0))
+        prefilled = ends[-1] and 1 << max(7, (ends[-1] - 1).bit_length())
+        padding = [0] * (prefilled - ends[-1])
+        inputs = torch.tensor([*itertools.chain(  # token ids, slots, positions, ends
+            (ids[-1] for ids in new_ids), *(ids for _, ids in before), padding,
+            (slot if slot in feed else self.slots for slot in range(self.slots)),
+            *([slot] * len(ids) for slot, ids in before), [self.slots] * len(padding),
+            (n + len(ids) - 1 for n, ids in zip(held, new_ids)),
+            *(range(held[slot], held[slot] + len(ids)) for slot, ids in before), padding, ends)])
 
+        needed = max(n + len(ids) for n, ids in zip(held, new_ids))
         # The number of keys that are read is a power of two, for few graphs, but no larger than a
-        # trajectory can become.
+        # trajectory can become. Flash attention reads as many as a slot has.
         width = 1 << max(8, (needed - 1).bit_length())
-        width = self.needed_capacity = min(width, max(needed, self.max_length + 1))
+        width = self.needed_capacity = min(width, max(needed, self.max_length))
         # Grow every layer's cache now: a recorded graph must not change its address.
-        for layer, (keys, values) in self.kv_cache.items():
-            self._layer_cache(layer, keys[0], values[0])
-
-        # Recording runs the step, which writes keys and values: set the inputs first.
-        self.graph_inputs.copy_(inputs, non_blocking=True)
-        if width not in self.graph_steps:
+        for module, (keys, values) in list(self.kv_cache.items()):
+            if keys.shape[2] < width:
+                self._layer_cache(module, keys[0], values[0])
+        key = (0 if self.fits_flash else width, prefilled)
+        if key not in self.graph_steps:
+            # Recording runs the step, which writes keys and values: with its own inputs.
+            inputs = inputs.to(self.device)
             try:
-                self.graph_steps[width] = self._record_step(width)
+                self.graph_steps[key] = inputs, self._record_step(inputs, width, prefilled)
             except RuntimeError as e:  # CUDA's errors are RuntimeErrors, out of memory among them
                 self.use_graphs = False
                 self.graph_steps = {}
@@ -313,19 +341,35 @@ class Ragged:
                 warnings.warn("a decode step cannot be recorded as a CUDA graph, so all run "
                               f"eagerly, which is slower: {e.__context__ or e}", stacklevel=2)
                 return None
-        return self.graph_steps[width]
+        fixed_inputs, step = self.graph_steps[key]
+        fixed_inputs.copy_(inputs, non_blocking=True)
+        self.forwarded += self.slots + prefilled
+        return step
 
-    def _record_step(self, width: int) -> Callable[[], Tensor]:
-        """-> a function that decodes `graph_inputs` (ids and positions) to logits [slots, V], and
-        reads `width` keys in each slot. On a GPU it replays a graph."""
+    def _record_step(self, inputs: Tensor, width: int, prefilled: int) -> Callable[[], Tensor]:
+        """-> a function that computes the logits [slots, V] of what `inputs` (see `_graph_step`)
+        holds then. Without flash attention it reads `width` keys in each slot. On a GPU it replays
+        a graph."""
+        places = self.slots + prefilled
+        for module, (keys, values) in self.kv_cache.items():
+            module.kv_cache = keys, values  # so that compiled blocks need no number of the layer
+        capacity = keys.shape[2]
+
         def decode():
-            ids, self.token_positions = self.graph_inputs
-            self.token_slots = self.all_slots
-            self.prefills = []
-            self.decode_count = self.slots
+            ids, self.token_slots, self.token_positions = inputs[: 3 * places].view(3, -1)
+            last_keys = self.token_positions[: self.slots]
+            self.prefills, self.decode_count = [], self.slots
             every = slice(self.slots)
-            self.decode_views = [DecodeView(every, every, width, None, self.token_positions, {})]
-            return self._logits(ids)
+            self.decode_views = [DecodeView(every, every, width, None, last_keys, {})]
+            if self.fits_flash:
+                one_each = torch.arange(self.slots + 1, dtype=torch.int32, device=self.device)
+                starts, last_keys = one_each * capacity, last_keys.int()
+                self.cache_spans = [(every, (one_each, starts, 1, last_keys + 1))]
+                if prefilled:  # they do not see the last new id
+                    rest = slice(self.slots, places)
+                    ends = inputs[3 * places :].int()
+                    self.cache_spans.append((rest, (ends, starts, prefilled, last_keys)))
+            return self._logits(ids, logits_to_keep=every)
 
         if self.device.type != "cuda":
             decode()  # a warm-up, as on a GPU, so that tests on a CPU cover its side effects
@@ -364,11 +408,25 @@ class Ragged:
         s_aux [H] (sinks): see `models.packed.masked_attention`."""
         # Under autocast queries and keys may be float32.
         query, key, value = query[0].to(value.dtype), key[0].to(value.dtype), value[0]
-        H, N, D = query.shape
-        H_kv, D_v = len(key), value.shape[-1]
-        keys, values = self._layer_cache(module.layer_idx, key, value)  # [slots, H_kv, capacity, D]
+        if self.cache_spans is None:
+            return self._attend_eagerly(module, query, key, value, scaling, sliding_window, softcap,
+                                        s_aux)
+        keys, values = module.kv_cache  # of `_record_step`
         keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
         values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
+        out = [flash_over_cache(query[:, row], keys, values, spans, scaling, sliding_window)
+               for row, spans in self.cache_spans]
+        return (torch.cat(out) if len(out) > 1 else out[0])[None], None
+
+    @torch.compiler.disable  # it would be compiled again for each number of slots
+    def _attend_eagerly(self, module, query, key, value, scaling, sliding_window, softcap, s_aux):
+        H, N, D = query.shape
+        H_kv, D_v = len(key), value.shape[-1]
+        keys, values = self._layer_cache(module, key, value)  # [slots + 1, H_kv, capacity, D]
+        keys[self.token_slots, :, self.token_positions] = key.transpose(0, 1)
+        values[self.token_slots, :, self.token_positions] = value.transpose(0, 1)
+        is_plain = softcap is None and s_aux is None and D == D_v
+        self.fits_flash = self.fits_flash and is_plain and fits_flash_attention(value)
         out = query.new_empty(N, H, D_v)
         sinks = None if s_aux is None else s_aux.view(1, H_kv, H // H_kv, 1)
 
@@ -389,18 +447,16 @@ class Ragged:
             out[view.row] = o.reshape(-1, H, D_v)
 
         # A prefilling slot has several queries.
-        is_plain = softcap is None and sinks is None
-        if self.prefills and is_plain and D == D_v and fits_flash_attention(value):
-            (slots, positions), spans = self._prefill_layout()
-            k, v = (held[slots, :, positions] for held in (keys, values))
-            out[self.decode_count :] = flash_attention(query[:, self.decode_count :], k, v, spans,
-                                                       scaling, sliding_window)
+        if self.prefills and is_plain and fits_flash_attention(value):
+            out[self.decode_count :] = flash_over_cache(
+                query[:, self.decode_count :], keys, values, self._prefill_spans(keys.shape[2]),
+                scaling, sliding_window)
             return out[None], None
         for chunk in self.prefills:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
             sees_all = (sliding_window or chunk.length) >= chunk.length
-            if not chunk.past and sees_all and is_plain:
+            if not chunk.past and sees_all and softcap is None and sinks is None:
                 o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
                                                  enable_gqa=H != H_kv)
             else:
@@ -414,23 +470,21 @@ class Ragged:
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out[None], None
 
-    def _prefill_layout(self):
-        """-> the cache entries that the prefilling slots read, as slots and positions, [keys] each;
-        and the Spans of their queries and keys. They are the same in all layers of a step."""
-        if self.prefill_layout is None:
-            lengths = [chunk.length for chunk in self.prefills]
-            slots = torch.tensor([chunk.slot for chunk in self.prefills])
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            entries = torch.stack([slots.repeat_interleave(torch.tensor(lengths)), positions])
+    def _prefill_spans(self, capacity):
+        """What `flash_over_cache` reads for the prefilling slots; the same in all layers."""
+        if self.prefill_spans is None:
             counts = [chunk.length - chunk.past for chunk in self.prefills]
-            self.prefill_layout = (entries.to(self.device).unbind(),
-                                   spans_of(counts, lengths, self.device))
-        return self.prefill_layout
+            rows = [[*itertools.accumulate(counts, initial=0)],
+                    [*(chunk.slot * capacity for chunk in self.prefills), 0],
+                    [*(chunk.length for chunk in self.prefills), 0]]
+            ends, starts, lengths = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            self.prefill_spans = ends, starts, max(counts), lengths[:-1]
+        return self.prefill_spans
 
-    def _layer_cache(self, layer, key, value):
+    def _layer_cache(self, module, key, value):
         """The layer's keys and values, [slots, H_kv, capacity, D] each, grown if this step needs
         more room. key and value [H_kv, any, D]: their dtype and device are the cache's."""
-        old = self.kv_cache.get(layer, ())
+        old = self.kv_cache.get(module, ())
         needed = self.needed_capacity
         if old and old[0].shape[2] >= needed and old[0].dtype == key.dtype:
             return old
@@ -438,15 +492,16 @@ class Ragged:
         new = self._zeros(capacity, key), self._zeros(capacity, value)
         for larger, smaller in zip(new, old):
             larger[:, :, : smaller.shape[2]] = smaller
-        self.kv_cache[layer] = new
+        self.kv_cache[module] = new
         self.graph_steps = {}  # recorded graphs use the old cache's address
         return new
 
     def _zeros(self, capacity, like):
         """Zeros, because the weight of a masked key is 0, but 0 times NaN would still be NaN."""
-        shape = (self.slots, len(like), capacity, like.shape[-1])
-        if like.device.type != "cpu":
-            return like.new_zeros(shape)
+        heads, size = like.shape[::2]
+        if like.device.type != "cpu":  # as flash attention reads them; one more slot for padding
+            return like.new_zeros(self.slots + 1, capacity, heads, size).transpose(1, 2)
+        shape = (self.slots + 1, heads, capacity, size)
         # numpy's zeros take memory only where they are written; torch's are all written at once. As
         # bytes, because numpy has no bfloat16.
         num_bytes = math.prod(shape) * like.itemsize

@@ -237,6 +237,15 @@ def recompute_blocks(model: nn.Module) -> None:
         block.forward = partial(run, block.forward)
 
 
+def compile_model(model: nn.Module) -> None:
+    """Compile the transformer blocks, in place, before `recompute_blocks`; and what follows the
+    head. All blocks share the compiled code, for any number of tokens."""
+    torch._dynamo.config.recompile_limit = 64  # with and without gradients, a decode step, ...
+    for block in blocks(model):
+        block.forward = torch.compile(block.forward, dynamic=True)
+    model.base_model.is_compiled = True
+
+
 class Critic(nn.Module):
     """PPO's value function: a separate model, initialised with the weights of the model `name`,
     with a linear head initialised to 0."""
@@ -281,13 +290,11 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
 
 
 def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
+    score = compiled_scores if hasattr(model.base_model, "is_compiled") else scores
+
     def head(hidden, sampled):
-        logits = scaled_logits(model, hidden) / temperature  # [S, V]
-        logprobs = torch.log_softmax(logits, dim=-1)
-        logp = logprobs.gather(-1, sampled[:, None]).squeeze(1)
-        # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            return logp, algos.entropy(logprobs)
+        logits = model.get_output_embeddings()(hidden)
+        return score(logits, sampled, model.config.get_text_config(), temperature, entropy_gradient)
 
     hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
     chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.get_text_config().vocab_size)
@@ -299,11 +306,24 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
     return logprobs, entropies
 
 
-def scaled_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The head applied to hidden states [S, D] -> logits [S, V] float32, scaled as the model's own
-    forward pass scales them."""
-    logits = model.get_output_embeddings()(hidden).float()
-    config = model.config.get_text_config()
+def scores(logits: Tensor, sampled: Tensor, config: PreTrainedConfig, temperature: float,
+           entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The head's logits [S, V] -> log-probs of the sampled tokens [S] and entropies [S]."""
+    logits = scaled_logits(logits.float(), config)
+    if temperature != 1:
+        logits = logits / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    logp = logprobs.gather(-1, sampled[:, None]).squeeze(1)
+    # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        return logp, algos.entropy(logprobs)
+
+
+compiled_scores = torch.compile(scores, dynamic=True)  # at its first call
+
+
+def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Logits as the model's own forward pass scales them."""
     # (name in the config, whether logits are multiplied or divided): Cohere, Falcon-H1, Granite
     for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
         if factor := getattr(config, name, None):

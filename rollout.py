@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent import AGENTS, FORMATS, Chat, Messages, Play, answer_of, assistant, load_agent, user
-from engine import Ragged, sample
+from engine import SAMPLED_LAST, Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
 from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
@@ -253,6 +253,7 @@ class Episode(Conversation):
         self.on_cpu = on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
         self.numbers = numbers
+        self.unused: list[float] = []  # random numbers that were drawn, for tokens that are dropped
         self.pending: list[int] = []
         self.reply: list[int] = []  # the tokens of the newest reply
         self.deadlines = (config.deadline, config.create_deadline)
@@ -318,6 +319,11 @@ class Episode(Conversation):
 # ---- all trajectories of a call ----
 
 
+# What a decode step samples for n episodes: the random number of each; tokens, log-probs and
+# entropies, [3, n] float64. On a GPU these may still be computed.
+Draw = tuple[dict[Episode, float], Tensor]
+
+
 @dataclass(eq=False)
 class TrajectoryQueue:
     """The trajectories of one call of `rollout`: to be played, being played, finished. With a
@@ -354,24 +360,29 @@ class TrajectoryQueue:
         self.alive.add(episode)
         return episode
 
-    def sample_tokens(self, logits: Tensor, episodes: list[Episode]) -> list[bool]:
-        """A decode step: sample a token for each of n episodes, with a random number of its own.
-
-        logits [n, V] -> for each episode whether its reply is complete, and so was sent to its
-        environment. Raises FloatingPointError if the logits are not finite.
-        """
-        uniforms = torch.tensor([e.numbers.random() for e in episodes], dtype=torch.float64)
+    def draw(self, logits: Tensor, episodes: list[Episode]) -> Draw:
+        """Sample a token for each of n episodes from logits [n, V], with a random number of its
+        own. Nothing waits for a GPU."""
+        uniforms = [e.unused.pop() if e.unused else e.numbers.random() for e in episodes]
+        on_device = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
         c = self.config
-        drawn = sample(logits, uniforms.to(logits.device), c.temperature, c.top_p, c.top_k)
-        tokens, logprobs, entropies = (column.tolist() for column in drawn)
-        if not math.isfinite(sum(logprobs)):
+        drawn = sample(logits, on_device, c.temperature, c.top_p, c.top_k)
+        return dict(zip(episodes, uniforms)), torch.stack([column.double() for column in drawn])
+
+    def take(self, draw: Draw, dropped: set[Episode] = frozenset()) -> dict[Episode, bool]:
+        """Give the tokens of a decode step to their episodes, except the dropped ones -> for each
+        whether its reply is complete, and so was sent to its environment. Raises
+        FloatingPointError if the logits were not finite."""
+        episodes, columns = draw
+        kept = {e: token for e, *token in zip(episodes, *columns.tolist()) if e not in dropped}
+        if not math.isfinite(sum(logprob for _, logprob, _ in kept.values())):
             raise FloatingPointError("the policy's logits are not finite")
         unfinished = len(self.todo) + len(self.alive)
         # Trajectories that are not dealt yet could fill every slot.
         usable = min(self.slots, unfinished) if self.is_dealt() else self.slots
-        self.stats.update(steps=1, busy=len(episodes), usable=usable)
+        self.stats.update(steps=1, busy=len(kept), usable=usable)
         self.on_step(self)
-        return [e.add_token(*draw) for e, *draw in zip(episodes, tokens, logprobs, entropies)]
+        return {e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()}
 
     def take_answer(self, episode: Episode) -> bool:
         """Take the answer of an episode's environment -> whether the trajectory goes on. One that
@@ -503,6 +514,8 @@ def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
     starting: list[Episode] = []  # they get the next free slots; their environments are being reset
     free = list(range(engine.slots))
     playing: dict[int, Episode] = {}  # slot -> its episode
+    running: Draw | None = None  # on a GPU: of the step whose tokens are not read yet
+    ended: set[Episode] = set()  # whose tokens of that step are dropped
     waiting: dict[int, int] = {}  # slot -> the decode step at which its environment's answer is due
 
     for now in itertools.count():  # decode steps
@@ -563,10 +576,26 @@ def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
             starting.remove(episode)
             playing[slot] = episode
 
-        # One forward pass, a token for each slot, and complete replies to the environments.
+        # One forward pass, and a token for each slot.
         feed = {slot: e.pending for slot, e in playing.items() if slot not in waiting}
-        if feed:
-            logits = engine.forward(feed)
-            complete = queue.sample_tokens(logits, [playing[slot] for slot in feed])
-            for slot in itertools.compress(feed, complete):
-                waiting[slot] = now + 1 if playing[slot].instant else now + 2
+        draw = feed and queue.draw(engine.forward(feed), [playing[slot] for slot in feed])
+        if engine.reads_late:
+            # Read the tokens of the step before while this one runs, which has been fed them. Where
+            # one was the last of a reply, the next token is dropped.
+            if draw:
+                engine.sampled[engine.fed] = draw[1][0].long()
+            for slot in feed:
+                playing[slot].pending = [SAMPLED_LAST]
+            draw, running = running, draw
+
+        # Complete replies go to the environments.
+        complete = queue.take(draw, ended) if draw else {}
+        ended = {e for e, is_complete in complete.items() if is_complete and running}
+        for slot, episode in playing.items():
+            if running and episode in complete:
+                engine.ids[slot][-1] = episode.reply[-1]  # in the place of SAMPLED_LAST
+                episode.pending = [] if episode in ended else [SAMPLED_LAST]
+            if episode in ended:
+                episode.unused.append(running[0][episode])
+            if complete.get(episode):
+                waiting[slot] = now + 1 if episode.instant else now + 2

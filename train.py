@@ -265,6 +265,8 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     def trainable(model, lr):
         if cfg.lora_rank:
             rl.add_lora(model.base_model, cfg.lora_rank, cfg.seed)
+        if cfg.compile:
+            rl.compile_model(model)
         if cfg.gradient_checkpointing:
             rl.recompute_blocks(model)
         parameters = [p for p in place(model, torch.float32).parameters() if p.requires_grad]

@@ -29,11 +29,14 @@ TESTS = {  # the files of tests/ that may notice a fault of the file
     "schedule.py": ["schedule"],
     "checkpoint.py": ["checkpoint"],
 }
-CONFIG = """[mutmut]
+# It starts a program, in whose process mutmut's changed modules cannot be imported.
+PROGRAM = ("tests/test_segments.py::"
+           "test_a_program_in_a_process_of_its_own_is_played_unchanged")
+CONFIG = f"""[mutmut]
 timeout_multiplier = 2
 timeout_constant = 10
 process_isolation = forkserver
-pytest_add_cli_args = -n0\n -p\n no:cacheprovider\n --disable-warnings
+pytest_add_cli_args = -n0\n -p\n no:cacheprovider\n --disable-warnings\n --deselect\n {PROGRAM}
 """
 FIRST_OF_EACH_FUNCTION = "*__mutmut_1"
 

@@ -81,5 +81,5 @@ def decode_in_lockstep(policy: PreTrainedModel, queue: object, slots: int) -> in
             writing = rows  # those whose replies are not complete
             while writing:
                 logits = cache.forward([e.pending if e in writing else [] for e in rows])
-                complete = queue.sample_tokens(logits[[e in writing for e in rows]], writing)
-                writing = [e for e, is_complete in zip(writing, complete) if not is_complete]
+                draw = queue.draw(logits[[e in writing for e in rows]], writing)
+                writing = [e for e, is_complete in queue.take(draw).items() if not is_complete]

@@ -6,6 +6,8 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,20 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     return length if length > threshold else 0
 
 
-# What the sequences add to a packed row, in its order: the number of tokens that each adds, the
-# number of keys that these see (all its tokens, of which the added ones are the last), and the
-# places of all those keys in the packed row, [sum of numbers] long.
-Parts = tuple[list[int], list[int], Tensor]
+# For `flash_attention`: where the queries and the keys of each sequence begin and end, as running
+# sums [sequences + 1] int32 from 0 on; and the largest numbers of queries and of keys.
+Spans = tuple[Tensor, Tensor, int, int]
+
+
+@dataclass(eq=False)
+class Parts:
+    """What the sequences add to a packed row, in its order. It is no tuple, because compiled blocks
+    would be compiled again for each number of sequences."""
+
+    counts: list[int]  # the number of tokens that each adds
+    lengths: list[int]  # of keys that these see: all its tokens, of which the added are the last
+    places: Tensor  # of all those keys in the packed row, [sum of lengths] long
+    spans: Spans
 
 
 def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tensor, Parts, Tensor]:
@@ -56,7 +68,8 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
         if len(ids) > start:
             counts.append(len(ids) - start)
             keys.append(places)
-    parts = (counts, list(map(len, keys)), torch.cat(keys).to(device))
+    lengths = list(map(len, keys))
+    parts = Parts(counts, lengths, torch.cat(keys).to(device), spans_of(counts, lengths, device))
     return torch.tensor([ids, positions], device=device), parts, index.to(device)
 
 
@@ -124,15 +137,20 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    counts, lengths, places = parts
     if is_plain and fits_flash_attention(value):
-        k, v = (x[0].transpose(0, 1)[places] for x in (key, value))
-        spans = spans_of(counts, lengths, value.device)
-        return flash_attention(query[0], k, v, spans, scaling, sliding_window)[None], None
+        k, v = (x[0].transpose(0, 1)[parts.places] for x in (key, value))
+        return flash_attention(query[0], k, v, parts.spans, scaling, sliding_window)[None], None
+    return _attend_one_by_one(query, key, value, parts, scaling, sliding_window, softcap, s_aux)
+
+
+@torch.compiler.disable  # it would be compiled for each number of sequences
+def _attend_one_by_one(query, key, value, parts, scaling, sliding_window, softcap, s_aux):
+    is_plain = softcap is None and s_aux is None
     sinks = None if s_aux is None else s_aux[:, None, None]  # [H, 1, 1]
     # One `index_select` and one `split` for all sequences: the gradient of a slice has the size of
     # the whole row, so slices would cost the number of sequences times the row.
-    keys, values = (x.index_select(2, places).split(lengths, 2) for x in (key, value))
+    counts, lengths = parts.counts, parts.lengths
+    keys, values = (x.index_select(2, parts.places).split(lengths, 2) for x in (key, value))
     out = []
     for q, k, v, count, length in zip(query.split(counts, 2), keys, values, counts, lengths):
         # Otherwise it shares a beginning with the sequence before, or the model's attention is
@@ -153,16 +171,15 @@ def fits_flash_attention(value: Tensor) -> bool:
             and torch.cuda.get_device_capability(value.device) >= (8, 0))
 
 
-# For `flash_attention`: where the queries and the keys of each sequence begin and end, as running
-# sums [sequences + 1] int32 from 0 on; and the largest numbers of queries and of keys.
-Spans = tuple[Tensor, Tensor, int, int]
-
-
 def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
     """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
     ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
             for numbers in (counts, lengths)]
     return *ends, max(counts), max(lengths)
+
+
+# `varlen_attn` of PyTorch 2.11 lets query heads share a key head without being told.
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
@@ -175,7 +192,30 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
     """
     left = -1 if window is None else window - 1
     return varlen_attn(query.transpose(0, 1).contiguous(), key, value, *spans, scale=scale,
-                       window_size=(left, 0), enable_gqa=query.shape[0] != key.shape[1])
+                       window_size=(left, 0), **SHARED_HEADS)
+
+
+def flash_over_cache(query: Tensor, keys: Tensor, values: Tensor,
+                     spans: tuple[Tensor, Tensor, int, Tensor], scale: float | None,
+                     window: int | None) -> Tensor:
+    """Causal attention of several slots, which reads keys and values where a cache holds them.
+
+    query [H, N, D]: the last tokens of some slots, one slot after the other; keys and values
+    [slots, H_kv, capacity, D], in a row of slots * capacity keys. spans, of n slots: where their
+    queries begin and end, running sums [n + 1] int32; where their keys begin, [n + 1] int32, the
+    last is not read; the largest number of queries; and the numbers of keys, [n] int32 ->
+    [N, H, D]. A row of no slot holds anything. scale and window: as for `flash_attention`.
+    """
+    query_ends, key_starts, most_queries, lengths = spans
+    capacity = keys.shape[2]
+    keys, values = (held.transpose(1, 2).flatten(0, 1) for held in (keys, values))
+    # A single query sees all keys. Where it is also allowed later ones, of which there are none,
+    # the kernel reads a key once for all heads that share it.
+    left, right = -1 if window is None else window - 1, -1 if most_queries == 1 else 0
+    return torch.ops.aten._flash_attention_forward(
+        query.transpose(0, 1), keys, values, query_ends, key_starts, most_queries, capacity, 0.0,
+        right == 0, False, scale=scale, window_size_left=left, window_size_right=right,
+        seqused_k=lengths)[0]
 
 
 AttentionInterface.register("within", attend_within)

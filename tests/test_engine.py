@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine as engine_module
 import rl
 import models.packed
-from engine import Ragged, _truncate, sample
+from engine import SAMPLED_LAST, Ragged, _truncate, sample
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
 from models.packed import attend_within, pack
@@ -73,39 +74,114 @@ def test_greedy_trajectories_are_those_of_generate_over_eight_turns(tiny, pool, 
         assert torch.allclose(trained, torch.tensor([t.logprobs]), atol=1e-4)
 
 
+def attend_one_by_one(query, keys, values, spans, scale, window):
+    """An oracle for `flash_over_cache`: PyTorch's plain attention, slot by slot. A row of the
+    queries that belongs to no slot becomes NaN."""
+    query_ends, key_starts, most, lengths = spans
+    slots = key_starts // keys.shape[2]
+    out = torch.full((query.shape[1], len(query), values.shape[-1]), math.nan, dtype=query.dtype)
+    for slot, length, start, end in zip(slots, lengths.tolist(), query_ends, query_ends[1:]):
+        past = length - (end - start)
+        assert end - start <= most and past >= 0
+        seen = torch.ones(end - start, length, dtype=torch.bool).tril(past)
+        if window is not None:
+            seen = seen.triu(past - window + 1)
+        k, v = (x[slot : slot + 1, :, :length] for x in (keys, values))
+        out[start:end] = scaled_dot_product_attention(
+            query[None, :, start:end], k, v, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+def as_on_a_gpu(monkeypatch):
+    """Take the engine's paths of a GPU, with `attend_one_by_one` for flash attention."""
+    monkeypatch.setattr(engine_module, "fits_flash_attention", lambda value: True)
+    monkeypatch.setattr(engine_module, "flash_over_cache", attend_one_by_one)
+
+
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_steps_at_fixed_places_say_the_same_also_where_one_cannot_be_recorded(
-        tiny, pool, monkeypatch, fails):
-    """The step that a GPU records as a CUDA graph: shared KV heads, idle slots, a growing cache."""
+        tiny, pool, monkeypatch, fails, flash):
+    """The steps of a GPU: recorded as CUDA graphs, and their tokens read one step late. Shared KV
+    heads, idle slots, a growing cache, slots that take an observation in such a step."""
     model = random_model("qwen3").double()
     record = Ragged._record_step
     widths = []
 
-    def record_or_fail(self, width):
-        widths.append(width)
-        step = record(self, width)  # the warm-up writes to the cache
+    def record_or_fail(self, inputs, width, prefilled):
+        widths.append((width, prefilled))
+        step = record(self, inputs, width, prefilled)  # the warm-up writes to the cache
         if fails and len(widths) == 2:
             raise RuntimeError("operation not permitted when stream is capturing")
         return step
 
     def play(engine, items=ITEMS):
-        return rollout(model, tiny[1], pool, items, 4, samples=2, max_tokens=20, seed=3,
-                       engine=engine)
+        known = []  # ids read late, and not only their places, are found as prefixes of others
+        played = rollout(model, tiny[1], pool, items, 4, samples=2, max_tokens=20, seed=3,
+                         engine=engine, on_end=lambda t: known.extend(map(list, engine.ids)))
+        assert all(SAMPLED_LAST not in ids[:-1] for ids in known)
+        return played
 
+    expected = play(Ragged(model, 3))
     monkeypatch.setattr(Ragged, "_record_step", record_or_fail)
+    if flash:
+        as_on_a_gpu(monkeypatch)
     engine = Ragged(model, 3)
-    engine.use_graphs = True  # on a CPU: the same steps, not recorded
+    engine.use_graphs = engine.reads_late = True  # on a CPU: the same steps, not recorded
     warned = pytest.warns(UserWarning, match="when stream is capturing") if fails else nullcontext()
     with warned:
         played = play(engine)
-    for t, expected in zip(played, play(Ragged(model, 3)), strict=True):
-        assert t.tokens == expected.tokens
-        assert t.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
-    assert engine.graph_inputs.any()  # what the last step at fixed places was fed
+    for t, other in zip(played, expected, strict=True):
+        assert t.tokens == other.tokens
+        assert t.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+    assert engine.sampled.any()
     assert engine.forwarded == 0  # the rollout leaves a cleared engine
-    assert set(widths) == {256, 512}
+    assert {prefilled for _, prefilled in widths} >= ({0, 128} if flash else {0})
+    recorded = len(widths)
     play(engine, ITEMS[:1])
-    assert (len(widths) == 2) == fails  # after a failure it does not try again
+    assert (len(widths) == recorded) == fails  # after a failure it does not try again
+
+
+@pytest.mark.parametrize("backend", [
+    "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_says_the_same_and_is_compiled_once(tiny, pool, monkeypatch, backend):
+    """The steps of a GPU, and log-probs with and without gradients, of batches of many sizes."""
+    model = copy.deepcopy(tiny[0])
+    rl.set_compute_paths(model, rl.FASTEST)
+    as_on_a_gpu(monkeypatch)
+
+    def play(seed):
+        engine = Ragged(model, 3)
+        engine.use_graphs = engine.reads_late = True
+        return rollout(model, tiny[1], pool, ITEMS, 3, max_tokens=8, seed=seed, engine=engine)
+
+    def gradients(trajectories):
+        columns = [[torch.tensor(getattr(t, name)) for t in trajectories]
+                   for name in ("tokens", "mask")]
+        batch = [torch.nn.utils.rnn.pad_sequence(column, True) for column in columns]
+        with torch.no_grad():
+            without = rl.token_logprobs(model, *batch)[0]
+        logprobs, _ = rl.token_logprobs(model, *batch)
+        torch.testing.assert_close(logprobs, without, atol=1e-5, rtol=1e-5)
+        return [logprobs, *torch.autograd.grad(logprobs.sum(), list(model.parameters()))]
+
+    played = [play(seed) for seed in (0, 1)]
+    expected = [gradients(trajectories) for trajectories in (played[0], played[1][:2])]
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        rl.compile_model(model)
+        patch.setattr(rl, "compiled_scores", torch.compile(rl.scores, dynamic=True))
+    counts = []
+    for k in (0, 1):
+        for t, other in zip(play(k), played[k]):
+            assert t.tokens == other.tokens
+            assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        for found, other in zip(gradients((played[0], played[1][:2])[k]), expected[k]):
+            torch.testing.assert_close(found, other, atol=1e-4, rtol=1e-4)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < counts[0] == counts[1]
+    torch._dynamo.reset()
 
 
 def test_graphs_are_recorded_on_a_gpu_unless_they_are_turned_off(monkeypatch):
@@ -144,56 +220,33 @@ def test_a_graph_step_has_fixed_shapes_and_never_waits_for_the_gpu(name):
         engine.forward({0: [5] * 40, 1: [6] * 2, 2: [7] * 3})
         engine.use_graphs = True
         engine.forward({0: [5], 1: [6], 2: [7]})
-        (step,) = engine.graph_steps.values()
+        ((_, step),) = engine.graph_steps.values()
         with torch.no_grad(), Synchronizing() as mode:
             step()
     assert not mode.found
-
-
-def attend_one_by_one(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, window_size,
-                      enable_gqa):
-    """An oracle for `varlen_attn`: PyTorch's plain attention, one sequence after the other."""
-    assert enable_gqa == (q.shape[1] > k.shape[1])
-    assert (most_queries, most_keys) == (query_ends.diff().max(), key_ends.diff().max())
-    out = []
-    for rows, keys in zip(q.split(query_ends.diff().tolist()), zip(
-            *(x.split(key_ends.diff().tolist()) for x in (k, v)))):
-        past = len(keys[0]) - len(rows)
-        seen = torch.ones(len(rows), len(keys[0]), dtype=torch.bool).tril(past)
-        if window_size[0] >= 0:
-            seen = seen.triu(past - window_size[0])
-        rows, *keys = (x.transpose(0, 1)[None] for x in (rows, *keys))
-        out.append(scaled_dot_product_attention(rows, *keys, seen, scale=scale, enable_gqa=True))
-    return torch.cat(out, 2)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
 def test_on_a_gpu_all_prefilling_slots_share_one_call(name, monkeypatch):
     model, _ = tiny_model(name)
     ids = drawer()
-    # Two slots come to hold more than the window of 64.
-    feeds = [{0: ids(9), 2: ids(80)}, {1: ids(4), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)},
-             {0: ids(1), 2: ids(1)}, {1: ids(80)}]
+    # Two slots come to hold more than the window of 64. In the last four steps at least half of the
+    # slots are fed.
+    feeds = [{0: ids(9), 2: ids(80)}, {1: ids(4)}, {2: ids(5)}, {0: ids(1), 2: ids(1)},
+             {1: ids(150), 0: ids(1)}, {2: ids(5), 1: ids(1), 0: ids(7)}, {1: ids(80), 2: ids(1)}]
 
-    def logits():
+    def logits(graphs):
         engine = Ragged(model, 3)
+        engine.use_graphs = graphs
         engine.clear(600)
         with engine.attention():
-            return [engine.forward(feed) for feed in feeds]
+            return [engine.forward(feed).clone() for feed in feeds]
 
-    one_by_one = logits()
-    calls = []
-
-    def count(*args, **kw):
-        calls.append(len(args[3]) - 1)
-        return attend_one_by_one(*args, **kw)
-
-    monkeypatch.setattr(engine_module, "fits_flash_attention", lambda value: True)
-    monkeypatch.setattr(models.packed, "varlen_attn", count)
-    for expected, found in zip(one_by_one, logits()):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    layers = model.config.num_hidden_layers
-    assert calls == [slots for slots in (2, 1, 2, 1) for _ in range(layers)]
+    one_by_one = logits(False)
+    as_on_a_gpu(monkeypatch)
+    for graphs in (False, True):
+        for expected, found in zip(one_by_one, logits(graphs)):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
