@@ -19,7 +19,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -256,7 +256,8 @@ class Ragged:
         self.needed_capacity = max(len(self.ids[slot]) for slot in feed)
         self._set_decode_views(decoding)
         places = torch.tensor([last_place[slot] for slot in feed], device=self.device)
-        with torch.compiler.set_stance("force_eager"):  # no shape comes again
+        # No shape comes again, so nothing is compiled for it.
+        with torch.compiler.set_stance("force_eager") if self.use_graphs else nullcontext():
             return self._logits(ids_on_device, logits_to_keep=places)
 
     def _logits(self, ids, **options):

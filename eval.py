@@ -201,7 +201,7 @@ def load_model(cfg: EvalConfig) -> tuple[Model, PreTrainedTokenizerBase | None]:
     note_history(Chat(tokenizer, cfg.history))
     model = rl.load_model(cfg.model, device, getattr(torch, cfg.dtype))
     find_paths(model, cfg.dtype)
-    rl.check_length(model.config, cfg.max_length, cfg.model)
+    rl.check_length(model.config, cfg.max_length, cfg.model, len(tokenizer))
     return model, tokenizer
 
 

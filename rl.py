@@ -243,7 +243,7 @@ def compile_model(model: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = 64  # with and without gradients, a decode step, ...
     for block in blocks(model):
         block.forward = torch.compile(block.forward, dynamic=True)
-    model.base_model.is_compiled = True
+    model.base_model.scores = torch.compile(scores, dynamic=True)
 
 
 class Critic(nn.Module):
@@ -290,7 +290,7 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
 
 
 def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
-    score = compiled_scores if hasattr(model.base_model, "is_compiled") else scores
+    score = getattr(model.base_model, "scores", scores)
 
     def head(hidden, sampled):
         logits = model.get_output_embeddings()(hidden)
@@ -317,9 +317,6 @@ def scores(logits: Tensor, sampled: Tensor, config: PreTrainedConfig, temperatur
     # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         return logp, algos.entropy(logprobs)
-
-
-compiled_scores = torch.compile(scores, dynamic=True)  # at its first call
 
 
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
@@ -371,13 +368,15 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
     return bool(windows or kinds - {"full_attention"} or changing_rotary_embeddings(config))
 
 
-def check_length(config: PreTrainedConfig, max_length: int, name: str) -> None:
+def check_length(config: PreTrainedConfig, max_length: int, name: str, tokens: int = 0) -> None:
     """Raise ValueError if the model `name` has no position embeddings for `max_length` tokens, or
     if its rotary embeddings change within them: the cached keys, and with them the log-probs of
-    earlier tokens, would differ from those of a fresh forward pass. Warn of more tokens than it was
-    trained for."""
+    earlier tokens, would differ from those of a fresh forward pass. Raise it, too, if its tokenizer
+    has more `tokens` than its embedding. Warn of more tokens than it was trained for."""
     text = config.get_text_config()
     trained_length = getattr(text, "max_position_embeddings", None) or math.inf
+    if tokens > text.vocab_size:
+        raise ValueError(f"{name} embeds {text.vocab_size} of its tokenizer's {tokens} tokens")
     limits = [kind.get("original_max_position_embeddings", trained_length)
               for kind in changing_rotary_embeddings(config)]
     if not getattr(text, "rope_parameters", None):

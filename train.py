@@ -252,7 +252,7 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
 
     def load_model(name, dtype):
         model = rl.load_model(name, "cpu", dtype)
-        rl.check_length(model.config, cfg.max_length, name)
+        rl.check_length(model.config, cfg.max_length, name, len(tokenizer))
         rl.set_compute_paths(model, of_rank_0(lambda: find_paths(model, cfg.dtype, device)))
         return model
 

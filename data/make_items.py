@@ -10,13 +10,16 @@ BabyAI: five levels whose mission stays in one room and which a random policy so
     to, picking up, opening, and sequences of these; the expert needs more than three turns for half
     of the items, and never more than ten. data/levels: all of AgentGym's 40 levels, five
     held-out items and 40 for training of each, impossible ones (see worlds/babyai.py) included.
+    What is held out in one of the three folders, or begins as such an item does, is trained on in
+    none.
 TextCraft: 200 goals are held out; their depths are distributed as those of all goals. Of the other
     goals, those of depth 1 and 2 are trained on, with nine and three sets of distractors. The tiny
     model never succeeds on deeper goals, so it could learn nothing from them. data/crafts: three
     sets for the goals of every depth, with the same held-out items.
 SciWorld: of each of the 30 tasks up to 8 of the package's test variations are held out, and up to
     40 of its training variations are trained on.
-WebArena: every template is trained on with 24 seeds, and held out with 3 other seeds; by site.
+WebArena: a third of the templates is held out, by site. The lists of forums, projects, people and
+    years are short, so their names stand on both sides; products, posts and orders do not.
 OpenEnv: the items are seeds, 0 to 999 for training and 1,000 to 1,199 held out.
 TextWorld: of each game the first 100 seeds of the package's training fold are trained on, and the
     first 25 of its test fold are held out. data/coin: 800 and 200 of the coin game alone.
@@ -232,15 +235,43 @@ def report_searches(world, checks):
         )
 
 
+def held_out_templates():
+    """WebArena's templates that are never trained on: every third of a site's kind of task."""
+    from websites.tasks import TEMPLATES
+
+    kinds = {}
+    for number, template in enumerate(TEMPLATES):
+        kinds.setdefault((template.site, template.kind), []).append(number)
+    return {number for numbers in kinds.values()
+            for number in (numbers[2::3] if len(numbers) > 2 else numbers[1:])}
+
+
 def webarena():
-    from websites.tasks import HELD_OUT, TEMPLATES
+    """Templates are trained on with 24 seeds. Of the others up to ten tasks are held out, with
+    names and answers of no training task where a template has such, and all in other words."""
+    from websites.tasks import HELD_OUT, TEMPLATES, make
+
+    def names_in(task, answer):
+        values = map(str, task["instantiation_dict"].values())
+        return {text.lower() for text in (*values, answer) if text not in ("", "N/A")}
 
     count = len(TEMPLATES)
+    held_out = held_out_templates()
+    train = [number + count * seed for seed in range(24) for number in range(count)
+             if number not in held_out]
+    trained_names = set()
+    for item in train:
+        task, _, answer = make(item)
+        trained_names |= names_in(task, answer)
     test = {}
-    for number, template in enumerate(TEMPLATES):
-        seeds = range(HELD_OUT, HELD_OUT + 3)
-        test.setdefault(template.site, []).extend(number + count * seed for seed in seeds)
-    train = [number + count * seed for seed in range(24) for number in range(count)]
+    for number in sorted(held_out):
+        tasks = {}  # words -> (how many of its names are trained on, item)
+        for seed in range(HELD_OUT, HELD_OUT + 60):
+            task, _, answer = make(number + count * seed)
+            shared = len(names_in(task, answer) & trained_names)
+            tasks.setdefault(task["intent"], (shared, number + count * seed))
+        chosen = [item for _, item in sorted(tasks.values())[:10]]
+        test.setdefault(TEMPLATES[number].site, []).extend(chosen)
     return train, test
 
 
@@ -308,17 +339,28 @@ def blind_baselines():
     print("sequence", best, success(env, test, playing(best)))
 
 
+def make_babyai():
+    """BabyAI's three folders. What is held out in one of them is trained on in none."""
+    sets = {".": babyai(), "rooms": babyai_rooms(), "levels": babyai(ALL_LEVELS)}
+    env = make_env("babyai")
+    held_out = {n for _, test in sets.values() for numbers in test.values() for n in numbers}
+    seen = {env.reset(n) for n in held_out}
+    for folder, (train, test) in sets.items():
+        kept = [n for n in train if n not in held_out and env.reset(n) not in seen]
+        print(f"babyai, {folder}: {len(train) - len(kept)} training items are held out elsewhere")
+        write_set(folder, "babyai", kept, test)
+
+
 def make_all():
     makers = {
-        "babyai": babyai, "textcraft": textcraft, "sciworld": sciworld, "searchqa": searchqa,
-        "webarena": webarena, "textworld": textworld,
+        "textcraft": textcraft, "sciworld": sciworld, "searchqa": searchqa, "webarena": webarena,
+        "textworld": textworld,
     }
+    make_babyai()
     for env, make in makers.items():
         write_set(".", env, *make())
     write("AgentItemId/openenv_train.json", "openenv", range(1000))
     write("AgentEval/openenv/openenv_test.json", "openenv", range(1000, 1200))
-    write_set("rooms", "babyai", *babyai_rooms())
-    write_set("levels", "babyai", *babyai(ALL_LEVELS))
     write_set("crafts", "textcraft", *textcraft(ALL_DEPTHS))
     write_set("coin", "textworld", *textworld(["coin"], 200, 800))
 

@@ -42,7 +42,6 @@ POLICIES_OF = {  # world -> its entry in experiments/references.py
     "textcraft": "policies_textcraft_20",
     "searchqa": "policies_searchqa_5",
     "sciworld find": "policies_sciworld_find",
-    "webarena one click": "policies_webarena_one_click",
 }
 
 

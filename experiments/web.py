@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 from envs import EnvError, categories, make_env, split_item  # noqa: E402
-from make_items import write_set  # noqa: E402
+from make_items import held_out_templates, write_set  # noqa: E402
 from websites import tasks  # noqa: E402
 from worlds.webarena import browser, tree  # noqa: E402
 
@@ -44,10 +44,13 @@ def navigate(folder):
         return [number + len(templates) * seed for seed in seeds for number in easy]
 
     easy = [n for n, t in enumerate(templates) if t.kind == "navigate" and is_one_click(n)]
-    test = {site: item_numbers([n for n in easy if templates[n].site == site], range(1000, 1030))
-            for site in tasks.PLACE}
-    write_set(Path(folder).absolute(), "webarena", item_numbers(easy, range(100)), test)
-    print("\n".join(f"{templates[n].site:6} {templates[n].sentence}" for n in easy))
+    held_out = held_out_templates()
+    test = {templates[n].site: item_numbers([n], range(1000, 1030)) for n in easy if n in held_out}
+    trained = [n for n in easy if n not in held_out]
+    write_set(Path(folder).absolute(), "webarena", item_numbers(trained, range(100)), test)
+    for n in easy:
+        side = "held out" if n in held_out else "training"
+        print(f"{side} {templates[n].site:6} {templates[n].sentence}")
 
 
 def fixed_link(folder):

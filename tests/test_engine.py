@@ -171,7 +171,6 @@ def test_a_compiled_model_says_the_same_and_is_compiled_once(tiny, pool, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         rl.compile_model(model)
-        patch.setattr(rl, "compiled_scores", torch.compile(rl.scores, dynamic=True))
     counts = []
     for k in (0, 1):
         for t, other in zip(play(k), played[k]):

@@ -18,7 +18,7 @@ BUDGETS = {
     "config.py": (180, 265), "checkpoint.py": (100, 116), "parallel.py": (180,),
     "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 524),
 }
-TOTALS = {"core": (4050, 4744), "without tests": (19_000,), "tests": (12_000,)}
+TOTALS = {"core": (4050, 4745), "without tests": (19_000,), "tests": (12_000,)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]

@@ -340,7 +340,7 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
 def test_a_run_in_segments_counts_repeated_prompts_once(reference):
     for row in metrics(reference):
         assert row["segments"] > 1.5 and row["logprob_gap"] < 1e-4
-        assert 0.4 < row["forwarded_per_kept"] < 0.5  # not 1: samples of an item share a prompt
+        assert 0.3 < row["forwarded_per_kept"] < 0.5  # not 1: samples of an item share a prompt
 
 
 def test_final_is_the_last_checkpoint_in_a_plain_folder(reference):

@@ -121,6 +121,8 @@ def test_a_length_beyond_a_models_position_embeddings_is_refused_and_one_beyond_
         assert bool(warned) == bool(named) and named in warned
     with pytest.raises(ValueError, match="--max_length 65 is too long for it"):
         rl.check_length(gpt2, 65, "it")
+    with pytest.raises(ValueError, match=f"{gpt2.vocab_size + 1} tokens"):
+        rl.check_length(gpt2, 10, "it", gpt2.vocab_size + 1)
 
 
 def test_lengths_at_which_rotary_embeddings_change_are_known():
