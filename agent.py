@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs import AgentError, Env, EnvError, Step, close_quietly, load_function, read_settings
 from envs import split_item
@@ -86,10 +86,10 @@ def instructions(prompt: str, action_format: str = "plain") -> str:
 # ---- from a reply to its action ----
 
 # (a reply, the actions in it, the reply itself where react finds none in it) -> the action.
-Choice = Callable[[str, list[str], str], str]
+Chooser = Callable[[str, list[str], str], str]
 
 
-def parse(reply: str, action_format: str = "plain", choose: Choice | None = None) -> str:
+def parse(reply: str, action_format: str = "plain", choose: Chooser | None = None) -> str:
     """The action in a reply, or "" (which no environment accepts) if there is not exactly one.
     choose: chooses it in another way. Never raises.
 
@@ -218,6 +218,19 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+class Choice(NamedTuple):
+    """What an agent may yield instead of messages: the reply to them is one of `texts`. The
+    policy samples among the tokens that continue one of them, and its log-probs are those of that
+    distribution. An agent that yields it has the attribute `chooses`."""
+
+    messages: Messages
+    texts: Sequence[str]  # []: any reply. After an `Open` text the reply is free.
+
+
+class Open(str):
+    """A text of a `Choice` that the reply only begins with."""
+
+
 @dataclass(eq=False)
 class Play:
     """One episode as its agent sees it: the environment, with every step credited to the reply that
@@ -237,7 +250,7 @@ class Play:
     horizon: int  # the largest number of replies
     make_agent: "Callable[[Play], Agent] | None" = None  # see `load_agent`; None: react
     action_format: str = "plain"
-    choose: Choice | None = None  # see `parse`
+    choose: Chooser | None = None  # see `parse`
     # "prompt" replaces the whole first message, "reply" the fixed reply to it.
     texts: dict[str, str] = field(default_factory=dict)
     training_step: int = 0  # 0 in evaluation
@@ -251,6 +264,7 @@ class Play:
         self.forgets = False
         self.kind = ""
         self.cut = False
+        self.choices: Sequence[str] = []  # of a `Choice`
         self._failure: Exception | None = None  # the environment's
         self.agent = (self.make_agent or react)(self)
 
@@ -345,6 +359,9 @@ class Play:
             self.cut = cut
         try:
             said = self.agent.send(reply) if error is None else self.agent.throw(error)
+            said, self.choices = said if isinstance(said, Choice) else (said, [])
+            if self.choices and not getattr(self.make_agent, "chooses", False):
+                raise ValueError("an agent that yields a Choice has the attribute chooses = True")
             # A copy, since the agent may change its own: role and content, no more.
             messages = [{"role": readable(m["role"]), "content": readable(m["content"])}
                         for m in said]
@@ -719,6 +736,12 @@ class Chat:
         header, its text and the token that ends it."""
         parts = [(self.header, set()), (text, self.turn_control)]
         return [*self._after_prompt(parts), self.reply_end_id]
+
+    def options(self, texts: Sequence[str]) -> list[list[int | None]]:
+        """The ids of each reply that may be written, to its end; None at the end of an `Open` text:
+        from there on any ids."""
+        return [[*self.reply(text)[:-1], None] if isinstance(text, Open) else self.reply(text)
+                for text in dict.fromkeys(texts)]
 
     def final_message(self, reply: list[int]) -> list[int]:
         """The part of a reply that the environment gets: what follows the header of the final

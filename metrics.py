@@ -115,12 +115,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     turns = max(1, sum(t.turns for t in played))
     sampled_tokens = max(1, sum(sum(t.mask) for t in played))
+    decided_tokens = max(1, sum(sum(t.decided()) for t in played))
     groups = {t.group for t in played}
     with_gradient = {t.group for t in played if np.any(t.advantage)}
     names = ("success", "score", "turns", "reward")
     row = {name: np.mean([getattr(t, name) for t in played]) for name in names} | {
-        # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens.
-        "entropy": -sum(sum(t.logprobs) for t in played) / sampled_tokens,
+        # An estimate of the entropy in nats a token: the mean of -log p over the sampled tokens,
+        # those that were the only ones allowed left out.
+        "entropy": -sum(sum(t.logprobs) for t in played) / decided_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
         "reply_tokens": sampled_tokens / turns,  # sampled tokens of a reply
         "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens

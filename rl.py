@@ -274,7 +274,8 @@ class Critic(nn.Module):
 
 
 def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperature: float = 1.0,
-                   entropy_gradient: bool = True) -> tuple[Tensor, Tensor]:
+                   entropy_gradient: bool = True, allowed: Tensor | None = None,
+                   ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the sampled tokens under `model`.
 
     ids [B, T] long, padded on the right (under a causal mask the padding reaches no other token);
@@ -282,36 +283,59 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     zero outside the mask. logprobs[b, t] = log_softmax(logits[b, t - 1] / temperature)[ids[b, t]],
     as the rollout records it. Only positions before a sampled token go through the head, and at
     most MAX_LOGITS logits exist at a time. entropy_gradient: whether the entropies can be
-    differentiated. Raises ValueError for a mask of another dtype, or True in the first column.
+    differentiated. allowed [B, T, A] long: the ids among which each token was sampled plus one, 0
+    for none; among all if there are only zeros. Raises ValueError for a mask of another dtype, or
+    True in the first column.
     """
     if mask.dtype != torch.bool or mask[:, 0].any():
         raise ValueError("mask must be bool, and False in its first column: no logits precede it")
-    return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient)
+    return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient, allowed)
 
 
-def _token_logprobs(model, ids, mask, temperature, entropy_gradient):
+def _token_logprobs(model, ids, mask, temperature, entropy_gradient, allowed):
     score = getattr(model.base_model, "scores", scores)
+    config, embeddings = model.config.get_text_config(), model.get_output_embeddings()
 
-    def head(hidden, sampled):
-        logits = model.get_output_embeddings()(hidden)
-        return score(logits, sampled, model.config.get_text_config(), temperature, entropy_gradient)
+    def head(hidden, sampled, columns):
+        if not columns.shape[1]:
+            logits, unused = embeddings(hidden), None
+        else:  # only the allowed columns of the head
+            rows, unused = (columns - 1).clamp(min=0), columns == 0
+            logits = (embeddings.weight[rows] @ hidden[..., None]).squeeze(-1)  # [S, A]
+            if embeddings.bias is not None:
+                logits = logits + embeddings.bias[rows]
+            sampled = (columns == sampled[:, None] + 1).long().argmax(1)
+        return score(logits, sampled, unused, config, temperature, entropy_gradient)
 
     hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
-    chunk = max(1, MAX_LOGITS[ids.device.type] // model.config.get_text_config().vocab_size)
-    parts = list(zip(hidden.split(chunk), ids[mask].split(chunk)))
+    # [S, A]: first the tokens sampled among all, then those among some.
+    columns = hidden.new_zeros(len(hidden), 0) if allowed is None else allowed[mask]
+    is_free = (columns == 0).all(1)
+    order = torch.cat([is_free.nonzero()[:, 0], (~is_free).nonzero()[:, 0]])
+    size = config.vocab_size if allowed is None else max(
+        config.vocab_size, columns.shape[1] * hidden.shape[1])
+    chunk, parts = max(1, MAX_LOGITS[ids.device.type] // size), []
+    for rows, width in ((order[: is_free.sum()], 0), (order[is_free.sum():], columns.shape[1])):
+        inputs = hidden[rows], ids[mask][rows], columns[rows, :width]
+        parts += zip(*(x.split(chunk) for x in inputs))
+    parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) > 1:  # the logits of each part are computed again in the backward pass
         head = partial(checkpoint, head, use_reentrant=False)
     logprobs, entropies = (torch.zeros(mask.shape, device=ids.device) for _ in range(2))
-    logprobs[mask], entropies[mask] = map(torch.cat, zip(*(head(*part) for part in parts)))
+    values = map(torch.cat, zip(*(head(*part) for part in parts)))
+    logprobs[mask], entropies[mask] = (value[order.argsort()] for value in values)
     return logprobs, entropies
 
 
-def scores(logits: Tensor, sampled: Tensor, config: PreTrainedConfig, temperature: float,
-           entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """The head's logits [S, V] -> log-probs of the sampled tokens [S] and entropies [S]."""
+def scores(logits: Tensor, sampled: Tensor, unused: Tensor | None, config: PreTrainedConfig,
+           temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The head's logits [S, V] -> log-probs of the sampled tokens [S] and entropies [S]. sampled
+    [S]: their columns; unused [S, V] bool: columns that do not count."""
     logits = scaled_logits(logits.float(), config)
     if temperature != 1:
         logits = logits / temperature
+    if unused is not None:
+        logits = logits.masked_fill(unused, -math.inf)
     logprobs = torch.log_softmax(logits, dim=-1)
     logp = logprobs.gather(-1, sampled[:, None]).squeeze(1)
     # Without a gradient of the entropy, autograd does not keep two more [S, V] tensors.

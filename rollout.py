@@ -133,6 +133,7 @@ class Conversation:
         self.max_length = config.of_world("max_length", trajectory.env)
         self.play: Play | None = None
         self.prompt: Messages | None = []
+        self.new_options: list[list[int | None]] = []  # the replies that are allowed, if not all
         self.tools: list[dict] | None = None  # with what `prompt` was shown
         self.sampled: list[tuple[str, list[int]]] = []  # (text, ids) of each reply
 
@@ -152,6 +153,7 @@ class Conversation:
         while prompt is not None and self.play.turns < self.horizon and self.chat is not None:
             try:
                 self.new_ids, self.begins = self._render(prompt, reply, closed)
+                self.new_options = self.chat.options(self.play.choices)
                 break
             except EnvError:
                 raise
@@ -213,6 +215,8 @@ class Conversation:
         if self.begins:
             t.begin_segment()
         t.append(self.new_ids)
+        if self.new_options:
+            t.choices[len(t.tokens)] = self.new_options
         if self.config.record_states:
             t.states.append(self.state)
         return True
@@ -256,9 +260,15 @@ class Episode(Conversation):
         self.unused: list[float] = []  # random numbers that were drawn, for tokens that are dropped
         self.pending: list[int] = []
         self.reply: list[int] = []  # the tokens of the newest reply
+        self.options: list[list[int | None]] = []  # how it may go on, if not in every way
         self.deadlines = (config.deadline, config.create_deadline)
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
+
+    def allowed(self) -> list[int] | None:
+        """The ids among which the next token is sampled; None: all."""
+        ids = {option[0] for option in self.options if option}
+        return None if None in ids or not ids else sorted(ids)
 
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
@@ -268,9 +278,16 @@ class Episode(Conversation):
         """Append a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
         t = self.trajectory
-        t.append([token], [logprob], [entropy])
-        self.pending = [token]
-        self.reply.append(token)
+        self.pending = []
+        while token is not None:
+            t.append([token], [logprob], [entropy])
+            self.pending.append(token)
+            self.reply.append(token)
+            self.options = [o[1:] for o in self.options if o[:1] == [token]]
+            # A token that is the only one allowed next needs no forward pass of its own.
+            has_room = not self.chat.is_ended(self.reply) and not self.has_to_end(self.reply)
+            ids = self.allowed() if has_room else None
+            token, logprob, entropy = ids[0] if ids and len(ids) == 1 else None, 0.0, 0.0
         closed = self.chat.is_ended(self.reply)
         if not closed and not self.has_to_end(self.reply):
             return False
@@ -310,10 +327,23 @@ class Episode(Conversation):
         goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
         if goes_on:
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids
-            self.reply = []
+            self.reply, self.options = [], self.new_options
         else:
             self.give_back(self.pool, self.worker, broken=bool(error))
         return goes_on
+
+
+def restricted(logits: Tensor, allowed: list[list[int] | None]) -> Tensor:
+    """logits [n, V], with -inf for the ids that are not among a row's allowed ones (None: all)."""
+    if not any(allowed):
+        return logits
+    rows = [row for row, ids in enumerate(allowed) for _ in ids or ()]
+    free = [row for row, ids in enumerate(allowed) if ids is None]
+    columns = [i for ids in allowed for i in ids or ()]
+    kept = torch.full_like(logits, -math.inf)
+    kept[rows, columns] = logits[rows, columns]
+    kept[free] = logits[free]
+    return kept
 
 
 # ---- all trajectories of a call ----
@@ -364,6 +394,7 @@ class TrajectoryQueue:
         """Sample a token for each of n episodes from logits [n, V], with a random number of its
         own. Nothing waits for a GPU."""
         uniforms = [e.unused.pop() if e.unused else e.numbers.random() for e in episodes]
+        logits = restricted(logits, [e.allowed() for e in episodes])
         on_device = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
         c = self.config
         drawn = sample(logits, on_device, c.temperature, c.top_p, c.top_k)
@@ -452,6 +483,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     chat = Chat(tokenizer, config.history)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
+    chooses = getattr(load_agent(config.agent, config.agent_args), "chooses", False)
     trajectories = [Trajectory(item, split_item(item)[0], step, group, k)
                     for group, item in enumerate(items) for k in range(config.samples)]
 
@@ -475,6 +507,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
             else:
                 engine.clear(max(config.of_world("max_length", t.env) for t in trajectories))
+                engine.reads_late &= not chooses  # the ids that are allowed depend on the last one
                 with engine.attention():
                     forwarded = decode(engine, queue, any(envs.urls.values()))
                 engine.clear()

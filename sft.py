@@ -374,8 +374,8 @@ def mean_loss(run: train.Run, trajectories: list[Trajectory]) -> float:
     """The mean of -log p over the tokens at which the trajectories' masks are True."""
     batch = collate(trajectories)
     with rl.compute_in(run.cfg.dtype, run.device):
-        logp = map_rows(lambda *inputs: rl.token_logprobs(*inputs)[0], run.policy, batch,
-                        run.cfg.microbatch_tokens)
+        logp = map_rows(lambda model, part: rl.token_logprobs(model, part["ids"], part["mask"])[0],
+                        run.policy, batch, run.cfg.microbatch_tokens)
     return float(-logp.sum() / batch["mask"].sum())
 
 

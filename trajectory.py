@@ -70,6 +70,8 @@ class Trajectory:
     rewards: list[float] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)  # [turns]: `Step.progress` after each turn
     states: list[str | None] = field(default_factory=list)  # `Env.state` before each reply, or []
+    # Where a reply begins -> the ids of each reply that was allowed there; None: then any ids.
+    choices: dict[int, list[list[int | None]]] = field(default_factory=dict)
     advantage: list[float] | float = 0.0  # set by the trainer: one number, or one a token
 
     def append(self, ids: list[int], logprobs: list[float] | None = None,
@@ -123,6 +125,34 @@ class Trajectory:
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward
 
+    def allowed(self) -> list[list[int] | None]:
+        """[T]: the ids among which each token was sampled; None: among all, or it was not."""
+        found: list[list[int] | None] = [None] * len(self.tokens)
+        for place, options in self.choices.items():
+            while place < len(self.tokens) and self.mask[place] and any(options):
+                ids = {option[0] for option in options if option}
+                if None in ids:
+                    break
+                found[place] = sorted(ids)
+                options = [o[1:] for o in options if o and o[0] == self.tokens[place]]
+                place += 1
+        return found
+
+    def decided(self) -> list[bool]:
+        """[T]: `mask` without the tokens that were the only ones allowed."""
+        return [sampled and (ids is None or len(ids) > 1)
+                for sampled, ids in zip(self.mask, self.allowed())]
+
+    def credited(self) -> list[float]:
+        """[T]: `rewards`, each moved to the last decided token before it, if there is one."""
+        rewards, last = list(self.rewards), None
+        for place, is_decided in enumerate(self.decided()):
+            last = place if is_decided else last
+            if rewards[place] and last not in (place, None):
+                rewards[last] += rewards[place]
+                rewards[place] = 0.0
+        return rewards
+
     def to_json(self) -> dict:
         """All fields; log-probs are rounded to five decimals, entropies to three."""
         return vars(self) | {"logprobs": [round(x, 5) for x in self.logprobs],
@@ -135,6 +165,7 @@ class Trajectory:
         if not {"item", "env"} <= row.keys():
             raise ValueError("it has no item or no env")
         t = cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
+        t.choices = {int(place): options for place, options in t.choices.items()}
         count = len(t.tokens)
         t.starts = t.starts or [0] * bool(count)
         for name in ("logprobs", "entropies", "rewards"):

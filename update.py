@@ -199,7 +199,7 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
     -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
     "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
-    batch = collate(trajectories, rewards=[t.rewards for t in trajectories])
+    batch = collate(trajectories, rewards=[t.credited() for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])
     mask = batch["mask"] & valid[:, None]  # [B, T]
     step = Gathered(trajectories, batch, mask, batch["rewards"],
@@ -220,7 +220,8 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
 
     if critic is not None:
         with rl.compute_in(settings.dtype, device):
-            step.values = map_rows(nn.Module.__call__, critic, batch, settings.microbatch_tokens)
+            step.values = map_rows(lambda critic, part: critic(part["ids"], part["mask"]), critic,
+                                   batch, settings.microbatch_tokens)
     advantage = settings.advantage
     batch["advantages"] = advantage(step)
     if critic is not None:
@@ -236,8 +237,9 @@ def logprobs_of(model: PreTrainedModel, batch: Batch, settings: Loss) -> Tensor:
     """A model's log-probs of a whole batch's sampled tokens, in micro-batches, shared among the
     ranks. -> [B, T] float32 on the CPU"""
     with rl.compute_in(settings.dtype, device_of(model)):
-        return map_rows(lambda *inputs: rl.token_logprobs(*inputs, settings.temperature)[0], model,
-                        batch, settings.microbatch_tokens)
+        return map_rows(lambda model, part: rl.token_logprobs(
+            model, part["ids"], part["mask"], settings.temperature, allowed=part.get("allowed"))[0],
+            model, batch, settings.microbatch_tokens)
 
 
 # ---- the passes over a step's trajectories ----
@@ -333,7 +335,7 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int,
     mask = part["mask"]
     with rl.compute_in(settings.dtype, part["ids"].device):
         logp, entropy = rl.token_logprobs(policy, part["ids"], mask, settings.temperature,
-                                          entropy_gradient=settings.entropy_coef > 0)
+                                          settings.entropy_coef > 0, part.get("allowed"))
     loss, stats = settings.loss_function(part | {"logprobs": logp})
     stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
     if "ref_logprobs" in part:
@@ -364,13 +366,16 @@ def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
 def pad(rows: Sequence[Tensor]) -> Tensor:
     """Rows [T_b] of several lengths -> [B, T], with zeros on the right. T is at least 2: a model is
     fed all columns but the last."""
-    return pad_sequence([*rows, rows[0].new_zeros(2)], batch_first=True)[:-1]
+    shortest = rows[0].new_zeros(2, *rows[0].shape[1:])
+    return pad_sequence([*rows, shortest], batch_first=True)[:-1]
 
 
 def collate(trajectories: Sequence[Trajectory],
             **columns: Sequence[Sequence[float] | float]) -> Batch:
     """-> {"ids" [B, T] long, "mask" [B, T] bool, "segments" [B, T] long: the number of a token's
-    segment, from 1 on, "old_logprobs" [B, T], name: [B, T] ...}, with zeros on the right.
+    segment, from 1 on, "old_logprobs" [B, T], name: [B, T] ...}, with zeros on the right. "mask"
+    leaves out tokens that were the only ones allowed. Where a token was chosen among some, there is
+    "allowed" [B, T, A] long: their ids plus one, 0 for none.
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
     """
@@ -381,10 +386,19 @@ def collate(trajectories: Sequence[Trajectory],
     segments = [np.searchsorted(t.starts[1:], range(len(t.tokens)), side="right") + 1
                 for t in trajectories]
     batch = {"ids": column([t.tokens for t in trajectories], torch.long),
-             "mask": column([t.mask for t in trajectories], torch.bool),
+             "mask": column([t.decided() for t in trajectories], torch.bool),
              "segments": column(segments, torch.long),
              "old_logprobs": column([t.logprobs for t in trajectories])}
+    if any(t.choices for t in trajectories):
+        batch["allowed"] = pad(list(map(torch.tensor, _allowed_tables(trajectories))))
     return batch | {name: column(rows) for name, rows in columns.items()}
+
+
+def _allowed_tables(trajectories):
+    """For each trajectory [T, A]: the allowed ids of each token plus one, then zeros."""
+    allowed = [[ids or [] for ids in t.allowed()] for t in trajectories]
+    width = max(len(ids) for rows in allowed for ids in rows)
+    return [[[i + 1 for i in ids] + [0] * (width - len(ids)) for ids in rows] for rows in allowed]
 
 
 def segment_spans(batch: Batch, rows: Sequence[int]) -> list[Span]:
@@ -477,15 +491,15 @@ def own_micro_batches(model: nn.Module, batch: Batch, rows: Sequence[int],
 
 
 @torch.no_grad()
-def map_rows(function: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module,
+def map_rows(function: Callable[[nn.Module, Batch], Tensor], model: nn.Module,
              batch: Batch, max_tokens: int) -> Tensor:
     """Apply `function` to a whole batch in micro-batches that are shared among the ranks.
 
-    function(model, ids [b, t], mask [b, t]) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
+    function(model, micro-batch) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
     """
     mine = []
     for part, spans in own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens):
-        mine.append((spans, function(model, part["ids"], part["mask"]).cpu()))
+        mine.append((spans, function(model, part).cpu()))
     if sharded(model):
         model.reshard()  # otherwise done by the backward pass
     out = torch.zeros(batch["mask"].shape)

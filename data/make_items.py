@@ -247,7 +247,7 @@ def held_out_templates():
 
 
 def webarena():
-    """Templates are trained on with 24 seeds. Of the others up to ten tasks are held out, with
+    """Templates are trained on with 24 seeds. Of the others up to twelve tasks are held out, with
     names and answers of no training task where a template has such, and all in other words."""
     from websites.tasks import HELD_OUT, TEMPLATES, make
 
@@ -270,7 +270,7 @@ def webarena():
             task, _, answer = make(number + count * seed)
             shared = len(names_in(task, answer) & trained_names)
             tasks.setdefault(task["intent"], (shared, number + count * seed))
-        chosen = [item for _, item in sorted(tasks.values())[:10]]
+        chosen = [item for _, item in sorted(tasks.values())[:12]]
         test.setdefault(TEMPLATES[number].site, []).extend(chosen)
     return train, test
 

@@ -181,8 +181,8 @@ def test_held_out_items_are_of_seeds_that_are_not_trained_on_and_have_one_answer
     assert len(numbers["test"]) >= 200
     assert max(map(tasks.seed_of, numbers["train"])) < tasks.HELD_OUT
     assert min(map(tasks.seed_of, numbers["test"])) >= tasks.HELD_OUT
-    for of_split in numbers.values():
-        assert {number % NUM_TEMPLATES for number in of_split} == set(range(NUM_TEMPLATES))
+    templates = {number % NUM_TEMPLATES for number in numbers["train"] | numbers["test"]}
+    assert templates == set(range(NUM_TEMPLATES))
     for item, category in categories("webarena").items():
         assert tasks.TEMPLATES[split_item(item)[1] % NUM_TEMPLATES].site == category
 

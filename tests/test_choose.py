@@ -1,0 +1,134 @@
+"""Replies that are chosen among given texts: sampling, log-probs and training over them."""
+
+import copy
+
+import pytest
+import torch
+
+import rl
+import update
+from agent import Choice, Open, assistant, user
+from engine import Ragged
+from rollout import rollout
+from trajectory import reply_spans
+
+ITEMS = ["babyai_8", "babyai_50", "babyai_19", "textcraft_3"]
+KW = dict(samples=2, seed=3, max_tokens=16, action_format="plain")
+# Texts that share beginnings; after the last one the reply is free.
+TEXTS = ["go to the red ball", "go to the red box", "go", "turn left", Open("look at")]
+
+
+def words(play):
+    messages = [*play.start(), user(play.reset())]
+    while True:
+        reply = yield Choice(messages, TEXTS)
+        if reply == "turn left":
+            reply = yield Choice([*messages, assistant(reply), user("Sure?")], ["yes"])
+        if play.act(reply).done:
+            return
+
+
+words.chooses = True
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    """The built-in model at the temperature of a fresh one: all texts are likely."""
+    model = copy.deepcopy(tiny[0]).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.3)
+    rl.set_compute_paths(model, rl.FASTEST)
+    return model
+
+
+@pytest.fixture(scope="module")
+def played(model, tiny, pool):
+    return rollout(model, tiny[1], pool, ITEMS, 4, agent=words, **KW)
+
+
+def slow_logprobs(model, t):
+    """A plain forward pass over each token's beginning, and a loop over the texts that begin with
+    the same ids -> (log-probs, how many ids were allowed), of the sampled tokens."""
+    logprobs, counts = [], []
+    spans = reply_spans(t.mask)
+    for (start, end), options in zip(spans, t.choices.values()):
+        segment = max(place for place in t.starts if place <= start)
+        for place in range(start, end):
+            reply = t.tokens[start:place]
+            ids = {o[len(reply)] for o in options
+                   if len(o) > len(reply) and o[: len(reply)] == reply}
+            is_free = any(o[-1] is None and reply[: len(o) - 1] == o[:-1] for o in options)
+            logits = model(torch.tensor([t.tokens[segment:place]])).logits[0, -1]
+            if not is_free:
+                logits = torch.stack([logits[i] if i in ids else logits.new_tensor(-1e30)
+                                      for i in range(len(logits))])
+            logprobs.append(torch.log_softmax(logits, -1)[t.tokens[place]])
+            counts.append(0 if is_free else len(ids))
+    return torch.stack(logprobs), counts
+
+
+def test_log_probs_and_gradients_are_those_of_a_loop_over_the_texts(model, tiny, played):
+    tokenizer = tiny[1]
+    some = [t for t in played if t.env == "babyai"][:3]
+    replies = {tokenizer.decode(t.tokens[a:b], skip_special_tokens=True)
+               for t in played for a, b in reply_spans(t.mask)}
+    assert {r for r in replies if not r.startswith("look at")} <= {*TEXTS, "yes"}
+    assert len(replies) > 3 and any(r.startswith("look at") for r in replies)
+
+    batch = update.collate(some)
+    found = torch.zeros(batch["mask"].shape)
+    for part, spans in update.own_micro_batches(model, batch, range(len(some)), 10**6):
+        rows, _ = rl.token_logprobs(model, part["ids"], part["mask"], allowed=part["allowed"])
+        for row, (b, start, end) in zip(rows, spans):
+            found[b, start:end] = row[: end - start]
+    loss = expected_loss = 0
+    for t, row, own in zip(some, found, batch["mask"]):
+        expected, counts = slow_logprobs(model, t)
+        sampled = torch.tensor(t.mask)
+        assert t.logprobs == pytest.approx(
+            torch.zeros(len(t.mask)).double().masked_scatter(sampled, expected).tolist(), abs=1e-5)
+        decided = torch.tensor([count != 1 for count in counts])
+        assert own[: len(t.mask)][sampled].tolist() == decided.tolist()
+        assert expected[~decided].abs().max() == 0  # the only one allowed
+        torch.testing.assert_close(row[own].double(), expected[decided], atol=1e-5, rtol=0)
+        loss, expected_loss = loss + row[own].sum(), expected_loss + expected[decided].sum()
+    parameters = list(model.parameters())
+    for a, b in zip(torch.autograd.grad(loss.double(), parameters, allow_unused=True),
+                    torch.autograd.grad(expected_loss, parameters, allow_unused=True)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_forced_turns_reward_counts_for_the_decision_before_it(played):
+    for t in map(copy.deepcopy, played):
+        decided = [place for place, is_decided in enumerate(t.decided()) if is_decided]
+        expected = [0.0] * len(t.tokens)
+        for number, (_, end) in enumerate(reply_spans(t.mask), 1):
+            t.rewards[end - 1] = number
+            expected[max(place for place in decided if place < end)] += number
+        assert t.credited() == expected != t.rewards
+
+
+def test_the_loss_is_the_same_in_any_micro_batches(model, played):
+    batch = update.collate(played)
+    losses = []
+    for max_tokens in (1, 400, 10**6):
+        values = update.map_rows(lambda model, part: rl.token_logprobs(
+            model, part["ids"], part["mask"], allowed=part["allowed"])[0], model, batch, max_tokens)
+        losses.append(values)
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], atol=1e-5, rtol=0)
+
+
+def test_on_a_gpu_the_choice_waits_for_the_token_before_it(model, tiny, pool, played):
+    engine = Ragged(model, 3)
+    engine.use_graphs = engine.reads_late = True
+    again = rollout(model, tiny[1], pool, ITEMS, 4, agent=words, engine=engine, **KW)
+    assert [t.tokens for t in again] == [t.tokens for t in played]
+
+
+def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
+    for action_format in ("plain", "react"):
+        for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
+                "action_format": action_format, "max_tokens": 40}):
+            assert not t.error and t.valid_actions == t.turns > 0
