@@ -150,6 +150,8 @@ class Conversation:
         else:
             self.sampled.append((reply, list(ids)))
         prompt = self.play.send(reply, cut)
+        if self.play.choices and self.chat is None:
+            raise UserError("an agent that chooses among texts needs the model's own tokens")
         while prompt is not None and self.play.turns < self.horizon and self.chat is not None:
             try:
                 self.new_ids, self.begins = self._render(prompt, reply, closed)

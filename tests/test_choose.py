@@ -9,8 +9,9 @@ import rl
 import update
 from agent import Choice, Open, assistant, user
 from engine import Ragged
-from rollout import rollout
-from trajectory import reply_spans
+from envs import UserError, make_env
+from rollout import Conversation, Rollouts, rollout
+from trajectory import Trajectory, reply_spans
 
 ITEMS = ["babyai_8", "babyai_50", "babyai_19", "textcraft_3"]
 KW = dict(samples=2, seed=3, max_tokens=16, action_format="plain")
@@ -125,6 +126,12 @@ def test_on_a_gpu_the_choice_waits_for_the_token_before_it(model, tiny, pool, pl
     engine.use_graphs = engine.reads_late = True
     again = rollout(model, tiny[1], pool, ITEMS, 4, agent=words, engine=engine, **KW)
     assert [t.tokens for t in again] == [t.tokens for t in played]
+
+
+def test_a_model_on_a_server_cannot_choose():
+    conversation = Conversation(Trajectory("babyai_8", "babyai"), 2, Rollouts(agent=words), None)
+    with pytest.raises(UserError, match="tokens"):
+        conversation.advance(make_env("babyai"))
 
 
 def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
