@@ -265,7 +265,7 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     def trainable(model, lr):
         if cfg.lora_rank:
             rl.add_lora(model.base_model, cfg.lora_rank, cfg.seed)
-        if cfg.compile:
+        if cfg.compile and rl.packs(model):
             rl.compile_model(model)
         if cfg.gradient_checkpointing:
             rl.recompute_blocks(model)

@@ -59,7 +59,7 @@ class Optim(Sampling):
     microbatch_tokens: int = flag(16384, ABOVE_0, may_change=True)
     # compute blocks again in the backward pass: a third slower, far less memory
     gradient_checkpointing: bool = flag(True, may_change=True)
-    # compile the model's blocks in the first step: about a minute; default: real models on a GPU
+    # compile the blocks in the first step, about a minute; default: real models on a GPU
     compile: bool = flag(False, study=True, may_change=True)
     # 0: train all weights; else LoRA adapters of this rank (needs the extra lora), merged into the
     # weights in final/

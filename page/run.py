@@ -85,6 +85,7 @@ def is_of_kind(value: object, kind: Any) -> bool:
         (inner,) = get_args(kind)
         allowed = {float: {float, int}, bool: {bool, int}}.get(inner, {inner, *get_args(inner)})
         return isinstance(value, list) and set(map(type, value)) <= allowed
+    kind = get_origin(kind) or kind
     return isinstance(value, (int, float) if kind in (float, bool) else kind)
 
 

@@ -55,9 +55,9 @@ def test_map_rows_keeps_the_order(tiny, trajectories, max_tokens):
     batch = update.collate([*trajectories, Trajectory("babyai_1", "babyai")])
     calls = []
 
-    def function(model, ids, mask):
-        calls.append(len(ids))
-        return ids.float()
+    def function(model, part):
+        calls.append(len(part["ids"]))
+        return part["ids"].float()
 
     result = update.map_rows(function, tiny[0], batch, max_tokens)
     assert torch.equal(result, batch["ids"].float())
