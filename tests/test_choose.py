@@ -128,6 +128,22 @@ def test_on_a_gpu_the_choice_waits_for_the_token_before_it(model, tiny, pool, pl
     assert [t.tokens for t in again] == [t.tokens for t in played]
 
 
+def test_a_guide_plays_turns_that_are_context_and_fades(tiny, pool):
+    items = [f"babyai_{n}" for n in (0, 1, 8, 9, 10)]
+    model, tokenizer = tiny
+
+    def play(step, **kw):
+        return rollout(model, tokenizer, pool, items, 4, step=step, **KW | kw)
+
+    for t in play(5, agent="guide", agent_args="fade=1000000"):
+        assert t.success and t.turns == 1  # the policy's; the expert did the rest
+        assert len(reply_spans(t.mask)) == 1 and t.rewards[t.mask.index(True):].count(1.0) == 1
+    alone = play(0, agent="react")
+    assert [t.tokens for t in play(0, agent="guide")] == [t.tokens for t in alone]
+    faded = play(5, agent="guide", agent_args="fade=5")
+    assert [t.tokens for t in faded] == [t.tokens for t in play(5, agent="react")]
+
+
 def test_a_model_on_a_server_cannot_choose():
     conversation = Conversation(Trajectory("babyai_8", "babyai"), 2, Rollouts(agent=words), None)
     with pytest.raises(UserError, match="tokens"):

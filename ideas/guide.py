@@ -1,0 +1,41 @@
+"""The world's expert plays some of the turns, fewer and fewer: with the probability
+
+    beta(step) = max(0, 1 - step / fade)
+
+a turn is the expert's. Its action is context, not trained on; what it earns belongs to the reply
+before it, so the policy begins every episode (Guided-OPD, arXiv 2606.15912; DAgger, arXiv
+1011.0686). The turns are drawn for an item and a training step, so all trajectories of a group have
+the same. In evaluation, and in step 0, the expert does not play. `turns` counts the policy's alone.
+
+    python train.py --env babyai --agent guide --agent_args "fade=20 choose=true"
+
+choose: the replies are chosen among the possible actions, as by ideas/choose.py.
+"""
+
+import random
+
+from agent import Agent, Choice, Play, assistant, reply_with, user
+
+
+def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
+    """The model sees the whole conversation, the expert's turns included."""
+    messages = [*play.start(), user(play.reset())]
+    action_format = "plain" if play.env.whole_reply else play.action_format
+    draws = random.Random(f"{play.item} {play.training_step}")
+    beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
+    while True:
+        texts = [reply_with(a, action_format) for a in play.valid_actions()] if choose else []
+        reply = yield Choice(messages, texts)
+        step = play.act(reply)
+        while not step.done:
+            messages = [*messages, assistant(reply), user(step.observation)]
+            action = play.expert() if draws.random() < beta else None
+            if action is None:
+                break
+            reply = reply_with(action, action_format)
+            step = play.act(reply)
+        if step.done:
+            return
+
+
+agent.chooses = agent.instant = True
