@@ -364,10 +364,9 @@ def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
 
 
 def pad(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [T_b] of several lengths -> [B, T], with zeros on the right. T is at least 2: a model is
-    fed all columns but the last."""
-    shortest = rows[0].new_zeros(2, *rows[0].shape[1:])
-    return pad_sequence([*rows, shortest], batch_first=True)[:-1]
+    """Rows [T_b] or [T_b, A] of several lengths -> [B, T] or [B, T, A], with zeros on the right. T
+    is at least 2: a model is fed all columns but the last."""
+    return pad_sequence([*rows, rows[0].new_zeros(2, *rows[0].shape[1:])], batch_first=True)[:-1]
 
 
 def collate(trajectories: Sequence[Trajectory],
@@ -390,15 +389,17 @@ def collate(trajectories: Sequence[Trajectory],
              "segments": column(segments, torch.long),
              "old_logprobs": column([t.logprobs for t in trajectories])}
     if any(t.choices for t in trajectories):
-        batch["allowed"] = pad(list(map(torch.tensor, _allowed_tables(trajectories))))
+        batch["allowed"] = pad(_allowed_tables(trajectories))
     return batch | {name: column(rows) for name, rows in columns.items()}
 
 
 def _allowed_tables(trajectories):
-    """For each trajectory [T, A]: the allowed ids of each token plus one, then zeros."""
+    """For each trajectory [T, A] long: the allowed ids of each token plus one, then zeros. A: the
+    largest number of them; T may be 0."""
     allowed = [[ids or [] for ids in t.allowed()] for t in trajectories]
     width = max(len(ids) for rows in allowed for ids in rows)
-    return [[[i + 1 for i in ids] + [0] * (width - len(ids)) for ids in rows] for rows in allowed]
+    return [torch.tensor([i + 1 for ids in rows for i in [*ids, *[-1] * (width - len(ids))]],
+                         dtype=torch.long).view(len(rows), width) for rows in allowed]
 
 
 def segment_spans(batch: Batch, rows: Sequence[int]) -> list[Span]:
