@@ -39,7 +39,7 @@ from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
 from rl import Sampling, compute_paths_of
-from trajectory import Status, Trajectory
+from trajectory import Status, Trajectory, reply_spans
 from worlds.agentgym import LENIENT
 
 # ---- settings ----
@@ -250,12 +250,16 @@ class Episode(Conversation):
     `pending`: ids that the model has not been fed yet; the whole of a new segment, if `begins`.
     `future`: done when the environment has answered. numbers: the trajectory's random numbers. The
     constructor starts the reset in the environment's thread.
+
+    after: a recorded trajectory and the number of its replies that are replayed: see `rollout`.
     """
 
-    def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts,
-                 chat: Chat, pool: EnvPool, on_cpu: bool, numbers: np.random.Generator):
+    def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts, chat: Chat,
+                 pool: EnvPool, on_cpu: bool, numbers: np.random.Generator,
+                 after: tuple[Trajectory, int] | None = None):
         super().__init__(trajectory, horizon, config, chat)
         self.pool = pool
+        self.recorded, self.num_replayed = after or (None, -1)
         self.on_cpu = on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
         self.numbers = numbers
@@ -290,9 +294,15 @@ class Episode(Conversation):
             has_room = not self.chat.is_ended(self.reply) and not self.has_to_end(self.reply)
             ids = self.allowed() if has_room else None
             token, logprob, entropy = ids[0] if ids and len(ids) == 1 else None, 0.0, 0.0
-        closed = self.chat.is_ended(self.reply)
-        if not closed and not self.has_to_end(self.reply):
+        if not self.chat.is_ended(self.reply) and not self.has_to_end(self.reply):
             return False
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        """Send the complete reply to the environment."""
+        t = self.trajectory
+        closed = self.chat.is_ended(self.reply)
         cut = not closed and len(self.reply) >= self.max_tokens
         t.cut_turns += [t.turns + 1] * cut
         env, agent = self.worker.env, self.play.make_agent
@@ -303,7 +313,6 @@ class Episode(Conversation):
         # threads costs more than the step itself, so this thread plays it.
         here = self.instant and not env.remote
         self.future = self.worker.call(self._pass_on, self.reply, closed, cut, here=here)
-        return True
 
     def has_to_end(self, reply: list[int]) -> bool:
         """Whether a token limit is reached, or the reply has one of the world's stop strings."""
@@ -326,13 +335,27 @@ class Episode(Conversation):
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
         error = self.worker.failure(self.future, *self.deadlines)
-        goes_on = self.end(Status.ENV_ERROR, error) if error else self.take()
-        if goes_on:
-            self.pending = self.new_ids if self.begins else self.pending + self.new_ids
-            self.reply, self.options = [], self.new_options
-        else:
+        goes_on = not error and self.take()
+        t, r = self.trajectory, self.recorded
+        if not error and t.turns <= self.num_replayed:
+            start, end = [*reply_spans(r.mask), (len(r.tokens), None)][t.turns]
+            tokens = t.tokens if end else t.tokens[:start]
+            if tokens != r.tokens[:start] or end and not goes_on:
+                error = f"what follows turn {t.turns} is not as recorded"
+        if error:
+            goes_on = self.end(Status.ENV_ERROR, error)
+        if not goes_on:
             self.give_back(self.pool, self.worker, broken=bool(error))
-        return goes_on
+            return False
+        self.pending = self.new_ids if self.begins else self.pending + self.new_ids
+        self.reply, self.options = [], self.new_options
+        if t.turns >= self.num_replayed:
+            return True
+        self.reply = r.tokens[start:end]
+        t.append(self.reply, r.logprobs[start:end], r.entropies[start:end])
+        self.pending = self.pending + self.reply
+        self._send()
+        return self.take_answer()
 
 
 def restricted(logits: Tensor, allowed: list[list[int] | None]) -> Tensor:
@@ -449,7 +472,8 @@ def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragg
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int], config: Rollouts | None = None, *,
-            step: int = 0, engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
+            after: Sequence[tuple[Trajectory, int]] = (), step: int = 0,
+            engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
             on_end: Callable[[Trajectory], object] = lambda t: None,
             on_step: Callable[[TrajectoryQueue], object] = lambda queue: None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
@@ -466,6 +490,9 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     items: ids such as "babyai_17".
     horizon: one number, or one for each world: {"babyai": 4, "textcraft": 8}.
     config: see `Rollouts`. Its fields may also be given as keywords: rollout(..., samples=8).
+    after: for each item a recorded trajectory of it and a number of its turns. They are replayed
+        first, with the recorded ids: the episode is the recorded one up to there. An environment
+        that answers otherwise has failed ("env_error").
     step: the training step, part of the key of each trajectory's random numbers.
     engine: of `make_engine`, for this policy: its memory is reused.
     stats: gets these counts: "forwarded" (token positions computed, padding included), "steps"
@@ -495,10 +522,12 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
     def make_episode(t: Trajectory) -> Episode:
         # The key of its random numbers: no rank, slot, batch or thread. The samples of an item that
-        # is named again are further samples of it.
+        # is named again are further samples of it. Continuations have keys of their own.
         sample = items[: t.group].count(t.item) * config.samples + t.sample
-        numbers = np.random.default_rng([config.seed, step, zlib.crc32(t.item.encode()), sample])
-        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers)
+        key = [config.seed, step, zlib.crc32(t.item.encode()), sample, *[1] * bool(after)]
+        numbers = np.random.default_rng(key)
+        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers,
+                       after[t.group] if after else None)
 
     engine = engine or make_engine(policy, min(config.slots, len(trajectories)), config)
     slots = config.slots if engine == "hf" else engine.slots

@@ -17,9 +17,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,7 +124,9 @@ def training_loop(run: Run) -> None:
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models)
+            continued = []
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models,
+                                  partial(play_on, run, horizons, step, continued))
 
             # Update.
             changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
@@ -134,6 +137,7 @@ def training_loop(run: Run) -> None:
             by_world = metrics.world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
                    **metrics.rollout_metrics(trajectories), **changes, **decoded, **held_out,
+                   **({"continued_turns": sum(continued)} if continued else {}),
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
                    "memory_gb": metrics.memory_gb(run.device), **metrics.world_columns(by_world)}
@@ -326,7 +330,7 @@ def prepare(run: Run) -> None:
 
 def turns_are_played(cfg: Config, rows: list[dict]) -> bool:
     """Whether `turns` is set and less than half of the last step's environment turns are left."""
-    played = [row["turns"] * row["trajectories"] for row in rows]
+    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
     return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
 
 
@@ -353,11 +357,11 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
             group["lr"] = lr * factor
 
 
-def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: int,
-               step: int) -> tuple[list[Trajectory], dict[str, float]]:
+def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: int, step: int,
+               after: Sequence[tuple[Trajectory, int]] = ()) -> tuple[list[Trajectory], dict]:
     """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and the
-    columns of a row of metrics that describe decoding. Raises Terminated, on every rank, if a stop
-    signal came on any."""
+    columns of a row of metrics that describe decoding. after: see `rollout`. Raises Terminated, on
+    every rank, if a stop signal came on any."""
     own, stats, count = [], Counter(), len(items) * samples
     kind = FirstComeDealer if run.cfg.arrival_order else Dealer
     dealer = kind(count, run.signals) if run.num_ranks > 1 else None
@@ -368,8 +372,8 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
                 rl.compute_in(run.cfg.dtype, run.device), \
                 metrics.rollout_bar(count // run.num_ranks, run.rank == 0) as on_step:
             own = rollout(run.policy, run.tokenizer, run.pool, items, horizons, run.cfg,
-                          samples=samples, step=step, engine=run.engine, stats=stats,
-                          on_step=on_step, dealer=dealer)
+                          samples=samples, after=after, step=step, engine=run.engine,
+                          stats=stats, on_step=on_step, dealer=dealer)
     except Terminated:
         if dealer:
             dealer.leave()
@@ -390,6 +394,16 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
         "tokens": tokens, "occupancy": sum(shares.values()) / len(shares),
         "forwarded_per_kept": sum(each["forwarded"] for each in stats) / max(1, tokens - repeated),
         **(shares if len(shares) > 1 else {})}
+
+
+def play_on(run: Run, horizons: dict[str, int], step: int, turns: list[int],
+            after: Sequence[tuple[Trajectory, int]], samples: int) -> list[Trajectory]:
+    """Play on after recorded turns, for algorithms that measure values: see `Gathered.play_on`.
+    Their numbers of new turns are added to `turns`."""
+    items = [t.item for t, _ in after]
+    played, _ = play_items(run, items, horizons, samples, step, after)
+    turns += [max(0, t.turns - after[t.group][1]) for t in played]
+    return played
 
 
 def evaluate_held_out(run: Run) -> dict[str, float]:

@@ -185,17 +185,21 @@ class Gathered:
     valid: Tensor  # [B] bool
     logprobs_of: Callable[[PreTrainedModel], Tensor]  # of the sampled tokens -> [B, T]
     models: dict[str, PreTrainedModel]  # setting -> the model that it names
+    # (after, samples) -> trajectories: `rollout` with `after`, `samples` for each entry of it.
+    play_on: Callable[[Sequence[tuple[Trajectory, int]], int], list[Trajectory]] | None = None
     values: Tensor | None = None  # [B, T], with a critic
     returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
 
 
 def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
-                  models: dict[str, PreTrainedModel] | None = None) -> Batch:
+                  models: dict[str, PreTrainedModel] | None = None,
+                  play_on: Callable[..., list[Trajectory]] | None = None) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
     device: where the critic computes; the batch stays on the CPU. reference: the model that the KL
-    refers to; with LoRA the policy itself, with its adapters switched off. models: see `Gathered`.
+    refers to; with LoRA the policy itself, with its adapters switched off. models, play_on: see
+    `Gathered`.
     -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
     "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
@@ -206,7 +210,7 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
                     outcomes=torch.tensor([t.reward for t in trajectories]),
                     groups=torch.tensor([t.group for t in trajectories]), valid=valid,
                     logprobs_of=partial(logprobs_of, batch=batch, settings=settings),
-                    models=models or {})
+                    models=models or {}, play_on=play_on)
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:

@@ -1,0 +1,375 @@
+"""Which estimator's advantages are the true ones? Measured, by playing on from every turn.
+
+    python experiments/credit.py babyai                       # the table of docs/credit.md, row 1
+    python experiments/credit.py babyai --data data/rooms --horizon 6 --model runs/rooms/final
+    python experiments/credit.py textcraft --error 0.15 --critic_steps 0
+
+Every trajectory of a training step is cut before each of its replies. The environment is replayed
+to there, and the policy plays on N times: the mean return is the value V of this prefix, and
+
+    A_k = r_k + V(prefix_{k+1}) - V(prefix_k)
+
+is the true advantage of turn k, up to the noise of N returns. Each estimator is given the same
+trajectories, and is compared with it, turn by turn (an estimate: the mean over the turn's tokens):
+
+corr        correlation with the true advantage, corrected for the truth's own noise (divided by the
+            root of its reliability, from two halves of the continuations), and its 95 % interval: a
+            bootstrap over items
+explained   its square: the share of the true advantage's variance that the estimate explains
+sign        how often the sign is right where the true advantage is larger than 0.1
+noise       the share of the estimate's own variance that comes from what else was sampled: the rest
+            of the trajectory and the rest of the group, both sampled once more
+bias-free   the correlation that is left when this noise is averaged out: below 1, the estimator is
+            wrong about turns also in the mean
+gradient    cosine of its policy gradient with the gradient under the true advantages
+
+The estimators: those of algos.ALGOS, every file of ideas/ that has an advantage (with the settings
+of VARIANTS, if it has a row there), the truth with fewer continuations, and PPO's with a critic
+that was trained for some steps on fresh trajectories of the same policy. All flags of train.py are
+flags here, too: --items_per_step 16, --rollouts_per_item 8, --horizon, --model, --data, --seed ...
+"""
+
+import argparse
+import copy
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from config import parse_config  # noqa: E402  (before the other modules: it sets threads)
+import algos  # noqa: E402
+import rl  # noqa: E402
+import update  # noqa: E402
+from envs import Env, EnvPool, UserError, items, load_function, make_env  # noqa: E402
+from models.check import find_paths  # noqa: E402
+from parallel import run_command  # noqa: E402
+from rollout import make_engine, rollout  # noqa: E402
+from schedule import items_at  # noqa: E402
+from trajectory import Status, reply_spans  # noqa: E402
+
+# An algorithm or a file of ideas/ -> the settings with which it stands in the table.
+VARIANTS = {
+    "gigpo": ["", "gamma=1 compare=rloo"],
+    "hgpo": ["", "gamma=1 normalize_std=false"],
+    "gagpo": ["", "gamma=1 lam=0 normalize=false", "gamma=1 lam=0.9 normalize=false"],
+    "vine": ["continuations=2", "continuations=4", "continuations=8"],
+    "ppo": ["lam=1", "lam=0.95", "lam=0.9"],
+}
+SIGN_FROM = 0.1  # signs are compared where the true advantage is larger
+RESAMPLES = 1000  # of the bootstrap
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world")
+    parser.add_argument("--error", type=float, default=0.09, help="wanted standard error of a "
+                        "value, for returns from 0 to 1: N = 1 / (2 error)^2, 32 by default")
+    parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
+                        help="PPO's critic after so many steps; none: no critic")
+    parser.add_argument("--only", default="", help="estimators whose name holds this text")
+    parser.add_argument("--rows", help="append the rows, as JSON lines, to this file")
+    args, flags = parser.parse_known_args()
+    defaults = ["--items_per_step", "16", "--rollouts_per_item", "8", "--kl_coef", "0"]
+    if args.world == "babyai" and "--horizon" not in flags:
+        defaults += ["--horizon", "4"]
+    cfg = parse_config(["--env", args.world, "--out", "runs/credit", *defaults, *flags])
+    return args, cfg, flags
+
+
+# ---- the truth ----
+
+
+class Policy:
+    """A fixed policy that plays items, and plays on after recorded turns."""
+
+    def __init__(self, cfg, pool):
+        self.cfg, self.pool = cfg, pool
+        self.model, self.tokenizer = rl.load_policy(cfg.model, dtype=getattr(torch, cfg.dtype))
+        rl.set_compute_paths(self.model, find_paths(self.model, cfg.dtype, torch.device("cpu")))
+        (self.world,) = cfg.worlds
+        self.horizon = cfg.worlds[self.world].rounds[-1]
+        self.settings = replace(cfg, record_states=make_env_states(self.world))
+        self.engine = make_engine(self.model, cfg.slots, cfg)
+        self.turns = 0
+
+    def play(self, names, samples, step, after=()):
+        """-> the trajectories of `samples` for each name, played with random numbers of `step`."""
+        total = len(names) * samples
+        with tqdm(total=total, desc=f"playing {total}", mininterval=5) as bar:
+            played = rollout(self.model, self.tokenizer, self.pool, names, self.horizon,
+                             self.settings, samples=samples, step=step, after=after,
+                             engine=self.engine, on_end=lambda t: bar.update())
+        self.turns += sum(t.turns for t in played) - samples * sum(k for _, k in after)
+        return played
+
+    def play_on(self, step, after, samples):
+        return self.play([t.item for t, _ in after], samples, step, after)
+
+
+def make_env_states(world):
+    """Whether the world tells its states."""
+    env = make_env(world)
+    try:
+        return type(env).state is not Env.state
+    finally:
+        env.close()
+
+
+def continue_all(policy, trajectories, samples, step):
+    """-> {(item, prefix): its continuations that did not fail}, for all prefixes."""
+    prefixes = {(t.item, tokens): (t, k) for t in trajectories
+                for k, tokens in enumerate(t.prefixes())}
+    found = {key: [] for key in prefixes}
+    keys = list(prefixes)
+    for t in policy.play_on(step, list(prefixes.values()), samples):
+        if t.status != Status.ENV_ERROR:
+            found[keys[t.group]].append(t)
+    return found
+
+
+def turn_rewards(t):
+    """The reward of each turn."""
+    return [sum(t.rewards[start:end]) for start, end in reply_spans(t.mask)[: t.turns]]
+
+
+def true_advantages(trajectories, returns):
+    """returns: {(item, prefix): those of its continuations} -> the advantage of each turn, of all
+    trajectories one after the other."""
+    values = {key: sum(own) / len(own) if own else math.nan for key, own in returns.items()}
+    found = []
+    for t in trajectories:
+        known = [values[t.item, tokens] for tokens in t.prefixes()] + [0.0]
+        found += [reward + after - before
+                  for reward, before, after in zip(turn_rewards(t), known, known[1:])]
+    return np.array(found)
+
+
+# ---- the estimators ----
+
+
+def estimators(args, with_states):
+    """-> {name: (function, settings' text)}"""
+    named = {path.stem: f"ideas.{path.stem}:advantage" for path in (ROOT / "ideas").glob("*.py")
+             if "def advantage(" in path.read_text()}
+    found = {}
+    for name, place in {**algos.ALGOS, **dict(sorted(named.items()))}.items():
+        for text in VARIANTS.get(name, [""]):
+            function = load_function(place, {}, "advantage", text)
+            if getattr(function, "needs_models", ()):
+                continue
+            if getattr(function, "needs_states", False) and not with_states:
+                continue
+            if getattr(function, "needs_critic", False):
+                for steps in args.critic_steps:
+                    found[f"{name} {text}, critic after {steps} steps"] = function, steps
+            else:
+                found[f"{name} {text}".strip()] = function, None
+    return {name: own for name, own in found.items() if args.only in name}
+
+
+def gathered(trajectories, values=None, play_on=None):
+    """The trajectories as an algorithm gets them: see `update.Gathered`."""
+    batch = update.collate(trajectories, rewards=[t.credited() for t in trajectories])
+    valid = torch.tensor([t.status != Status.ENV_ERROR for t in trajectories])
+    return update.Gathered(trajectories, batch, batch["mask"] & valid[:, None], batch["rewards"],
+                           outcomes=torch.tensor([t.reward for t in trajectories]),
+                           groups=torch.tensor([t.group for t in trajectories]), valid=valid,
+                           logprobs_of=None, models={}, play_on=play_on, values=values)
+
+
+def of_turns(trajectories, advantages):
+    """Advantages of tokens [B, T] -> of the turns of all trajectories, one after the other."""
+    return np.array([advantages[b, start:end].mean().item() for b, t in enumerate(trajectories)
+                     for start, end in reply_spans(t.mask)[: t.turns]])
+
+
+def values_after(policy, steps_wanted, trajectories):
+    """PPO's critic, trained on fresh trajectories of the policy -> {number of steps: the values of
+    the trajectories [B, T]}."""
+    cfg, found = policy.cfg, {}
+    critic = rl.Critic(cfg.model, torch.float32)
+    rl.set_compute_paths(critic, rl.compute_paths_of(policy.model))
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=cfg.critic_lr, weight_decay=0.0)
+
+    def values_of(trajectories):
+        with rl.compute_in(cfg.dtype, torch.device("cpu")):
+            return update.map_rows(lambda critic, part: critic(part["ids"], part["mask"]), critic,
+                                   update.collate(trajectories), cfg.microbatch_tokens)
+
+    for step in range(max(steps_wanted, default=-1) + 1):
+        if step in steps_wanted:
+            found[step] = values_of(trajectories)
+        if step == max(steps_wanted):
+            break
+        names = items_at(items(policy.world, "train", cfg.data or None), cfg.seed, step + 1,
+                         cfg.items_per_step)
+        played = policy.play(names, cfg.rollouts_per_item, 1000 + step)
+        data = gathered(played, values_of(played))
+        algos.ppo(data)
+        batch = data.batch | {"old_values": data.values, "returns": data.returns}
+        for rows in update.minibatches(played, cfg, step, 0):
+            count = update.loss_denominator(batch["mask"][rows], cfg.aggregation)
+            update.optimizer_step(critic, optimizer, batch, rows,
+                                  partial(update.value_objective, critic, cfg, count),
+                                  cfg.microbatch_tokens, cfg.max_grad_norm)
+    return found
+
+
+# ---- what is reported of each ----
+
+
+def correlation(x, y):
+    """0 where one of them does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if np.std(x) > 0 and np.std(y) > 0 else 0.0
+
+
+def corrected(estimate, truth, halves):
+    """The correlation with the truth without its noise, from the correlation of two halves of it
+    (Spearman 1904): r / sqrt(reliability), reliability = 2 h / (1 + h)."""
+    h = max(correlation(*halves), 1e-3)
+    return correlation(estimate, truth) / math.sqrt(2 * h / (1 + h))
+
+
+def interval(estimate, truth, halves, groups):
+    """95 %, from a bootstrap over the groups of the turns."""
+    rng = np.random.default_rng(0)
+    of_group = [np.flatnonzero(groups == g) for g in np.unique(groups)]
+    found = []
+    for _ in range(RESAMPLES):
+        rows = np.concatenate([of_group[g] for g in rng.integers(len(of_group),
+                                                                 size=len(of_group))])
+        found.append(corrected(estimate[rows], truth[rows], [half[rows] for half in halves]))
+    return np.percentile(found, [2.5, 97.5]).round(3).tolist()
+
+
+def once_more(trajectories, companions, continuations, function):
+    """Each turn's estimate once more, with the rest of its trajectory and of its group sampled
+    again. companions: other trajectories of the same groups, in the same order."""
+    found = [[None] * t.turns for t in trajectories]
+    size = Counter(t.group for t in trajectories).most_common(1)[0][1]
+    for sample in range(size):
+        for k in range(max(t.turns for t in trajectories)):
+            batch = list(companions)
+            own = [b for b, t in enumerate(trajectories) if t.sample == sample and t.turns > k]
+            for b in own:
+                t = trajectories[b]
+                if k + 1 < t.turns:
+                    others = continuations[t.item, t.prefixes()[k + 1]]
+                    t = replace(others[-1], group=t.group) if others else t
+                batch[b] = t
+            advantages = function(gathered(batch))
+            for b in own:
+                found[b][k] = advantages[b, slice(*reply_spans(batch[b].mask)[k])].mean().item()
+    return np.array([x for own in found for x in own])
+
+
+def gradients(policy, step, advantages):
+    """The policy gradient under each of some advantages [B, T] -> [n, weights]."""
+    batch = step.batch | {f"advantage{n}": a for n, a in enumerate(advantages)}
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    sums = [0.0] * len(advantages)
+    for part, _ in update.own_micro_batches(policy.model, batch, range(len(batch["ids"])),
+                                            policy.cfg.microbatch_tokens):
+        with rl.compute_in(policy.cfg.dtype, torch.device("cpu")):
+            logp, _ = rl.token_logprobs(policy.model, part["ids"], part["mask"],
+                                        policy.cfg.temperature, False, part.get("allowed"))
+        for n in range(len(advantages)):
+            loss = (logp * part[f"advantage{n}"]).sum()
+            own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            sums[n] += torch.cat([g.flatten() for g in own if g is not None]).double()
+    return torch.stack(sums)
+
+
+def measure(args, cfg):
+    """-> the rows of the table."""
+    with EnvPool() as pool:
+        policy = Policy(cfg, pool)
+        names = items_at(items(policy.world, "train", cfg.data or None), cfg.seed, 0,
+                         cfg.items_per_step)
+        played = policy.play(names, cfg.rollouts_per_item, 0)
+        companions = policy.play(names, cfg.rollouts_per_item, 1)
+        failed = sum(t.status == Status.ENV_ERROR for t in [*played, *companions])
+        if failed:
+            raise UserError(f"{failed} environments failed: {played[0].error}")
+        samples = math.ceil(1 / (2 * args.error) ** 2)
+        # One more than asked for: the last is for `once_more`, and not part of the truth.
+        continuations = continue_all(policy, played, samples + 1, 2)
+        returns = {key: [sum(t.rewards[len(key[1]):]) for t in own[:-1]]
+                   for key, own in continuations.items()}
+        truth = true_advantages(played, returns)
+        halves = [true_advantages(played, {key: own[half::2] for key, own in returns.items()})
+                  for half in (0, 1)]
+        groups = np.array([t.group for t in played for _ in range(t.turns)])
+        turns = np.array([k for t in played for k in range(t.turns)])
+        h = correlation(*halves)
+        print(f"\n{policy.world}, {cfg.model}, horizon {policy.horizon}: {len(played)} trajectories"
+              f" of {len(names)} items, success {np.mean([t.success for t in played]):.2f}, "
+              f"{len(truth)} turns, {len(returns)} prefixes x {samples}; standard deviation of the "
+              f"true advantages {truth.std():.3f}; its halves agree at {h:.2f}")
+
+        wanted = estimators(args, policy.settings.record_states)
+        values = values_after(policy, {s for _, s in wanted.values() if s is not None}, played)
+        values |= {None: None}
+        estimates = {}
+        for name, (function, critic) in wanted.items():
+            estimates[name] = function(gathered(played, values[critic],
+                                                partial(policy.play_on, 3)))
+        of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))
+        of_turn = iter(truth)
+        for b, t in enumerate(played):
+            for start, end in reply_spans(t.mask)[: t.turns]:
+                of_truth[b, start:end] = next(of_turn)
+        true_gradient, *own_gradients = gradients(policy, gathered(played),
+                                                  [of_truth, *estimates.values()])
+    rows = []
+    for (name, advantages), gradient in zip(estimates.items(), own_gradients):
+        estimate, (function, critic) = of_turns(played, advantages), wanted[name]
+        r = corrected(estimate, truth, halves)
+        large = np.abs(truth) > SIGN_FROM
+        row = {"estimator": name, "corr": r, "interval": interval(estimate, truth, halves, groups),
+               "explained": r * r, "gradient": torch.cosine_similarity(
+                   gradient, true_gradient, dim=0).item(),
+               "sign": float(np.mean(np.sign(estimate[large]) == np.sign(truth[large]))),
+               "by_turn": [corrected(estimate[turns == k], truth[turns == k],
+                                     [half[turns == k] for half in halves])
+                           for k in range(turns.max() + 1) if (turns == k).sum() > 20]}
+        if critic is None and not name.startswith("vine"):
+            again = once_more(played, companions, continuations, function)
+            noise = ((estimate - again) ** 2).mean() / 2 / max(estimate.var(), 1e-12)
+            row |= {"noise": noise, "bias_free": r / math.sqrt(max(1 - noise, 1e-3))}
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["corr"]), {
+        "turns": len(truth), "halves": h, "samples": samples, "prefixes": len(returns),
+        "std": float(truth.std()), "played": policy.turns}
+
+
+def main():
+    args, cfg, flags = parse()
+    rows, facts = measure(args, cfg)
+    width = max(len(row["estimator"]) for row in rows)
+    print(f"{'':{width}}   corr  95 % interval  explained  sign  noise  bias-free  gradient")
+    for row in rows:
+        rest = "    -          -" if "noise" not in row else (
+            f"{row['noise']:5.2f}  {row['bias_free']:9.2f}")
+        low, high = row["interval"]
+        print(f"{row['estimator']:{width}}  {row['corr']:5.2f}  {low:5.2f} .. {high:4.2f}"
+              f"  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  {row['gradient']:8.2f}")
+    print(f"environment turns: {facts['played']:,}")
+    if args.rows:
+        with open(args.rows, "a") as f:
+            for row in rows:
+                f.write(json.dumps({"world": args.world, "flags": flags, **facts, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The advantage of each turn by playing on: every prefix of a trajectory is continued N times.
+
+    V(prefix) = mean of the N returns from there on
+    A_k = r_k + V(prefix_{k+1}) - V(prefix_k),    V = 0 after the last turn
+
+VinePPO (arXiv 2410.01679, eq. 5), at the borders of turns. The environment is replayed to the
+prefix, with the recorded replies. Prefixes that trajectories share are continued once, N times.
+The continuations are not trained on. Their turns count: `continued_turns` in metrics.jsonl.
+
+    python train.py --env babyai --algo vine --algo_args continuations=4
+"""
+
+import torch
+from torch import Tensor
+
+from trajectory import Status, reply_spans
+
+
+def advantage(step, continuations: int = 4) -> Tensor:
+    """step: see `update.Gathered`. continuations: N, of each prefix. A turn whose prefix could not
+    be continued has advantage 0. -> [B, T]"""
+    prefixes = {(t.item, tokens): (t, k) for t in step.trajectories
+                for k, tokens in enumerate(t.prefixes())}
+    returns = {key: [] for key in prefixes}
+    keys = list(prefixes)
+    for played in step.play_on(list(prefixes.values()), continuations):
+        if played.status != Status.ENV_ERROR:
+            key = keys[played.group]
+            returns[key].append(sum(played.rewards[len(key[1]):]))
+    values = {key: sum(r) / len(r) for key, r in returns.items() if r}
+
+    advantages = torch.zeros(step.mask.shape)
+    for b, t in enumerate(step.trajectories):
+        known = [values.get((t.item, tokens)) for tokens in t.prefixes()] + [0.0]
+        for k, (start, end) in enumerate(reply_spans(t.mask)[: t.turns]):
+            if None not in known[k : k + 2]:
+                reward = sum(t.rewards[start:end])
+                advantages[b, start:end] = reward + known[k + 1] - known[k]
+    return advantages * step.mask
