@@ -30,7 +30,6 @@ flags here, too: --items_per_step 16, --rollouts_per_item 8, --horizon, --model,
 """
 
 import argparse
-import copy
 import json
 import math
 import sys
@@ -75,7 +74,7 @@ def parse():
     parser.add_argument("--error", type=float, default=0.09, help="wanted standard error of a "
                         "value, for returns from 0 to 1: N = 1 / (2 error)^2, 32 by default")
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
-                        help="PPO's critic after so many steps; none: no critic")
+                        help="PPO's critic after so many steps: 0 20 by default; none: no critic")
     parser.add_argument("--only", default="", help="estimators whose name holds this text")
     parser.add_argument("--rows", help="append the rows, as JSON lines, to this file")
     args, flags = parser.parse_known_args()
@@ -92,13 +91,11 @@ def parse():
 class Policy:
     """A fixed policy that plays items, and plays on after recorded turns."""
 
-    def __init__(self, cfg, pool):
-        self.cfg, self.pool = cfg, pool
+    def __init__(self, cfg, pool, horizon, with_states):
+        self.cfg, self.pool, self.horizon = cfg, pool, horizon
         self.model, self.tokenizer = rl.load_policy(cfg.model, dtype=getattr(torch, cfg.dtype))
         rl.set_compute_paths(self.model, find_paths(self.model, cfg.dtype, torch.device("cpu")))
-        (self.world,) = cfg.worlds
-        self.horizon = cfg.worlds[self.world].rounds[-1]
-        self.settings = replace(cfg, record_states=make_env_states(self.world))
+        self.settings = replace(cfg, record_states=with_states)
         self.engine = make_engine(self.model, cfg.slots, cfg)
         self.turns = 0
 
@@ -114,15 +111,6 @@ class Policy:
 
     def play_on(self, step, after, samples):
         return self.play([t.item for t, _ in after], samples, step, after)
-
-
-def make_env_states(world):
-    """Whether the world tells its states."""
-    env = make_env(world)
-    try:
-        return type(env).state is not Env.state
-    finally:
-        env.close()
 
 
 def continue_all(policy, trajectories, samples, step):
@@ -177,7 +165,7 @@ def estimators(args, with_states):
     return {name: own for name, own in found.items() if args.only in name}
 
 
-def gathered(trajectories, values=None, play_on=None):
+def gathered(trajectories, play_on=None, values=None):
     """The trajectories as an algorithm gets them: see `update.Gathered`."""
     batch = update.collate(trajectories, rewards=[t.credited() for t in trajectories])
     valid = torch.tensor([t.status != Status.ENV_ERROR for t in trajectories])
@@ -193,9 +181,9 @@ def of_turns(trajectories, advantages):
                      for start, end in reply_spans(t.mask)[: t.turns]])
 
 
-def values_after(policy, steps_wanted, trajectories):
+def values_after(policy, steps_wanted, trajectories, names_of):
     """PPO's critic, trained on fresh trajectories of the policy -> {number of steps: the values of
-    the trajectories [B, T]}."""
+    the trajectories [B, T]}. names_of: a step -> its items."""
     cfg, found = policy.cfg, {}
     critic = rl.Critic(cfg.model, torch.float32)
     rl.set_compute_paths(critic, rl.compute_paths_of(policy.model))
@@ -211,10 +199,8 @@ def values_after(policy, steps_wanted, trajectories):
             found[step] = values_of(trajectories)
         if step == max(steps_wanted):
             break
-        names = items_at(items(policy.world, "train", cfg.data or None), cfg.seed, step + 1,
-                         cfg.items_per_step)
-        played = policy.play(names, cfg.rollouts_per_item, 1000 + step)
-        data = gathered(played, values_of(played))
+        played = policy.play(names_of(step + 1), cfg.rollouts_per_item, 1000 + step)
+        data = gathered(played, values=values_of(played))
         algos.ppo(data)
         batch = data.batch | {"old_values": data.values, "returns": data.returns}
         for rows in update.minibatches(played, cfg, step, 0):
@@ -290,47 +276,44 @@ def gradients(policy, step, advantages):
     return torch.stack(sums)
 
 
-def measure(args, cfg):
-    """-> the rows of the table."""
-    with EnvPool() as pool:
-        policy = Policy(cfg, pool)
-        names = items_at(items(policy.world, "train", cfg.data or None), cfg.seed, 0,
-                         cfg.items_per_step)
-        played = policy.play(names, cfg.rollouts_per_item, 0)
-        companions = policy.play(names, cfg.rollouts_per_item, 1)
-        failed = sum(t.status == Status.ENV_ERROR for t in [*played, *companions])
-        if failed:
-            raise UserError(f"{failed} environments failed: {played[0].error}")
-        samples = math.ceil(1 / (2 * args.error) ** 2)
-        # One more than asked for: the last is for `once_more`, and not part of the truth.
-        continuations = continue_all(policy, played, samples + 1, 2)
-        returns = {key: [sum(t.rewards[len(key[1]):]) for t in own[:-1]]
-                   for key, own in continuations.items()}
-        truth = true_advantages(played, returns)
-        halves = [true_advantages(played, {key: own[half::2] for key, own in returns.items()})
-                  for half in (0, 1)]
-        groups = np.array([t.group for t in played for _ in range(t.turns)])
-        turns = np.array([k for t in played for k in range(t.turns)])
-        h = correlation(*halves)
-        print(f"\n{policy.world}, {cfg.model}, horizon {policy.horizon}: {len(played)} trajectories"
-              f" of {len(names)} items, success {np.mean([t.success for t in played]):.2f}, "
-              f"{len(truth)} turns, {len(returns)} prefixes x {samples}; standard deviation of the "
-              f"true advantages {truth.std():.3f}; its halves agree at {h:.2f}")
+def measure(args, policy, names_of):
+    """names_of: a step -> its items. -> the rows of the table, what holds for all of them."""
+    # The trajectories, once more with other random numbers, and the truth.
+    samples = math.ceil(1 / (2 * args.error) ** 2)
+    played, companions = (policy.play(names_of(0), policy.cfg.rollouts_per_item, step)
+                          for step in (0, 1))
+    failed = [t.error for t in [*played, *companions] if t.status == Status.ENV_ERROR]
+    if failed:
+        raise UserError(f"{len(failed)} environments failed: {failed[0]}")
+    # One more than asked for: the last is for `once_more`, and not part of the truth.
+    continuations = continue_all(policy, played, samples + 1, 2)
+    returns = {key: [sum(t.rewards[len(key[1]):]) for t in own[:-1]]
+               for key, own in continuations.items()}
+    truth = true_advantages(played, returns)
+    halves = [true_advantages(played, {key: own[half::2] for key, own in returns.items()})
+              for half in (0, 1)]
+    groups = np.array([t.group for t in played for _ in range(t.turns)])
+    turns = np.array([k for t in played for k in range(t.turns)])
+    facts = {"trajectories": len(played), "success": float(np.mean([t.success for t in played])),
+             "turns": len(truth), "prefixes": len(returns), "continuations": samples,
+             "not_replayed": sum(len(own) <= samples for own in continuations.values()),
+             "std": float(truth.std()), "halves": correlation(*halves)}
+    print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
 
-        wanted = estimators(args, policy.settings.record_states)
-        values = values_after(policy, {s for _, s in wanted.values() if s is not None}, played)
-        values |= {None: None}
-        estimates = {}
-        for name, (function, critic) in wanted.items():
-            estimates[name] = function(gathered(played, values[critic],
-                                                partial(policy.play_on, 3)))
-        of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))
-        of_turn = iter(truth)
-        for b, t in enumerate(played):
-            for start, end in reply_spans(t.mask)[: t.turns]:
-                of_truth[b, start:end] = next(of_turn)
-        true_gradient, *own_gradients = gradients(policy, gathered(played),
-                                                  [of_truth, *estimates.values()])
+    # What the estimators make of the trajectories.
+    wanted = estimators(args, policy.settings.record_states)
+    critics = {steps for _, steps in wanted.values() if steps is not None}
+    values = {None: None} | values_after(policy, critics, played, names_of)
+    estimates = {name: function(gathered(played, partial(policy.play_on, 3), values[steps]))
+                 for name, (function, steps) in wanted.items()}
+    of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))
+    of_turn = iter(truth)
+    for b, t in enumerate(played):
+        for start, end in reply_spans(t.mask)[: t.turns]:
+            of_truth[b, start:end] = next(of_turn)
+    true_gradient, *own_gradients = gradients(policy, gathered(played),
+                                              [of_truth, *estimates.values()])
+
     rows = []
     for (name, advantages), gradient in zip(estimates.items(), own_gradients):
         estimate, (function, critic) = of_turns(played, advantages), wanted[name]
@@ -348,14 +331,19 @@ def measure(args, cfg):
             noise = ((estimate - again) ** 2).mean() / 2 / max(estimate.var(), 1e-12)
             row |= {"noise": noise, "bias_free": r / math.sqrt(max(1 - noise, 1e-3))}
         rows.append(row)
-    return sorted(rows, key=lambda row: -row["corr"]), {
-        "turns": len(truth), "halves": h, "samples": samples, "prefixes": len(returns),
-        "std": float(truth.std()), "played": policy.turns}
+    return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
 
-def main():
-    args, cfg, flags = parse()
-    rows, facts = measure(args, cfg)
+def main(settings):
+    args, cfg, flags = settings
+    (world,) = cfg.worlds
+    training = items(world, "train", cfg.data or None)
+    env = make_env(world)
+    env.close()
+    with EnvPool() as pool:
+        policy = Policy(cfg, pool, cfg.worlds[world].rounds[-1], type(env).state is not Env.state)
+        rows, facts = measure(args, policy, lambda step: items_at(
+            training, cfg.seed, step, cfg.items_per_step))
     width = max(len(row["estimator"]) for row in rows)
     print(f"{'':{width}}   corr  95 % interval  explained  sign  noise  bias-free  gradient")
     for row in rows:
@@ -372,4 +360,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_command("credit.py", parse, main)

@@ -29,7 +29,9 @@ def advantage(step, gamma: float = 0.95, history: int = 2, alpha: float = 1.0,
             later = step.rewards[b, slice(*span)].sum().item() + gamma * later
             of_row.append(((b, span), round(later, 5), states[: k + 1]))
         for row, value, past in reversed(of_row):
-            rows.append(row), returns.append(value), pasts.append(past)
+            rows.append(row)
+            returns.append(value)
+            pasts.append(past)
     total, weights = torch.zeros(2, len(rows))
     returns = torch.tensor(returns)
     valid = step.valid[[b for b, _ in rows]]

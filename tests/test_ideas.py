@@ -10,12 +10,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from conftest import ROOT, plain_logprobs, random_model
 from test_algos import F64, NAN, check_outside_the_mask, close, group_oracle, grpo_of, normal
-from test_algos import rloo_of, turns_of
+from test_algos import centred_of, rloo_of, turns_of
 from test_device import check_device
 from test_parallel import DEALT, TWO_PROCESSES, first_step
 from test_train import ENV, SMALL, TINIEST, completed, metrics, refused
@@ -27,7 +28,8 @@ import update
 from algos import aggregate, grpo_advantage, rloo_advantage
 from config import parse_config
 from envs import UserError, category_of
-from ideas import distill, gigpo, gspo, information
+from experiments.credit import gathered
+from ideas import distill, gagpo, gigpo, gspo, hgpo, information, turns, vine
 from ideas.gigpo import turn_advantage, turn_returns
 from rollout import rollout
 from trajectory import Status, Trajectory, read_trajectories, reply_spans
@@ -304,6 +306,120 @@ def test_the_advantages_of_turns_are_those_of_the_loops(settings, gamma, one):
         assert t.advantage == row[:len(t.tokens)]
 
 
+def returns_of(t, gamma):
+    """The discounted return from each turn of a `turn_trajectory` on."""
+    rewards = t.rewards[3::4]
+    return [sum(gamma ** j * r for j, r in enumerate(rewards[k:])) for k in range(len(rewards))]
+
+
+def loop_of_turns(played, valid, gamma, one):
+    rows = [((b, k), value, (t.group, k), valid[b]) for b, t in enumerate(played)
+            for k, value in enumerate(returns_of(t, gamma))]
+    names, *columns = zip(*rows)
+    return dict(zip(names, group_oracle(*columns, one)))
+
+
+def loop_of_hgpo(played, valid, gamma, one, history=2):
+    whole = group_oracle([t.reward for t in played], [t.group for t in played], valid, one)
+    total, weights = Counter(), Counter()
+    for h in range(history + 1):
+        rows = [((b, k), value, (t.group, *[s or (b, j) for j, s in enumerate(t.states)]
+                                 [max(0, k - h) : k + 1]), valid[b])
+                for b, t in enumerate(played) for k, value in enumerate(returns_of(t, gamma))]
+        names, *columns = zip(*rows)
+        for row, own in zip(rows, group_oracle(*columns, one)):
+            if sum(other[2:] == row[2:] for other in rows) > 1 and row[3]:
+                total[row[0]] += (h + 1) * own
+                weights[row[0]] += h + 1
+    return {(b, k): whole[b] + total[b, k] / max(1, weights[b, k]) for (b, k), *_ in rows}
+
+
+def loop_of_gagpo(played, valid, gamma, one, lam=0.95):
+    def value(b, k):
+        t = played[b]
+        if k == len(t.states):
+            return 0.0
+        same = [returns_of(other, gamma)[j] for n, other in enumerate(played)
+                for j, state in enumerate(other.states)
+                if state and state == t.states[k] and other.group == t.group and valid[n]]
+        return statistics.mean(same or [returns_of(t, gamma)[k]])
+
+    found = {}
+    for b, t in enumerate(played):
+        deltas = [r + gamma * value(b, k + 1) - value(b, k)
+                  for k, r in enumerate(t.rewards[3::4])]
+        found |= {(b, k): valid[b] * sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
+                  for k in range(len(deltas))}
+    if one is grpo_of:  # by the standard deviation of the tokens' advantages in the group
+        for group in {t.group for t in played}:
+            own = [name for name in found if played[name[0]].group == group and valid[name[0]]]
+            spread = statistics.stdev([found[name] for name in own for _ in range(2)])
+            found |= {name: found[name] / (spread + 1e-6) for name in own}
+    return found
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("idea, loop, plain", [
+    (turns, loop_of_turns, {"normalize_std": False}),
+    (hgpo, loop_of_hgpo, {"normalize_std": False}),
+    (gagpo, loop_of_gagpo, {"normalize": False})], ids=["turns", "hgpo", "gagpo"])
+def test_credit_by_turn_and_state_is_that_of_the_loops(idea, loop, plain, gamma):
+    valid = [t.status != "env_error" for t in TURNS]
+    for settings, one in ({}, grpo_of), (plain, centred_of):
+        found = idea.advantage(gathered(TURNS), gamma=gamma, **settings)
+        expected = torch.zeros_like(found)
+        for (b, k), advantage in loop(TURNS, valid, gamma, one).items():
+            expected[b, 4 * k + 2:4 * k + 4] = advantage
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert (expected != 0).sum() > 8 and not found[5].any()
+
+
+def test_hgpo_without_history_is_gigpo():
+    step = gathered(TURNS)
+    torch.testing.assert_close(hgpo.advantage(step, history=0), gigpo.advantage(step))
+
+
+def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
+    """Of the continuations after each distinct prefix, some fail: all of one prefix of the last."""
+    played = [copy.deepcopy(t) for t in TURNS[:5]]
+    for b, t in enumerate(played):
+        t.tokens = [x + (100 * b if n > 3 else 0) for n, x in enumerate(t.tokens)]
+        t.turns = len(t.states)
+    asked, returns = [], {}
+
+    def play_on(after, samples):
+        rng, found = random.Random(0), []
+        for group, (t, k) in enumerate(after):
+            asked.append((t.item, tuple(t.tokens[: 4 * k + 2])))
+            for sample in range(samples):
+                new = copy.deepcopy(t)
+                new.group, new.rewards[4 * k + 3 :] = group, [rng.random(), 0.0, 0.0]
+                if (t is played[4] and k == 1) or (sample == 0 and k):
+                    new.status = Status.ENV_ERROR
+                else:
+                    returns.setdefault(asked[-1], []).append(new.rewards[4 * k + 3])
+                found.append(new)
+        return found
+
+    found = vine.advantage(gathered(played, play_on), continuations=3)
+    assert len(asked) == len(set(asked)) == 2 + 1 + 2 + 1  # the first prompts are shared
+    for b, t in enumerate(played):
+        values = [returns.get((t.item, tuple(t.tokens[: 4 * k + 2]))) for k in range(t.turns)]
+        values = [statistics.mean(v) if v else math.nan for v in values] + [0.0]
+        for k in range(t.turns):
+            expected = t.rewards[4 * k + 3] + values[k + 1] - values[k]
+            expected = 0.0 if math.isnan(expected) else expected
+            assert found[b, 4 * k + 2:4 * k + 4].tolist() == pytest.approx([expected] * 2)
+
+
+def test_a_run_counts_the_turns_that_it_plays_on(tmp_path):
+    completed("--out", tmp_path / "r", *TINIEST, "--algo", "vine", "--algo_args",
+              "continuations=2", "--steps", "2")
+    for row in metrics(tmp_path / "r"):
+        played = row["turns"] * row["trajectories"]
+        assert row["trajectories"] <= row["continued_turns"] <= 2 * played * row["horizon"]
+
+
 # ---- a teacher ----
 
 
@@ -446,6 +562,7 @@ def test_the_command_prints_the_information_of_each_checkpoints_next_step(tmp_pa
 
 @pytest.mark.parametrize("ideas, more", [
     ("--algo gigpo --loss_args per=turn", ["--shard", "true"]),
+    pytest.param("--algo vine --loss_args per=turn", [], marks=pytest.mark.slow),
     pytest.param("--algo distill --set aggregation=sequence --algo_args", [],
                  marks=pytest.mark.slow)])
 def test_credit_by_state_and_a_teacher_are_those_of_one_process(tiny, ideas, more, tmp_path):
@@ -468,7 +585,7 @@ def test_credit_by_state_and_a_teacher_are_those_of_one_process(tiny, ideas, mor
               for name in ("one", "two")]
     assert any(any(t.advantage) for t in played[0])
     for t, other in zip(*played, strict=True):
-        assert t.states == other.states and bool(t.states) != has_teacher
+        assert t.states == other.states and bool(t.states) == ("gigpo" in ideas)
         assert other.advantage == pytest.approx(t.advantage, abs=1e-3)
 
 
