@@ -21,7 +21,8 @@ noise       the share of the estimate's own variance that comes from what else w
             of the trajectory and the rest of the group, both sampled once more
 bias-free   the correlation that is left when this noise is averaged out: below 1, the estimator is
             wrong about turns also in the mean
-gradient    cosine of its policy gradient with the gradient under the true advantages
+gradient    cosine of its policy gradient with the gradient under the true advantages; below the
+            table, gradient_again: of RLOO's gradient with that of the same items played again
 
 The estimators: those of algos.ALGOS, every file of ideas/ that has an advantage (with the settings
 of VARIANTS, if it has a row there), the truth with fewer continuations, and PPO's with a critic
@@ -61,10 +62,12 @@ VARIANTS = {
     "hgpo": ["", "gamma=1 normalize_std=false"],
     "gagpo": ["", "gamma=1 lam=0 normalize=false", "gamma=1 lam=0.9 normalize=false"],
     "vine": ["continuations=2", "continuations=4", "continuations=8"],
+    "reinforce_pp": ["gamma=1", "gamma=0.95", "gamma=0.9"],
     "ppo": ["lam=1", "lam=0.95", "lam=0.9"],
 }
 SIGN_FROM = 0.1  # signs are compared where the true advantage is larger
 RESAMPLES = 1000  # of the bootstrap
+MOST_NOISE = 0.9  # of an estimate with more noise nothing can be said about its mean
 
 
 def parse():
@@ -238,10 +241,11 @@ def interval(estimate, truth, halves, groups):
     return np.percentile(found, [2.5, 97.5]).round(3).tolist()
 
 
-def once_more(trajectories, companions, continuations, function):
-    """Each turn's estimate once more, with the rest of its trajectory and of its group sampled
-    again. companions: other trajectories of the same groups, in the same order."""
-    found = [[None] * t.turns for t in trajectories]
+def once_more(trajectories, companions, continuations, functions):
+    """-> for each function each turn's estimate once more, with the rest of its trajectory and of
+    its group sampled again. companions: other trajectories of the same groups, in the same
+    order."""
+    found = {name: [[None] * t.turns for t in trajectories] for name in functions}
     size = Counter(t.group for t in trajectories).most_common(1)[0][1]
     for sample in range(size):
         for k in range(max(t.turns for t in trajectories)):
@@ -253,10 +257,13 @@ def once_more(trajectories, companions, continuations, function):
                     others = continuations[t.item, t.prefixes()[k + 1]]
                     t = replace(others[-1], group=t.group) if others else t
                 batch[b] = t
-            advantages = function(gathered(batch))
-            for b in own:
-                found[b][k] = advantages[b, slice(*reply_spans(batch[b].mask)[k])].mean().item()
-    return np.array([x for own in found for x in own])
+            step = gathered(batch)
+            spans = {b: slice(*reply_spans(batch[b].mask)[k]) for b in own}
+            for name, function in functions.items():
+                advantages = function(step)
+                for b, span in spans.items():
+                    found[name][b][k] = advantages[b, span].mean().item()
+    return {name: np.array(sum(own, [])) for name, own in found.items()}
 
 
 def gradients(policy, step, advantages):
@@ -298,7 +305,6 @@ def measure(args, policy, names_of):
              "turns": len(truth), "prefixes": len(returns), "continuations": samples,
              "not_replayed": sum(len(own) <= samples for own in continuations.values()),
              "std": float(truth.std()), "halves": correlation(*halves)}
-    print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
 
     # What the estimators make of the trajectories.
     wanted = estimators(args, policy.settings.record_states)
@@ -314,9 +320,16 @@ def measure(args, policy, names_of):
     true_gradient, *own_gradients = gradients(policy, gathered(played),
                                               [of_truth, *estimates.values()])
 
+    own, other = (gradients(policy, step, [algos.rloo(step)])[0]
+                  for step in (gathered(played), gathered(companions)))
+    facts["gradient_again"] = torch.cosine_similarity(own, other, dim=0).item()
+    again = once_more(played, companions, continuations, {
+        name: function for name, (function, steps) in wanted.items()
+        if steps is None and not name.startswith("vine")})
+
     rows = []
     for (name, advantages), gradient in zip(estimates.items(), own_gradients):
-        estimate, (function, critic) = of_turns(played, advantages), wanted[name]
+        estimate = of_turns(played, advantages)
         r = corrected(estimate, truth, halves)
         large = np.abs(truth) > SIGN_FROM
         row = {"estimator": name, "corr": r, "interval": interval(estimate, truth, halves, groups),
@@ -326,10 +339,11 @@ def measure(args, policy, names_of):
                "by_turn": [corrected(estimate[turns == k], truth[turns == k],
                                      [half[turns == k] for half in halves])
                            for k in range(turns.max() + 1) if (turns == k).sum() > 20]}
-        if critic is None and not name.startswith("vine"):
-            again = once_more(played, companions, continuations, function)
-            noise = ((estimate - again) ** 2).mean() / 2 / max(estimate.var(), 1e-12)
-            row |= {"noise": noise, "bias_free": r / math.sqrt(max(1 - noise, 1e-3))}
+        if name in again:
+            noise = ((estimate - again[name]) ** 2).mean() / 2 / max(estimate.var(), 1e-12)
+            row["noise"] = noise
+            if noise < MOST_NOISE:
+                row["bias_free"] = r / math.sqrt(1 - noise)
         rows.append(row)
     return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
@@ -347,12 +361,12 @@ def main(settings):
     width = max(len(row["estimator"]) for row in rows)
     print(f"{'':{width}}   corr  95 % interval  explained  sign  noise  bias-free  gradient")
     for row in rows:
-        rest = "    -          -" if "noise" not in row else (
-            f"{row['noise']:5.2f}  {row['bias_free']:9.2f}")
+        rest = "".join(f"{row[name]:{size}.2f}" if name in row else f"{'-':>{size}}"
+                       for name, size in (("noise", 5), ("bias_free", 11)))
         low, high = row["interval"]
         print(f"{row['estimator']:{width}}  {row['corr']:5.2f}  {low:5.2f} .. {high:4.2f}"
               f"  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  {row['gradient']:8.2f}")
-    print(f"environment turns: {facts['played']:,}")
+    print(", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
     if args.rows:
         with open(args.rows, "a") as f:
             for row in rows:
