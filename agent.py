@@ -277,12 +277,12 @@ class Play:
         text = self.texts.get("prompt") or instructions(self.env.prompt, action_format)
         return [{"role": "user", "content": text}, assistant(self.texts.get("reply", FIRST_REPLY))]
 
-    def reset(self) -> str:
-        """Begin the episode, perhaps once more -> the first observation. Raises ItemError if there
-        is no such item."""
+    def reset(self, number: int | None = None) -> str:
+        """Begin the episode, perhaps once more, or the item of another number, to look at it -> the
+        first observation. Raises ItemError if there is no such item."""
         def begin():
             self.turn.progress = 0.0
-            return readable(self.env.reset(self.number))
+            return readable(self.env.reset(self.number if number is None else number))
 
         return self._of_environment(begin)
 
@@ -300,6 +300,10 @@ class Play:
     def step(self, action: str) -> Step:
         """Let the environment take an action. Its reward is the last reply's."""
         return self._of_environment(lambda: self._credited(self.env.step(action)))
+
+    def skip(self, action: str) -> Step:
+        """Let the environment take an action that is no reply's, and credit its reward to none."""
+        return self._of_environment(lambda: self.env.step(action))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
         """Credit a reward to the last reply, where no environment here gives one. The score is the

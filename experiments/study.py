@@ -40,6 +40,9 @@ transfer: train in one world, measure in all five: each alone, all of them mixed
     other, each run starting from the model of the run before it (--jobs 1).
 credit: GRPO against each addition to it, in BabyAI's rooms and in TextCraft, five seeds, equal
     turns. Those without a gain were taken out; commit 8a0ad8a has them.
+oracle: does better credit learn faster? GRPO, REINFORCE++ with a discount, and the advantages that
+    playing on gives, with 4 and with 32 continuations of every prefix (the truth, nearly), in
+    BabyAI's rooms and in TextCraft, five seeds, equal steps; docs/credit.md has the prediction.
 distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the
     model that the first one of the same seed has made. Three seeds (--jobs 1).
 """

@@ -9,10 +9,11 @@ import rl
 import update
 from agent import Choice, Open, assistant, user
 from engine import Ragged
-from envs import UserError, make_env
+from envs import UserError, items, make_env, split_item
 from rollout import Conversation, Rollouts, rollout
 from trajectory import Trajectory, reply_spans
 
+TOKENIZER = rl.load_tokenizer("tiny")
 ITEMS = ["babyai_8", "babyai_50", "babyai_19", "textcraft_3"]
 KW = dict(samples=2, seed=3, max_tokens=16, action_format="plain")
 # Texts that share beginnings; after the last one the reply is free.
@@ -143,6 +144,67 @@ def test_a_guide_plays_turns_that_are_context_and_fades(tiny, pool):
     assert [t.tokens for t in play(0, agent="guide")] == [t.tokens for t in alone]
     faded = play(5, agent="guide", agent_args="fade=5")
     assert [t.tokens for t in faded] == [t.tokens for t in play(5, agent="react")]
+
+
+def shown_before_the_first_reply(t):
+    """-> the first observation and the replies and observations that follow, without the
+    instructions and the fixed reply to them."""
+    first = next(n for n, m in enumerate(t.messages) if m["content"] == reply_of(t))
+    return [m["content"] for m in t.messages[2:first]]
+
+
+def reply_of(t):
+    start, end = reply_spans(t.mask)[0]
+    return TOKENIZER.decode(t.tokens[start:end], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("horizon, share, left", [(4, 0.25, 1), (6, 0.4, 2), (4, 0.01, 1)])
+def test_backward_begins_so_many_turns_before_the_goal(tiny, pool, horizon, share, left):
+    settings = dict(agent="backward", agent_args=f"share={share}")
+    moved = 0
+    for t in rollout(*tiny, pool, ITEMS, horizon, step=7, **KW | settings):
+        observation, *rest = shown_before_the_first_reply(t)
+        env = make_env(t.env)
+        assert env.reset(split_item(t.item)[1]).strip() == observation
+        for action, observation in zip(rest[::2], rest[1::2], strict=True):
+            step = env.step(action)
+            assert step.observation.strip() == observation and not step.done
+        needed, moved = 0, moved + len(rest) // 2
+        while not step_of_expert(env).done:  # from where the policy begins
+            needed += 1
+        assert needed + 1 == left or (not rest and needed + 1 < left)
+        assert len(reply_spans(t.mask)) == t.turns and not sum(t.rewards[: t.mask.index(True)])
+    assert moved > 1
+    alone = [t.tokens for t in rollout(*tiny, pool, ITEMS, 2, agent="react", **KW)]
+    assert [t.tokens for t in rollout(*tiny, pool, ITEMS, 2, **KW | settings)] == alone
+
+
+def step_of_expert(env):
+    return env.step(env.expert())
+
+
+def test_examples_of_other_items_stand_before_the_own_episode(tiny, pool):
+    first = items("babyai", "train")[0]
+    names = [first, "babyai_8", "textcraft_3"]
+    played = rollout(*tiny, pool, names, 2, agent="few_shot", agent_args="shots=2", **KW)
+    for t in played:
+        shown = shown_before_the_first_reply(t)
+        examples = [name for name in items(t.env, "train")[:3] if name != t.item][:2]
+        expected = []
+        for name in [*examples, t.item]:
+            env = make_env(t.env)
+            own = [env.reset(split_item(name)[1]).strip()]
+            if expected:
+                own[0] = f"{expected.pop()}\n\nThe next task.\n\n{own[0]}"
+            step = None
+            while name != t.item and not (step and step.done):
+                action = env.expert()
+                step = env.step(action)
+                own += [action, step.observation.strip() or "Done."]
+            expected += own
+        assert shown == expected and t.turns == len(reply_spans(t.mask)) <= 2
+    starts = [t.tokens[:400] for t in played if t.item in names[1:2]]
+    assert starts[0] == starts[1]
 
 
 def test_a_model_on_a_server_cannot_choose():

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 KEPT = (
     "step", "horizon", "success", "score", "reward", "turns", "trajectories", "truncated",
     "valid_actions", "env_error", "entropy", "kl_behaviour", "reply_tokens",
-    "zero_gradient_groups", "truncated/length",
+    "zero_gradient_groups", "truncated/length", "continued_turns",
 )
 MOST_STEPS = 100_000  # of a run that its turns end
 
@@ -157,7 +157,7 @@ def point(metrics, found):
 
 def training_row(row):
     """What is kept of a row of metrics.jsonl."""
-    kept = {key: round(row[key], 5) for key in KEPT}
+    kept = {key: round(row[key], 5) for key in KEPT if key in row}
     kept["seconds"] = round(row["seconds_rollout"] + row["seconds_update"], 2)
     return kept
 
@@ -219,8 +219,9 @@ def held_out_figures(found):
 
 
 def turns_played(metrics):
-    """Environment turns in all of these steps."""
-    return sum(row["turns"] * row["trajectories"] for row in metrics)
+    """Environment turns in all of these steps, those of continuations included."""
+    return sum(row["turns"] * row["trajectories"] + row.get("continued_turns", 0)
+               for row in metrics)
 
 
 def seconds(metrics):

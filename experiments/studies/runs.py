@@ -11,12 +11,12 @@ QUARTERS = (0.25, 0.5, 0.75)
 MIDWAY = {
     "horizon": QUARTERS, "collapse": QUARTERS, "distill": QUARTERS, "credit": HALF,
     "rooms_horizon": HALF, "pretrained_horizon": HALF, "pretrained_rooms": HALF,
-    "pretrained_rooms_gpu": HALF, "pretrained_rooms_36k": HALF,
+    "pretrained_rooms_gpu": HALF, "pretrained_rooms_36k": HALF, "oracle": (1 / 32, 1 / 8, 0.5),
 }
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with, if it is not "scaling".
-BASELINES = {"credit": "grpo", "distill": "grpo"}
+BASELINES = {"credit": "grpo", "distill": "grpo", "oracle": "grpo"}
 
 # Folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -46,6 +46,19 @@ CREDITS = {
     "dynamic": "--dynamic_sampling 48",
     "keep_half": "--keep_groups 0.5",
     "frontier": "--sampler frontier",
+}
+# Study "oracle": label -> flags. "truth": 32 continuations of every prefix.
+ORACLES = {
+    "grpo": "",
+    "discount": "--algo reinforce_pp --algo_args gamma=0.9",
+    "vine4": "--algo vine --algo_args continuations=4",
+    "truth": "--algo vine --algo_args continuations=32",
+}
+ORACLE_FLAGS = ("--items_per_step 6 --rollouts_per_item 8 --steps 24 --horizon_schedule fixed "
+                "--save_every 1 --set keep=1000 --set min_entropy=0")
+ORACLE_WORLDS = {
+    "babyai": ("--data data/rooms --horizon 6", 6),
+    "textcraft": ("--horizon 6", 6),
 }
 CREDIT_TURNS = 16_000
 CREDIT_WORLDS = {  # flags of all runs, horizon in evaluation
@@ -233,6 +246,15 @@ def credit():
     return found
 
 
+def oracle():
+    found = []
+    for seed in range(5):
+        for world, (flags, horizon) in ORACLE_WORLDS.items():
+            found += [run(world, label, seed, f"{own} {flags} {ORACLE_FLAGS}", horizon=horizon)
+                      for label, own in ORACLES.items()]
+    return found
+
+
 def distill():
     found = [run("babyai", "base")]
     keep = "--save_every 5 --set keep=1000"
@@ -264,6 +286,7 @@ STUDIES = {
     "algorithms": algorithms, "horizon": horizon, "rooms_horizon": rooms_horizon,
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
     "worlds": worlds, "transfer": transfer, "credit": credit, "distill": distill,
+    "oracle": oracle,
 }
 
 

@@ -1,0 +1,52 @@
+"""Episodes that begin near their end: the world's expert plays to within k turns of the goal, and
+the policy from there.
+
+    k = share * horizon, so that with a growing horizon the start moves backward
+
+A curriculum from the goal (reverse curriculum, arXiv 1707.05300; TCOD, arXiv 2604.24005), the
+mirror image of ScalingInter, where episodes are cut at their end. The expert's turns are context:
+they are not trained on, and do not count as turns. In evaluation, and in step 0, the policy plays
+from the beginning.
+
+    python train.py --env babyai --agent backward --agent_args "share=0.5 choose=true"
+
+choose: the replies are chosen among the possible actions, as by ideas/choose.py.
+"""
+
+from agent import Agent, Choice, Play, assistant, reply_with, user
+
+LONGEST = 200  # actions of an expert
+
+
+def expert_actions(play: Play) -> list[str]:
+    """What the expert does from the beginning to the end of the episode."""
+    play.reset()
+    actions = []
+    while len(actions) < LONGEST:
+        action = play.expert()
+        if action is None:
+            raise ValueError(f"{play.item} has no expert who reaches its goal")
+        actions.append(action)
+        if play.skip(action).done:
+            return actions
+    return actions
+
+
+def agent(play: Play, share: float = 0.5, choose: bool = False) -> Agent:
+    """The model sees the whole conversation, the expert's turns included."""
+    action_format = "plain" if play.env.whole_reply else play.action_format
+    actions = expert_actions(play) if play.training_step else []
+    messages = [*play.start(), user(play.reset())]
+    for action in actions[: max(0, len(actions) - max(1, int(share * play.horizon)))]:
+        observation = play.skip(action).observation
+        messages += [assistant(reply_with(action, action_format)), user(observation)]
+    while True:
+        texts = [reply_with(a, action_format) for a in play.valid_actions()] if choose else []
+        reply = yield Choice(messages, texts)
+        step = play.act(reply)
+        if step.done:
+            return
+        messages = [*messages, assistant(reply), user(step.observation)]
+
+
+agent.chooses = agent.instant = True
