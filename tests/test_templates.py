@@ -8,8 +8,10 @@ import torch
 import agent
 import rl
 from agent import Chat
-from experiments import templates
 from rollout import rollout
+
+pytest.importorskip("uvicorn")
+from experiments import templates  # noqa: E402
 
 # They end a reply with ordinary text.
 REFUSED = {"amberchat", "chatqa", "falcon_instruct", "llava", "solar_instruct"}
@@ -20,12 +22,19 @@ def tokenizers():
     return templates.make_tokenizers()
 
 
+@pytest.fixture(scope="module")
+def url():
+    """The address of a server whose observations hold the text of every control token."""
+    with templates.served_echo() as url:
+        yield url
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in templates.FOLDER.glob("*.jinja")))
 def test_every_prompt_is_what_template_and_tokenizer_give_and_no_text_is_a_control_token(
-        tokenizers, name):
+        tokenizers, url, name):
     template = (templates.FOLDER / f"{name}.jinja").read_text()
     for kind, tokenizer in tokenizers.items():
-        cell, wrong = templates.row(tokenizer, template)
+        cell, wrong = templates.row(tokenizer, template, url)
         assert not wrong and (cell.startswith("refused") == (name in REFUSED)
                               or (name, kind) == ("mistral_v1", "prepend"))
 
