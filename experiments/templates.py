@@ -6,26 +6,34 @@ conversation what the template writes, with the ids that the tokenizer gives the
 
 A scripted model plays four turns, as a rollout does. The oracle is `apply_chat_template` and one
 call of the tokenizer. Only the ids within replies may differ: they stay as they were sampled. Then
-all messages of the world forge turns: they hold the text of every control token, and no control
-token may come of it. The exit code is 1 if any row differs.
+all messages of the world, of the world on a server, and of a file --prompts forge turns: they hold
+the text of every control token, and none may come of it. The exit code is 1 if any row differs.
 """
 
 import copy
 import json
 import re
 import sys
+import tempfile
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import uvicorn
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from agent import Chat, read_settings, try_template  # noqa: E402
-from envs import Env, Step  # noqa: E402
+from config import read_prompts  # noqa: E402
+from envs import WORLDS, Env, Step  # noqa: E402
 from rollout import Conversation, Rollouts  # noqa: E402
 from trajectory import Trajectory, reply_spans  # noqa: E402
+from worlds import serve  # noqa: E402
+from worlds.agentgym import RemoteEnv  # noqa: E402
 
 FOLDER = ROOT / "tests" / "templates"
 KINDS = ("byte-level", "metaspace", "prepend")
@@ -34,6 +42,7 @@ SPECIAL = re.compile(
     r"<\|[^|<>\s']+\|>|<｜[^<>\s']+｜>|\[\|[^\]]+\|\]|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
     r"|</?s>|<eos>|<(?:start|end)_of_turn>|<\|?turn\|?>|<\|?channel\|?>")
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+THOUGHT = ("<|channel>", "<channel|>")  # what is between them Gemma 4's template leaves out
 # The first that a template has ends a sequence.
 ENDS = ("<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>",
         "[|endofturn|]", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|eot|>",
@@ -89,13 +98,12 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
 
 
 class Echo(Env):
-    """Says what it was told, and what `said` holds."""
+    """Says what `said` holds, in this process and on a server in it."""
 
-    said = ""
+    prompt = said = ""
 
     def reset(self, item: int) -> str:
         """The first observation."""
-        self.prompt = f"You are an agent in a grid of rooms. {self.said}"
         return f"Your goal: go to the red ball{self.said}\n{self.said}You see nothing."
 
     def step(self, action: str) -> Step:
@@ -103,23 +111,54 @@ class Echo(Env):
         return Step(f"{self.said} Now you see\na red ball 1 {self.said}")
 
 
-def play(chat: Chat, said: str = "") -> tuple[Trajectory, list[list[dict]], list[list[int]]]:
+WORLDS["echo"] = f"{__name__}:Echo"
+
+
+@contextmanager
+def served_echo() -> Iterator[str]:
+    """A server of `Echo` in a thread -> its address."""
+    listener = serve.listen("127.0.0.1", 0)
+    app = serve.build_app(serve.EpisodeStore("echo"), 4)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def play(chat: Chat, said: str = "", url: str = "", prompts: str = "",
+         ) -> tuple[Trajectory, list[list[dict]], list[list[int]]]:
     """A scripted conversation -> it, the messages of each prompt, and the ids of each reply that
-    later prompts show."""
-    env, prompts = Echo(), []
-    env.said = said
-    talk = Conversation(Trajectory("babyai_0", "babyai"), len(SAYS) + 1, Rollouts(), chat)
+    later prompts show. said: what the world says besides. url: of its server; "": in this process.
+    prompts: see `read_prompts`."""
+    Echo.said, Echo.prompt = said, f"You are an agent in a grid of rooms. {said}"
+    env, shown = RemoteEnv("echo", url) if url else Echo(), []
+    settings = Rollouts(prompt_texts=read_prompts(prompts, ["echo"]))
+    talk = Conversation(Trajectory("echo_0", "echo"), len(SAYS) + 1, settings, chat)
     talk.advance(env)
     for text in SAYS:
         assert talk.take()
-        prompts.append(talk.prompt)
+        shown.append(talk.prompt)
         ids = chat.reply(text)
         talk.trajectory.append(ids, [0.0] * len(ids))
         talk.advance(env, text, chat.final_message(ids[:-1]))
-    return talk.trajectory, prompts, [ids for _, ids in talk.sampled]
+    env.close()
+    return talk.trajectory, shown, [ids for _, ids in talk.sampled]
 
 
-def differences(chat: Chat, arguments: dict) -> list[str]:
+def forge(chat: Chat, way: str, url: str, said: str, replied: str) -> Trajectory:
+    """A scripted conversation in which `way` says more. replied: in a reply that is not the
+    policy's, which may have thoughts."""
+    if way != "prompts":
+        return play(chat, said, url if way == "server" else "")[0]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"echo": {"prompt": f"Play. {said}", "reply": f"OK {replied}"}}, file)
+        file.flush()
+        return play(chat, prompts=file.name)[0]
+
+
+def differences(chat: Chat, arguments: dict, url: str) -> list[str]:
     """What is not as it should be; [] if nothing is."""
     tokenizer, found = chat.tokenizer, []
     t, prompts, replies = play(chat)
@@ -141,27 +180,31 @@ def differences(chat: Chat, arguments: dict) -> list[str]:
         if not re.fullmatch(pattern, "".join(map(chr, whole)), re.DOTALL):
             found.append(f"{pattern!r}, not {text!r}")
     # Forged turns.
-    forged = "".join(str(tokenizer.added_tokens_decoder[i]) for i in sorted(chat.control))
-    attacked, harmless = play(chat, forged)[0], play(chat, "x")[0]
-    if len(attacked.starts) == len(harmless.starts):
-        a, b = (Counter(i for i, sampled in zip(t.tokens, t.mask) if i in chat.control)
-                for t in (attacked, harmless))
-        if a != b:
-            found.append(f"forged: {tokenizer.convert_ids_to_tokens([*(a - b)])}")
-    else:
-        found.append(f"{len(attacked.starts)} segments where turns are forged")
+    added = tokenizer.added_tokens_decoder
+    markers = {i for i, token in added.items() if token.special
+               or str(token) in ADDED and str(token) in tokenizer.chat_template}
+    said, replied = ("".join(str(added[i]) for i in sorted(ids))
+                     for ids in (markers, [i for i in markers & chat.turn_control
+                                           if str(added[i]) not in THOUGHT]))
+    for way in ("world", "server", "prompts"):
+        forged, harmless = forge(chat, way, url, said, replied), forge(chat, way, url, "x", "x")
+        a, b = (Counter(i for i, sampled in zip(t.tokens, t.mask) if i in markers and not sampled)
+                for t in (forged, harmless))
+        if a != b or len(forged.starts) != len(harmless.starts):
+            found.append(f"forged, {way}: {tokenizer.convert_ids_to_tokens([*(a - b)])}")
     return found
 
 
-def row(tokenizer: PreTrainedTokenizerBase, template: str, chat_args: str = "") -> tuple[str, list]:
-    """-> how the template is handled, for people, and what differs."""
+def row(tokenizer: PreTrainedTokenizerBase, template: str, url: str,
+        chat_args: str = "") -> tuple[str, list]:
+    """-> how the template is handled, for people, and what differs. url: see `served_echo`."""
     tokenizer = with_template(tokenizer, template)
     try:
         tokenizer.tried_template = try_template(tokenizer, chat_args=chat_args)
         chat = Chat(tokenizer)
     except ValueError as e:
         return f"refused: {str(e).removeprefix('this chat template ')[:60]}", []
-    wrong = differences(chat, read_settings(chat_args, ""))
+    wrong = differences(chat, read_settings(chat_args, ""), url)
     count = len(play(chat)[0].starts)
     return "differs" if wrong else f"same, {count} segment{'s' * (count > 1)}", wrong
 
@@ -171,10 +214,12 @@ if __name__ == "__main__":
     names = sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.jinja"))
     print(f"| template | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}")
     is_wrong = False
-    for name in names:
-        cells = [row(tokenizers[kind], (FOLDER / f"{name}.jinja").read_text()) for kind in KINDS]
-        print(f"| {name} | {' | '.join(cell for cell, _ in cells)} |", flush=True)
-        for text in (text for _, wrong in cells for text in wrong):
-            print(f"{name}: {text}", file=sys.stderr)
-            is_wrong = True
+    with served_echo() as url:
+        for name in names:
+            template = (FOLDER / f"{name}.jinja").read_text()
+            cells = [row(tokenizers[kind], template, url) for kind in KINDS]
+            print(f"| {name} | {' | '.join(cell for cell, _ in cells)} |", flush=True)
+            for text in (text for _, wrong in cells for text in wrong):
+                print(f"{name}: {text}", file=sys.stderr)
+                is_wrong = True
     sys.exit(is_wrong)

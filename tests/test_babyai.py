@@ -155,6 +155,15 @@ def test_the_same_item_is_the_same_text_in_any_process_and_after_other_items():
     assert again == first
 
 
+@pytest.mark.parametrize("level", ["SynthS5R2", "SynthLoc", "SynthSeq"])
+def test_an_environment_that_was_used_before_plays_an_item_as_a_new_one_does(level):
+    """Before minigrid 3.2 a room that was locked in one episode counted as locked in the next."""
+    used = BabyAI()
+    for seed in range(40):
+        item = seed * len(babyai.LEVELS) + babyai.LEVELS.index(level)
+        assert used.reset(item) == BabyAI().reset(item)
+
+
 def test_nothing_reaches_stdout(capfd, monkeypatch):
     for is_silent in (True, False):  # the control: without babyai's silent `print`
         for item in (6, 10, 17, 35):  # for each of these minigrid rejects a layout

@@ -16,7 +16,7 @@ import schedule
 import sft
 from agent import Chat
 from envs import EnvError
-from trajectory import Trajectory
+from trajectory import Trajectory, read_trajectories
 from update import collate
 
 SMALL = ["--demos", "12", "--epochs", "2", "--batch", "4", "--horizon", "4", "--max_length", "900"]
@@ -24,6 +24,11 @@ SMALL = ["--demos", "12", "--epochs", "2", "--batch", "4", "--horizon", "4", "--
 
 def config_of(tmp_path, *args):
     return sft.parse_sft_config([*SMALL, "--out", str(tmp_path / "r"), *args])
+
+
+def run_at_its_start(tiny):
+    return SimpleNamespace(policy=tiny[0], device=torch.device("cpu"),
+                           cfg=SimpleNamespace(dtype="float32", microbatch_tokens=700))
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +111,7 @@ def test_the_loss_is_the_mean_over_the_replies_tokens_alone(tiny, tmp_path):
             logp = torch.log_softmax(tiny[0](input_ids=ids).logits.float(), -1)[0, :-1]
         losses += [-float(logp[i - 1, t.tokens[i]]) for i, m in enumerate(t.mask) if m]
     expected = sum(losses) / len(losses)
-    run = SimpleNamespace(policy=tiny[0], device=torch.device("cpu"),
-                          cfg=SimpleNamespace(dtype="float32", microbatch_tokens=700))
+    run = run_at_its_start(tiny)
     batch = collate(found)
     loss, _ = sft.cross_entropy(run, int(batch["mask"].sum()), batch)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -122,12 +126,15 @@ def test_every_epoch_holds_each_trajectory_once_in_an_order_of_its_own():
     assert first != second
 
 
-def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference):
+def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference, tiny):
     rows = metrics(reference)
     assert len(rows) == 6
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert [row["step"] for row in rows if "eval/success" in row] == [0, 3]
     assert rows[3]["held_out_loss"] < rows[0]["held_out_loss"]
+    held_out = read_trajectories(reference / "held_out.jsonl")
+    assert rows[0]["held_out_loss"] == pytest.approx(
+        sft.mean_loss(run_at_its_start(tiny), held_out), rel=1e-5)
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"
     for name, split in (("demos", "train"), ("held_out", "test")):
         played = read_jsonl(reference / f"{name}.jsonl")

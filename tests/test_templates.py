@@ -8,8 +8,10 @@ import torch
 import agent
 import rl
 from agent import Chat
-from experiments import templates
 from rollout import rollout
+
+pytest.importorskip("uvicorn")
+from experiments import templates  # noqa: E402
 
 # They end a reply with ordinary text.
 REFUSED = {"amberchat", "chatqa", "falcon_instruct", "llava", "solar_instruct"}
@@ -20,12 +22,19 @@ def tokenizers():
     return templates.make_tokenizers()
 
 
+@pytest.fixture(scope="module")
+def url():
+    """The address of a server whose observations hold the text of every control token."""
+    with templates.served_echo() as url:
+        yield url
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in templates.FOLDER.glob("*.jinja")))
 def test_every_prompt_is_what_template_and_tokenizer_give_and_no_text_is_a_control_token(
-        tokenizers, name):
+        tokenizers, url, name):
     template = (templates.FOLDER / f"{name}.jinja").read_text()
     for kind, tokenizer in tokenizers.items():
-        cell, wrong = templates.row(tokenizer, template)
+        cell, wrong = templates.row(tokenizer, template, url)
         assert not wrong and (cell.startswith("refused") == (name in REFUSED)
                               or (name, kind) == ("mistral_v1", "prepend"))
 
@@ -51,27 +60,29 @@ def test_a_marker_that_is_no_special_token_is_text_in_what_others_say(tokenizers
             assert forged in tokenizer.decode(ids)
 
 
-def test_any_end_of_sequence_token_ends_a_reply(tiny, pool):
-    """The rows of <|im_end|> and <|endoftext|> exchanged in the head: the policy ends each reply
+@pytest.mark.parametrize("other", [0, 1, 3000])  # <|endoftext|>, another special token, a word
+def test_any_end_of_sequence_token_ends_a_reply(tiny, pool, other):
+    """The rows of <|im_end|> and another token exchanged in the head: the policy ends each reply
     with the other one."""
     model, tokenizer = map(copy.deepcopy, tiny)
     play = dict(horizon=3, samples=2, max_tokens=32)
     items = ["babyai_8", "babyai_50", "babyai_90"]
     before = rollout(*tiny, pool, items, **play)
     weight = model.get_output_embeddings().weight.detach().clone()
-    weight[[0, 2]] = weight[[2, 0]]
+    weight[[other, 2]] = weight[[2, other]]
     model.set_output_embeddings(torch.nn.Linear(*weight.T.shape, bias=False))
     model.get_output_embeddings().weight.data = weight
     model.config.tie_word_embeddings = False
     rl.set_compute_paths(model, rl.FASTEST)
-    tokenizer.generation_eos_ids = [2, 0]
+    tokenizer.generation_eos_ids = [2, other]
     after = rollout(model, tokenizer, pool, items, **play)
     assert [t.messages[3] for t in after] == [t.messages[3] for t in before]
     assert not any(t.cut_turns for t in after)
 
 
-@pytest.mark.parametrize("name, begins", [("r1_distill", "</think>\n\n"),
-                                          ("glm_4_6", "<think></think>\n")])
+@pytest.mark.parametrize("name, begins", [
+    ("r1_distill", "</think>\n\n"), ("nemotron_3_nano", "</think>\n\n"),
+    ("qwen3_5", "</think>\n\n"), ("glm_4_6", "<think></think>\n"), ("chatml", "")])
 def test_a_reply_to_learn_begins_as_the_template_begins_one(tokenizers, name, begins):
     """R1's generation prompt opens a thought, GLM's history shows an empty one."""
     template = (templates.FOLDER / f"{name}.jinja").read_text()

@@ -529,8 +529,10 @@ def test_a_run_is_not_continued_with_other_items(tmp_path):
     completed(*args)
     path = tmp_path / "data/AgentItemId/babyai_train.json"
     whole = path.read_text()
-    path.write_text(json.dumps(json.loads(whole)[:40]))
-    assert "other training items" in refused(*args, "--resume", "--steps", "2")
+    items = json.loads(whole)
+    for others in (items[:40], items[::-1], items[1:] + [{"item_id": "babyai_1"}]):
+        path.write_text(json.dumps(others))
+        assert "other training items" in refused(*args, "--resume", "--steps", "2")
     path.write_text(whole)
     completed(*args, "--resume", "--steps", "2")
 
