@@ -114,6 +114,7 @@ def test_results_are_in_float32_or_more(dtype, expected):
     (gae, (X[0], X, MASK)), (gae, (X, X, MASK.long())), (aggregate, (X[:, :1], MASK)),
     (policy_loss, (X, X, X[0], MASK)), (policy_loss, (X, X[0], X, MASK)),
     (policy_loss, (X, X, X[:1], MASK)), (value_loss, (X, X, X[:, 0], MASK)),
+    (value_loss, (X, X[0], X, MASK)), (value_loss, (X[:1], X, X, MASK)),
     (grpo_advantage, (X[0], torch.arange(4))),
     # A reward on a token that was not sampled would be lost.
     (gae, (X + 1, X, ~MASK)), (reinforce_pp_advantage, (X + 1, ~MASK)),

@@ -218,3 +218,23 @@ def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
         for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
                 "action_format": action_format, "max_tokens": 40}):
             assert not t.error and t.valid_actions == t.turns > 0
+
+
+def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(tiny, pool):
+    def prompts(t):
+        """The text of each prompt, from the messages that were new in it."""
+        return [TOKENIZER.decode(t.tokens[start:end]) for start, end in zip(
+            (max(s for s in t.starts if s <= place) for place, _ in reply_spans(t.mask)),
+            (place for place, _ in reply_spans(t.mask)))]
+
+    for keep in (0, 1):
+        for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
+                "agent_args": f"keep={keep} task=true"}):
+            goal = t.messages[2]["content"].split("\n")[0]
+            replies = [m["content"] for m in t.messages[3:] if m["role"] == "assistant"]
+            for n, prompt in enumerate(prompts(t)):
+                # Once for each turn that is shown, and once in the first observation.
+                assert prompt.count(goal) == 1 + min(n, keep) + (n <= keep)
+                assert prompt.split(goal)[-1] == "<|im_end|>\n<|im_start|>assistant\n"
+                for k, reply in enumerate(replies[:n]):
+                    assert (f"{reply}<|im_end|>" in prompt) >= (n - k <= keep)
