@@ -3,6 +3,7 @@
     python experiments/credit.py babyai                       # the table of docs/credit.md, row 1
     python experiments/credit.py babyai --data data/rooms --horizon 6 --model runs/rooms/final
     python experiments/credit.py textcraft --error 0.15 --critic_steps 0
+    python experiments/credit.py draw                 # the table and the picture of the kept rows
 
 Every trajectory of a training step is cut before each of its replies. The environment is replayed
 to there, and the policy plays on N times: the mean return is the value V of this prefix, and
@@ -31,7 +32,7 @@ flags here, too: --items_per_step 16, --rollouts_per_item 8, --horizon, --model,
 """
 
 import argparse
-import json
+import hashlib
 import math
 import sys
 from collections import Counter
@@ -39,13 +40,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
 from tqdm import tqdm
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from config import parse_config  # noqa: E402  (before the other modules: it sets threads)
+from experiments.studies import play  # noqa: E402
+from experiments.studies import rows as kept  # noqa: E402
 import algos  # noqa: E402
 import rl  # noqa: E402
 import update  # noqa: E402
@@ -79,13 +86,15 @@ def parse():
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
                         help="PPO's critic after so many steps: 0 20 by default; none: no critic")
     parser.add_argument("--only", default="", help="estimators whose name holds this text")
-    parser.add_argument("--rows", help="append the rows, as JSON lines, to this file")
+    parser.add_argument("--keep", metavar="NAME", help="the run of results.jsonl.gz to keep rows as")
     args, flags = parser.parse_known_args()
+    if args.world == "draw":
+        return args, None
     defaults = ["--items_per_step", "16", "--rollouts_per_item", "8", "--kl_coef", "0"]
     if args.world == "babyai" and "--horizon" not in flags:
         defaults += ["--horizon", "4"]
     cfg = parse_config(["--env", args.world, "--out", "runs/credit", *defaults, *flags])
-    return args, cfg, flags
+    return args, cfg
 
 
 # ---- the truth ----
@@ -348,8 +357,53 @@ def measure(args, policy, names_of):
     return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
 
+# ---- the table and the picture of docs/credit.md ----
+
+SHOWN = {  # the row in the table -> estimators, of which the first that a run has is shown
+    "GRPO": ["grpo"], "RLOO": ["rloo"], "turn-level returns": ["turns"],
+    "REINFORCE++": ["reinforce_pp gamma=1", "reinforce_pp"],
+    "REINFORCE++, gamma 0.9": ["reinforce_pp gamma=0.9", "ppo lam=0.9, critic after 0 steps"],
+    "PPO, lambda 1, critic after 20 steps": ["ppo lam=1, critic after 20 steps"],
+    "PPO, lambda 0.9, critic after 20 steps": ["ppo lam=0.9, critic after 20 steps"],
+    "GiGPO": ["gigpo"], "HGPO": ["hgpo"], "GAGPO": ["gagpo"],
+    "GAGPO, gamma 1, lambda 0, not normalised": ["gagpo gamma=1 lam=0 normalize=false"],
+    "VinePPO, 2 continuations": ["vine continuations=2"],
+    "VinePPO, 8 continuations": ["vine continuations=8"],
+}
+RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
+        "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
+        "searchqa_before": "SearchQA, before"}
+
+
+def draw():
+    """Print the table of the kept rows as Markdown, and make docs/credit.png."""
+    found = kept.load("credit_truth")
+    runs = {run: {row["estimator"]: row for row in found[run][:-1]} for run in RUNS if run in found}
+    print(f"| | {' | '.join(RUNS[run] for run in runs)} |\n|---|{'---|' * len(runs)}")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for n, run in enumerate(runs):
+        own = [next(runs[run][e] for e in names if e in runs[run]) for names in SHOWN.values()]
+        for axis, name in zip(axes, ("explained", "gradient")):
+            axis.plot([min(row[name], 1) for row in own], range(len(own)), "osD^v"[n],
+                      label=RUNS[run], alpha=0.8)
+    for name, names in SHOWN.items():
+        own = [next(runs[run][e] for e in names if e in runs[run]) for run in runs]
+        cells = (f"{row['explained']:.2f}, {row['gradient']:.2f}" for row in own)
+        print(f"| {name} | {' | '.join(cells)} |")
+    axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.03, 1.03),
+                title="variance of the true advantages that is explained")
+    axes[1].set(title="cosine with the policy gradient of the true advantages", xlim=(-0.03, 1.03))
+    axes[0].invert_yaxis()
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[1].legend(loc="lower left", fontsize=8)
+    figure.savefig(ROOT / "docs/credit.png", dpi=110)
+
+
 def main(settings):
-    args, cfg, flags = settings
+    args, cfg = settings
+    if cfg is None:
+        return draw()
     (world,) = cfg.worlds
     training = items(world, "train", cfg.data or None)
     env = make_env(world)
@@ -367,10 +421,12 @@ def main(settings):
         print(f"{row['estimator']:{width}}  {row['corr']:5.2f}  {low:5.2f} .. {high:4.2f}"
               f"  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  {row['gradient']:8.2f}")
     print(", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
-    if args.rows:
-        with open(args.rows, "a") as f:
-            for row in rows:
-                f.write(json.dumps({"world": args.world, "flags": flags, **facts, **row}) + "\n")
+    if args.keep:
+        weights = next(Path(rl.model_path(cfg.model)).glob("*.safetensors")).read_bytes()
+        kept.keep("credit_truth", {args.keep: [*rows, facts | {
+            "command": " ".join(["python experiments/credit.py", *sys.argv[1:]]),
+            "commit": play.revision(), "seed": cfg.seed, "machine": play.machine(),
+            "model_sha256": hashlib.sha256(weights).hexdigest()}]})
 
 
 if __name__ == "__main__":
