@@ -32,7 +32,6 @@ from trajectory import Trajectory, read_trajectories, reply_spans  # noqa: E402
 MASKS = ("completion_mask", "tool_mask", "env_mask")
 LOGPROBS = ("completion_logprobs", "logprobs", "sampling_per_token_logps", "old_log_probs")
 STOPS = ("</search>", "</answer>")  # they end a reply in SearchQA, without an end-of-turn token
-MAX_GAP = 0.05  # between a recorded and a computed log-prob
 
 
 class Missing(Exception):
@@ -138,15 +137,16 @@ def changed_steps(record, chat):
 
 
 def encoded_again(record, chat, policy):
-    """Lists of different lengths, a step with the same text and other ids, other log-probs."""
+    """Lists of different lengths, a step with the same text and other ids, or log-probs that differ
+    by more than 0.5: engines that round differently differ by less."""
     gaps = [0.0]
     for part in [] if record.is_torn() else record.parts:
         recorded = torch.tensor([need(part.logprobs, "field logprobs")])
         if policy:
-            mask = torch.tensor([part.mask]).bool()
+            mask = torch.tensor([need(part.mask, "field completion_mask")]).bool()
             own, _ = rl.token_logprobs(policy, torch.tensor([part.ids]), mask)
             gaps += (own - recorded)[mask].abs().tolist()
-    return record.is_torn() or any(changed_steps(record, chat)) or max(gaps) > MAX_GAP
+    return record.is_torn() or any(changed_steps(record, chat)) or max(gaps) > 0.5
 
 
 def history_rewritten(record, chat, policy):
@@ -202,7 +202,8 @@ def report(check, records, chat, policy):
             count += 1
         except Missing as e:
             missing = e
-    result = f"FOUND {len(found)} of {count} (first: line {found[0]})" if found else f"ok ({count} of {len(records)})"
+    ok = f"ok ({count} of {len(records)})"
+    result = f"FOUND {len(found)} of {count} (first: line {found[0]})" if found else ok
     print(f"{check.__name__.replace('_', ' ')}:", result if count else f"not checked: no {missing}")
     return bool(found)
 
