@@ -22,7 +22,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"smollm2|runs/(levels_|craft_|qa_|find_|web_|mix_)?(warm|rl)\b": "hours of training",
     r"git clone|servers/|upstream\.py": "downloads AgentGym and its servers",
     r"--env_url": "needs AgentGym servers",
-    r"--data MY": "needs data of one's own",
+    r"--data MY|MY_DUMP": "needs data of one's own",
     r"-m gpu": "needs a GPU",
     r"libwebarena|webarena.tasks": "needs WebArena's sites",
     r"base_url": "needs a model's server",

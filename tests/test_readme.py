@@ -16,6 +16,7 @@ from experiments import readme
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+PITFALLS = (ROOT / "docs/pitfalls.md").read_text()
 GUESS = next(block for block in BLOCKS if "class Guess" in block)
 
 
@@ -57,6 +58,16 @@ def test_the_other_blocks_run(capsys):
     printed = capsys.readouterr().out
     assert "\033[1;32m" in printed  # the notebook's cell: sampled tokens in green
     assert "step 1  success" in printed  # the loop's second step
+
+
+def test_the_pitfalls_print_what_the_page_says(capsys):
+    """The page's blocks are one program; each is followed by what it prints."""
+    space = {}
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PITFALLS, re.S)
+    assert len(blocks) == PITFALLS.count("```python") == 9
+    for block, printed in blocks:
+        exec(block, space)
+        assert capsys.readouterr().out == printed
 
 
 def test_every_command_of_the_readme_is_one():
