@@ -26,7 +26,6 @@ from pathlib import Path
 # config comes before torch: it sets how idle threads wait.
 from config import Setup, check_worlds, presets, read_flags, read_prompts, run_of, servers
 import numpy as np
-import requests
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +41,7 @@ from models.served import ModelError, ServedModel, play_served
 from rollout import Rollouts, rollout
 from trajectory import Status, Trajectory, read_objects, read_trajectories, write_atomically
 from trajectory import write_trajectories
+from worlds.wire import WireSession
 
 # ---- flags ----
 
@@ -113,7 +113,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
             raise ValueError("openai:NAME needs --base_url http://host:port/v1, without a password")
         if cfg.top_k or cfg.system or cfg.chat_args or cfg.chat_template or cfg.engine == "hf":
             raise ValueError("a served model has no --top_k, --system, --chat_* and engine=hf")
-        requests.get(cfg.base_url, timeout=5, stream=True).close()
+        WireSession().get(cfg.base_url, timeout=5, stream=True).close()
     check_worlds(cfg, [cfg.env])
     return cfg
 

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from envs import EnvPool, split_item
 from rollout import Conversation, Rollouts
 from trajectory import Status, Trajectory
-from worlds.agentgym import read_body
+from worlds.wire import WireSession, read_body
 
 MAX_THREADS = 32  # each plays a trajectory
 REFUSED = "the model's server refused: "  # how the error of a refused conversation begins
@@ -75,7 +74,7 @@ class ServedModel:
         retry = AudibleRetry(
             tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
             status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
-        self.session = requests.Session()
+        self.session = WireSession()
         self.session.mount(self.url, HTTPAdapter(pool_maxsize=MAX_THREADS, max_retries=retry))
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):

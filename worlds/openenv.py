@@ -21,13 +21,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import requests
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
 from envs import Env, EnvError, Step, UserError, items, split_item
+from worlds.wire import LARGEST_REPLY, WireSession
 
-LARGEST_REPLY = 16 << 20  # bytes
 # Of an observation these are for the trainer, not for the agent.
 NOT_SHOWN = ("metadata", "reward", "done")
 STEP_FIELDS = ("score", "success", "valid", "progress")  # in the metadata of our own server
@@ -206,7 +205,7 @@ def describe(url: str) -> tuple[dict, str]:
     """Ask a server for its schemas and its description -> (schemas, text), empty for what it does
     not have. Raises EnvError if there is no server, within about 10 s. url: http://..."""
     try:
-        replies = [requests.get(f"{url}/{path}", timeout=5) for path in ("schema", "metadata")]
+        replies = [WireSession().get(f"{url}/{path}", timeout=5) for path in ("schema", "metadata")]
         schema, metadata = (reply.json() if reply.ok else {} for reply in replies)
     except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
         raise EnvError(f"no OpenEnv server answers at {url} ({type(e).__name__}); "

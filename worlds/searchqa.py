@@ -37,7 +37,7 @@ import requests
 
 from envs import Env, EnvError, Step
 from worlds import almanac, check_item
-from worlds.agentgym import read_body
+from worlds.wire import WireSession, read_body
 
 MAX_QUERY = 500  # characters
 TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
@@ -106,7 +106,7 @@ class Retriever:
     def __init__(self, url: str, timeout: float = 30.0):
         self.url = url.rstrip("/") + "/retrieve"
         self.timeout = timeout
-        self.session = requests.Session()
+        self.session = WireSession()
 
     def search(self, query: str, k: int) -> list[tuple[str, str]]:
         """As `BM25.search`. Raises EnvError if the server fails or its reply is malformed."""
