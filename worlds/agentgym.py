@@ -338,7 +338,8 @@ class RemoteEnv(Env):
             self._close_episode()
         elif differs:
             self.last = self._current_observation()
-        return Step(observation, reward, min(1.0, max(0.0, score)), done, success, valid, progress)
+        score, progress = (min(1.0, max(0.0, value)) for value in (score, progress))
+        return Step(observation, reward, score, done, done and success, valid, progress)
 
     def close(self) -> None:
         """Close the episode on the server, if it has /close. Never raises; may be called twice."""
