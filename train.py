@@ -102,9 +102,8 @@ def training_loop(run: Run) -> None:
                 break
 
             # Evaluation, now and then.
-            held_out = {}
-            if cfg.eval_every and step % cfg.eval_every == 0:
-                held_out = evaluate_held_out(run)
+            is_due = cfg.eval_every and step % cfg.eval_every == 0
+            held_out = evaluate_held_out(run) if is_due else {}
 
             # Schedule: the horizon of each world, the items, the learning rates.
             began = time.perf_counter()
@@ -182,9 +181,11 @@ def is_finished(cfg: RunConfig) -> bool:
     """Whether the run has taken all its steps; if so, rank 0 says so. It stays finished when its
     checkpoints are damaged or deleted. Raises ValueError for a run that ended after fewer steps and
     has no checkpoint: it would start at step 0 and lose its final/."""
-    taken = run_of(f"{cfg.out}/final").get("taken")
-    if taken is None:
+    final = run_of(f"{cfg.out}/final")
+    if (taken := final.get("taken")) is None:
         return False
+    if final.get("run_id", "") != cfg.run_id:
+        raise envs.UserError(f"{cfg.out}/final is of another run")
     # sft.py has no --steps: its last step never changes.
     if taken >= getattr(cfg, "steps", 0) or turns_are_played(cfg, rows_before(cfg, taken)):
         if os.environ.get("RANK", "0") == "0":
@@ -245,6 +246,8 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     source = str(cfg.model if cfg.lora_rank else newest or cfg.model)
     tokenizer = rl.load_tokenizer(source, cfg.chat_template)
     state = checkpoint.read_state(newest) if newest else {"step": 0, "horizon": {}}
+    if newest and state.get("run_id", "") != cfg.run_id:
+        raise ValueError(f"{newest} is of another run than {cfg.out}/config.json")
     tokenizer.tried_template = state.get("tried_template") or of_rank_0(
         lambda: agent.try_template(tokenizer, cfg.system, cfg.chat_args))
     tokenizer.chat_template = tokenizer.tried_template["of"]
@@ -339,8 +342,7 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
 
 def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
-    counts = items_per_world(run.cfg, run.cfg.items_per_step)
-    return [item for world, count in counts.items()
+    return [item for world, count in items_per_world(run.cfg, run.cfg.items_per_step).items()
             for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
 
 
@@ -455,7 +457,8 @@ def save_checkpoint(run: Run) -> None:
     run.saved = run.step
     checkpoint.save(run.folder / f"checkpoints/step_{run.step:06d}", run.policy, run.tokenizer,
                     {"step": run.step, "tried_template": run.tokenizer.tried_template,
-                     "horizon": run.adaptive, "items": run.items_sha256}, run.trained)
+                     "horizon": run.adaptive, "items": run.items_sha256,
+                     "run_id": run.cfg.run_id}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
         metrics.draw_curves(run.folder)
