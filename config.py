@@ -104,7 +104,8 @@ class RunConfig(Setup, Optim):
     report_to: str = flag("none", ("none", "tensorboard", "wandb"), may_change=True)
     worlds: dict[str, WorldSettings] = field(default_factory=dict)
     first_model: str = ""  # what --model was made of, over any number of runs
-    run_id: str = ""  # random; its checkpoints and final/ have it, too
+    # random; its checkpoints and final/ have it, too
+    run_id: str = field(default="", compare=False)
     agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
 
 
