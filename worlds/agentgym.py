@@ -495,7 +495,7 @@ class RemoteEnv(Env):
         method = "GET" if body is None else "POST"
         with self.session.request(method, url, json=body, timeout=timeouts, stream=True) as reply:
             self.socket = getattr(reply.raw.connection, "sock", None)
-            data = read_body(reply, url, deadline)
+            data = read_body(reply, url)
             return reply.status_code, data or reply.headers.get("Location", "").encode()
 
     # ---- the replies ----

@@ -30,7 +30,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
 from envs import Env, EnvError, Step, UserError, items, split_item
-from worlds.wire import LARGEST_REPLY, WireSession
+from worlds.wire import LARGEST_REPLY, WireSession, read_body
 
 # Of an observation these are for the trainer, not for the agent.
 NOT_SHOWN = ("metadata", "reward", "done")
@@ -233,8 +233,10 @@ def describe(url: str) -> tuple[dict, str]:
     """Ask a server for its schemas and its description -> (schemas, text), empty for what it does
     not have. Raises EnvError if there is no server, within about 10 s. url: http://..."""
     try:
-        replies = [WireSession().get(f"{url}/{path}", timeout=5) for path in ("schema", "metadata")]
-        schema, metadata = (reply.json() if reply.ok else {} for reply in replies)
+        replies = [WireSession().get(f"{url}/{path}", timeout=5, stream=True)
+                   for path in ("schema", "metadata")]
+        schema, metadata = (json.loads(read_body(reply, url)) if reply.ok else {}
+                            for reply in replies)
     except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
         raise EnvError(f"no OpenEnv server answers at {url} ({type(e).__name__}); "
                        "start one or drop --env_url") from e

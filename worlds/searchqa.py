@@ -31,7 +31,6 @@ import json
 import re
 import string
 import threading
-import time
 
 import requests
 
@@ -113,11 +112,10 @@ class Retriever:
         body = {"queries": [query], "topk": k, "return_scores": True}
         malformed = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
         try:
-            deadline = time.monotonic() + self.timeout
             with self.session.post(self.url, json=body, timeout=self.timeout,
                                    stream=True) as response:
                 response.raise_for_status()
-                data = read_body(response, self.url, deadline)
+                data = read_body(response, self.url)
             results = json.loads(data)["result"][0]
             return [split_contents(entry["document"]["contents"]) for entry in results]
         except (requests.RequestException, *malformed) as e:
