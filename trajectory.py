@@ -219,7 +219,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace the file's content by `text`. If the process is killed, the file is either unchanged
     or complete."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
