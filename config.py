@@ -104,6 +104,8 @@ class RunConfig(Setup, Optim):
     report_to: str = flag("none", ("none", "tensorboard", "wandb"), may_change=True)
     worlds: dict[str, WorldSettings] = field(default_factory=dict)
     first_model: str = ""  # what --model was made of, over any number of runs
+    # random; its checkpoints and final/ have it, too
+    run_id: str = field(default="", compare=False)
     agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
 
 
@@ -338,8 +340,7 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
         "agent_sha256": hash_of_sources(run["agent"], run["agent_args"]),
         "env_args": " ".join([*env_args, given.get("env_args", "")]).strip(),  # the last one wins
         "first_model": run_of(model).get("first_model", model),
-        "out": out,
-        "worlds": worlds,
+        "out": out, "run_id": os.urandom(8).hex(), "worlds": worlds,
     }
     load_agent(run["agent"], run["agent_args"])  # raises ValueError
     return config_class(**{f.name: run[f.name] for f in fields(config_class)})
@@ -359,7 +360,7 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
-    run = saved | given | {"out": out, "worlds": worlds}
+    run = {"run_id": ""} | saved | given | {"out": out, "worlds": worlds}
     return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 # config comes before torch: it sets how idle threads wait.
 from config import Setup, check_worlds, presets, read_flags, read_prompts, run_of, servers
 import numpy as np
-import requests
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,8 +39,9 @@ from envs import ABOVE_0, NOT_NEGATIVE, EnvError, EnvPool, flag
 from models.check import find_paths
 from models.served import ModelError, ServedModel, play_served
 from rollout import Rollouts, rollout
-from trajectory import Status, Trajectory, read_objects, read_trajectories, write_atomically
-from trajectory import write_trajectories
+from trajectory import Status, Trajectory, read_objects, read_trajectories, to_text
+from trajectory import write_atomically, write_trajectories
+from worlds.wire import WireSession
 
 # ---- flags ----
 
@@ -113,7 +113,7 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
             raise ValueError("openai:NAME needs --base_url http://host:port/v1, without a password")
         if cfg.top_k or cfg.system or cfg.chat_args or cfg.chat_template or cfg.engine == "hf":
             raise ValueError("a served model has no --top_k, --system, --chat_* and engine=hf")
-        requests.get(cfg.base_url, timeout=5, stream=True).close()
+        WireSession().get(cfg.base_url, timeout=5, stream=True).close()
     check_worlds(cfg, [cfg.env])
     return cfg
 
@@ -182,7 +182,7 @@ class Record:
         """Append a trajectory."""
         if self.path:
             with self.path.open("a") as file:
-                print(json.dumps(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
+                print(to_text(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
 
     def write(self, trajectories: list[Trajectory]) -> None:
         """Replace what the file holds."""
@@ -413,7 +413,7 @@ def run(cfg: EvalConfig) -> list[dict]:
     if cfg.out:
         sweep = {"sweep": results, "config": config | {"horizon": list(records)}}
         result = sweep if len(results) > 1 else results[0]
-        write_atomically(Path(cfg.out), json.dumps(result, indent=1) + "\n")
+        write_atomically(Path(cfg.out), to_text(result, indent=1) + "\n")
     return results
 
 

@@ -4,6 +4,7 @@ Log-probs are computed on packed rows where the model allows it: trajectories st
 other in one row, without padding, and each attends to itself alone.
 """
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -86,10 +87,12 @@ def load_policy(name: str = "tiny", device: str | torch.device = "cpu",
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of `load_policy`. A GGUF file is checked first. chat_template: a file with a
     template that takes the place of the model's own. Raises ValueError for a file that cannot be
-    read."""
+    read, and for a tokenizer that transformers made up or numbered anew."""
     path = model_path(name)
+    file = Path(path, "tokenizer.json")
     with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
         split = gguf_split(path) if path.endswith(".gguf") else None
+        added = json.loads(file.read_bytes())["added_tokens"] if file.exists() else []
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
         # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
         # those of another model.
@@ -98,6 +101,15 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    sentence = "go to the red ball and open 2 doors"
+    ids = tokenizer.encode(sentence, add_special_tokens=False)
+    if tokenizer.decode(ids).strip() != sentence:
+        raise ValueError(f"the tokenizer of {name} makes {tokenizer.decode(ids)!r} of {sentence!r}:"
+                         " are its files complete?")
+    moved = [token["content"] for token in added
+             if tokenizer.convert_tokens_to_ids(token["content"]) != token["id"]]
+    if moved:
+        raise ValueError(f"{file} gives an added token an id that is another's: {moved[0]!r}")
     if chat_template:
         tokenizer.chat_template = Path(chat_template).read_text()
     return tokenizer

@@ -43,7 +43,7 @@ from models.packed import common_prefix_length
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
 from parallel import of_rank_0, run_command, shard, unsharded, user_errors
 from rollout import make_engine, rollout
-from trajectory import Trajectory, read_objects, write_atomically, write_trajectories
+from trajectory import Trajectory, read_objects, to_text, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
 
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
@@ -103,9 +103,8 @@ def training_loop(run: Run) -> None:
                 break
 
             # Evaluation, now and then.
-            held_out = {}
-            if cfg.eval_every and step % cfg.eval_every == 0:
-                held_out = evaluate_held_out(run)
+            is_due = cfg.eval_every and step % cfg.eval_every == 0
+            held_out = evaluate_held_out(run) if is_due else {}
 
             # Schedule: the horizon of each world, the items, the learning rates.
             began = time.perf_counter()
@@ -186,9 +185,11 @@ def is_finished(cfg: RunConfig) -> bool:
     """Whether the run has taken all its steps; if so, rank 0 says so. It stays finished when its
     checkpoints are damaged or deleted. Raises ValueError for a run that ended after fewer steps and
     has no checkpoint: it would start at step 0 and lose its final/."""
-    taken = run_of(f"{cfg.out}/final").get("taken")
-    if taken is None:
+    final = run_of(f"{cfg.out}/final")
+    if (taken := final.get("taken")) is None:
         return False
+    if final.get("run_id", "") != cfg.run_id:
+        raise envs.UserError(f"{cfg.out}/final is of another run")
     # sft.py has no --steps: its last step never changes.
     if taken >= getattr(cfg, "steps", 0) or turns_are_played(cfg, rows_before(cfg, taken)):
         if os.environ.get("RANK", "0") == "0":
@@ -249,6 +250,8 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     source = str(cfg.model if cfg.lora_rank else newest or cfg.model)
     tokenizer = rl.load_tokenizer(source, cfg.chat_template)
     state = checkpoint.read_state(newest) if newest else {"step": 0, "horizon": {}}
+    if newest and state.get("run_id", "") != cfg.run_id:
+        raise ValueError(f"{newest} is of another run than {cfg.out}/config.json")
     tokenizer.tried_template = state.get("tried_template") or of_rank_0(
         lambda: agent.try_template(tokenizer, cfg.system, cfg.chat_args))
     tokenizer.chat_template = tokenizer.tried_template["of"]
@@ -321,7 +324,7 @@ def prepare(run: Run) -> None:
     checkpoint.tidy(run.folder, run.step)
     write_atomically(run.folder / "config.json", json.dumps(asdict(run.cfg), indent=1))
     write_atomically(run.folder / "metrics.jsonl",
-                     "".join(json.dumps(row) + "\n" for row in run.rows))
+                     "".join(to_text(row) + "\n" for row in run.rows))
     run.report = metrics.reporter(run.cfg, run.step)
 
 
@@ -343,8 +346,7 @@ def horizons_at(run: Run, step: int) -> dict[str, int]:
 
 def items_of_step(run: Run, step: int) -> list[str]:
     """The items of this step, world by world."""
-    counts = items_per_world(run.cfg, run.cfg.items_per_step)
-    return [item for world, count in counts.items()
+    return [item for world, count in items_per_world(run.cfg, run.cfg.items_per_step).items()
             for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
 
 
@@ -441,7 +443,7 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     if run.rank == 0:
         write_trajectories(run.folder / f"trajectories/step_{row['step']:06d}.jsonl", trajectories)
         with (run.folder / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(to_text(row) + "\n")
         run.report(row)
 
 
@@ -469,7 +471,8 @@ def save_checkpoint(run: Run) -> None:
     run.saved = run.step
     checkpoint.save(run.folder / f"checkpoints/step_{run.step:06d}", run.policy, run.tokenizer,
                     {"step": run.step, "tried_template": run.tokenizer.tried_template,
-                     "horizon": run.adaptive, "items": run.items_sha256}, run.trained)
+                     "horizon": run.adaptive, "items": run.items_sha256,
+                     "run_id": run.cfg.run_id}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
         metrics.draw_curves(run.folder)

@@ -104,10 +104,10 @@ def render(data: dict) -> str:
     """Data -> the page, one HTML file."""
     # "</script>" in a string would end the element. JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    script = "\n".join((PAGE / f"{name}.js").read_text() for name in SCRIPTS)
-    page = (PAGE / "page.html").read_text()
+    script = "\n".join((PAGE / f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    page = (PAGE / "page.html").read_text("utf-8")
     for mark, part in (("/*CONNECT*/", "; connect-src 'self'" if data["live"] else ""),
-                       ("/*STYLE*/", (PAGE / "style.css").read_text()),
+                       ("/*STYLE*/", (PAGE / "style.css").read_text("utf-8")),
                        ("/*SCRIPT*/", script), ("/*DATA*/", text)):
         page = page.replace(mark, part)
     return page

@@ -8,21 +8,18 @@ import os
 import re
 import sys
 import threading
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-import requests
-from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from envs import EnvPool, split_item
 from rollout import Conversation, Rollouts
 from trajectory import Status, Trajectory
-from worlds.agentgym import read_body
+from worlds.wire import WireSession, read_body
 
 MAX_THREADS = 32  # each plays a trajectory
 REFUSED = "the model's server refused: "  # how the error of a refused conversation begins
@@ -74,9 +71,8 @@ class ServedModel:
         self.empty: list[str] = []  # the finish_reason of each reply without a text
         retry = AudibleRetry(
             tries - 1, allowed_methods=None, raise_on_status=False, backoff_factor=1,
-            status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1)
-        self.session = requests.Session()
-        self.session.mount(self.url, HTTPAdapter(pool_maxsize=MAX_THREADS, max_retries=retry))
+            status_forcelist=[408, 429, *range(500, 600)], backoff_jitter=1, retry_after_max=120)
+        self.session = WireSession(pool_maxsize=MAX_THREADS, max_retries=retry)
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("OPENAI_API_KEY holds a character that no key has")
@@ -119,7 +115,7 @@ class ServedModel:
         try:
             with self.session.post(self.url, json=body, timeout=(10, self.timeout),
                                    stream=True) as response:
-                data = read_body(response, self.url, time.monotonic() + self.timeout)
+                data = read_body(response, self.url)
             if response.status_code != 200:
                 text = data.decode(errors="replace")
                 return response.status_code, text.replace(self.key or "\0", "***")

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_script
@@ -37,6 +38,19 @@ def given(tmp_path_factory):
                            ("NO_END", "{% for m in messages %}{{ m.content }}\n{% endfor %}")):
         shutil.copytree(rl.TINY_MODEL, folder / name)
         (folder / name / "chat_template.jinja").write_text(template)
+    first = {"id": 0, "special": False, "content": "<|other|>"} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False)
+    for name, change in (("NO_TOKENIZER", None), ("HALF", lambda file: file["model"].update(
+            vocab={text: n for text, n in file["model"]["vocab"].items() if len(text) > 1},
+            merges=[])), ("MOVED", lambda file: file["added_tokens"][-1].update(id=9999)),
+            ("TWICE", lambda file: file["added_tokens"].append(first))):
+        file = Path(shutil.copytree(rl.TINY_MODEL, folder / name), "tokenizer.json")
+        content = json.loads(file.read_text())
+        if change:
+            change(content)
+            file.write_text(json.dumps(content))
+        else:
+            file.unlink()
     shutil.copytree(rl.TINY_MODEL, folder / "OWN_CODE")
     own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     (folder / "OWN_CODE/config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))

@@ -50,6 +50,7 @@ def slow():
 @pytest.fixture(autouse=True)
 def forget_descriptions():
     openenv.describe.cache_clear()
+    openenv.STARTS.clear()
 
 
 def raw(url):
@@ -64,9 +65,9 @@ def ask(ws, message):
 
 @contextmanager
 def stand_in(answer, schema=SCHEMA, described="Go."):
-    """An OpenEnv server in a thread -> its address. answer(message) -> the text to send, or None to
-    break the connection off. GET /schema gives `schema` (a dict, or the text to send), /metadata a
-    description."""
+    """An OpenEnv server in a thread -> its address. answer(message) -> what to send, a list for
+    several messages, or None to break the connection off. GET /schema gives `schema` (a dict, or
+    the text to send), /metadata a description."""
     def http(connection, request):
         if request.path == "/ws":
             return None
@@ -78,7 +79,8 @@ def stand_in(answer, schema=SCHEMA, described="Go."):
             reply = answer(json.loads(message))
             if reply is None:
                 return
-            connection.send(reply if isinstance(reply, str) else json.dumps(reply))
+            for each in reply if isinstance(reply, list) else [reply]:
+                connection.send(each if isinstance(each, str) else json.dumps(each))
 
     server = serve_sockets(play, "127.0.0.1", 0, process_request=http)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -105,6 +107,8 @@ def healthy(message):
     if message["type"] == "step":
         return reply_with(observation={"place": json.dumps(message["data"])}, reward=0.25,
                           done=message["data"].get("move") == "end")
+    if message["type"] == "state":
+        return {"type": "state", "data": {"episode_id": time.monotonic()}}
     return None  # "close" or "break"
 
 
@@ -260,9 +264,75 @@ def test_our_server_ends_within_ten_seconds_of_sigterm_with_an_open_connection()
 
 # ---- against servers that do everything wrong ----
 
+FIELDS = {"score": 1, "success": False, "valid": True, "progress": 0.5}
+EXTRA = reply_with(observation={"place": "elsewhere"}, reward=1, done=False)
+
+
+@pytest.mark.parametrize("extra", [EXTRA, {"type": "state", "data": {}}, "<html>", healthy,
+                                   {"type": "error", "data": {"code": "EXECUTION_ERROR"}}])
+@pytest.mark.parametrize("kind, place, seconds", [
+    ("reset", 0, 0), ("step", 0, 0), ("reset", 1, 0), ("step", 1, 0), ("state", 1, 0),
+    ("step", 0, 0.1), ("step", 1, 0.1), ("state", 1, 0.1), ("close", 1, 0)])
+def test_a_message_too_many_shifts_no_observation(extra, kind, place, seconds):
+    """Before the reply to a message or behind it, while the server is slow."""
+    late = []
+
+    def answer(message):
+        replies = [healthy(message)]
+        if message["type"] == kind and not late:
+            late.append(1)
+            replies.insert(place, extra(message) if callable(extra) else extra)
+        time.sleep(seconds)
+        return None if replies == [None] else replies
+
+    with stand_in(answer) as url:
+        env = make_env("openenv", url=url)
+        faults = 0
+        for item in (0, 1, 2):
+            try:
+                assert env.reset(item) == f"seed {item}"
+                for move in ("on", "off", "end"):
+                    step = env.step(move)
+                    if step.valid:  # an error looks like an answer to the action
+                        assert json.loads(step.observation) == {"move": move}
+            except EnvError:
+                faults += 1
+        assert faults == (kind != "close")
+        env.close()
+
+
+@pytest.mark.parametrize("move, success", [("on", False), ("end", True)])
+def test_a_success_counts_when_the_episode_has_ended(move, success):
+    def answer(message):
+        reply = healthy(message)
+        if message["type"] == "step":
+            reply["data"]["observation"]["metadata"] = FIELDS | {"success": True}
+        return reply
+
+    with playing(answer) as (env, _):
+        assert env.step(move).success is success
+
+
+@pytest.mark.parametrize("begin, is_said", [
+    (lambda _: reply_with(observation={"place": "a room"}, done=False), True),
+    (lambda _: reply_with(observation={"grid": [[0, 1]], "left": 9}, done=False), True),
+    (healthy, False)])
+def test_a_server_that_ignores_the_seed_is_found_by_the_first_two_items(begin, is_said, capsys):
+    with playing(lambda m: begin(m) if m["type"] == "reset" else healthy(m)) as (env, _):
+        for item in (0, 0, 7, 8):
+            env.reset(item)
+    said = capsys.readouterr().err
+    assert said.count("items 0 and 7 alike") == is_said and is_said or not said
+
 
 @pytest.mark.parametrize("reply", [
-    "<html>", "[" * 100_000, "[]", None, {"type": "observation"}, {"data": None},
+    "<html>", "[" * 100_000, '"x"', None, {"type": "observation"}, {"data": None},
+    {"type": "state", "data": {"observation": {}, "reward": 0, "done": False}},
+    {"type": "mcp", "data": {"observation": {}, "reward": 0, "done": False}},
+    *(reply_with(observation={"metadata": FIELDS | bad}, reward=0, done=False)
+      for bad in ({"score": float("nan")}, {"score": "1"}, {"score": 7}, {"progress": 1e9},
+                  {"success": "yes"}, {"success": 1}, {"valid": None})),
+    reply_with(observation={"metadata": "text"}, reward=0, done=False),
     reply_with(observation="text", reward=0, done=False),
     reply_with(observation={}, reward="1", done=False),
     reply_with(observation={}, reward=float("nan"), done=False),
@@ -328,7 +398,7 @@ def test_an_action_that_the_server_refuses_is_invalid_and_the_episode_goes_on(co
                "errors": [{"msg": "Input should be 'on' or 'end'"}]}
 
     def answer(message):
-        is_refused = message["data"].get("move") == "fly"
+        is_refused = message.get("data", {}).get("move") == "fly"
         return {"type": "error", "data": refusal} if is_refused else healthy(message)
 
     with playing(answer) as (env, _):

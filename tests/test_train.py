@@ -289,6 +289,27 @@ def test_an_earlier_final_is_kept_until_there_is_a_new_one(reference, tmp_path):
     assert weights.read_bytes() == later != (reference / "final/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("script, flags", [
+    ("train.py", ["--seed", "1"]), ("train.py", ["--lr", "1e-3"]), ("train.py", []),
+    ("sft.py", ["--demos", "2"])])
+def test_a_run_goes_on_from_no_checkpoint_or_final_of_another_run(
+        reference, tmp_path, script, flags):
+    """An equal command begins another run, too. A moved folder and other --steps go on."""
+    small = ["--save_every", "1", *TINIEST] if script == "train.py" else ["--horizon", "2"]
+    completed("--out", tmp_path / "other", *small, *flags, script=script)
+    (theirs, *_) = checkpoint.named(tmp_path / "other")
+    out = copy(reference, tmp_path / "moved")
+    again = ["--out", out, "--resume", *SMALL, "--steps", "4"]
+    for place, moved in (("checkpoints/step_000009", theirs), ("final", tmp_path / "other/final")):
+        shutil.move(out / "final", tmp_path / "final")
+        shutil.copytree(moved, out / place)
+        assert f"{out / place} is of another run" in refused(*again)
+        shutil.rmtree(out / place)
+        shutil.move(tmp_path / "final", out / "final")
+    completed(*again)
+    assert len(metrics(out)) == 4
+
+
 def test_two_processes_do_not_work_in_one_folder(tmp_path, monkeypatch, capsys):
     args = ["--out", str(tmp_path / "r"), *TINIEST]
     with train.lock_folder(parse_config(args)):

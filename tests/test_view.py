@@ -5,14 +5,17 @@ import base64
 import gzip
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import requests
-from conftest import run_script
+from conftest import ROOT, run_script
 from test_train import SMALL, read_jsonl, run
 
 import rl
@@ -332,3 +335,14 @@ def test_damaged_files_are_left_out_and_the_page_says_what(copied):
     assert run["metrics"]["kl"][0] is None and len(run["metrics"]["kl"]) == 2
     assert "grad_norm" not in run["metrics"] and run["stages"] == []
     assert (copied / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX", "LANG": "C"},
+                                    {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}])
+def test_the_page_is_written_in_any_locale(copied, locale):
+    """Without PEP 538 and 540, in which Python takes UTF-8 for these locales."""
+    off = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "view.py", str(copied)], cwd=ROOT, text=True,
+                          env=os.environ | off | locale, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (copied / "view.html").read_text(encoding="utf-8").startswith("<!")

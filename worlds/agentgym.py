@@ -21,8 +21,8 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 from urllib3.util import wait_for_read
 
 from envs import WORLDS, Env, EnvError, Step, UserError, world_class
+from worlds.wire import WireSession, read_body
 
-LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model could read
 FIRST_RANDOM_NUMBER = 1 << 32  # our server's random numbers of episodes are above, and in no order
 NEVER_MATCHES = "(?!)"  # a regular expression
 
@@ -225,7 +225,7 @@ class RemoteEnv(Env):
         self.instant = world.instant
         self.whole_reply = world.whole_reply or self.protocol.whole_reply
         self.url = url.rstrip("/")
-        self.session = requests.Session()
+        self.session = WireSession()
         self.socket = None  # the connection over which the last reply came
         self.server = SERVERS.setdefault(self.url, Server())
         self.doubts = 0  # of `server`, when the episode was last known to be ours
@@ -247,7 +247,7 @@ class RemoteEnv(Env):
         world. An episode is not created."""
         try:
             # Any answer will do: maze's server has nothing at http://host:port/maze/ itself.
-            with requests.get(url, timeout=(5, 5), stream=True) as reply:
+            with WireSession().get(url, timeout=(5, 5), stream=True) as reply:
                 # What is there at once: reading a slow body to its end could exceed the limit.
                 greeting = reply.raw.read1(1000, decode_content=True).decode(errors="replace")
         except (OSError, HTTPError) as e:
@@ -338,7 +338,8 @@ class RemoteEnv(Env):
             self._close_episode()
         elif differs:
             self.last = self._current_observation()
-        return Step(observation, reward, min(1.0, max(0.0, score)), done, success, valid, progress)
+        score, progress = (min(1.0, max(0.0, value)) for value in (score, progress))
+        return Step(observation, reward, score, done, done and success, valid, progress)
 
     def close(self) -> None:
         """Close the episode on the server, if it has /close. Never raises; may be called twice."""
@@ -456,12 +457,12 @@ class RemoteEnv(Env):
                 status, data = self._send(url, body, deadline)
                 reason = f"status {status} {data[:200].decode(errors='replace')}"
                 may_pass = status >= 500
-            except OSError as e:  # requests' exceptions are OSErrors
+            except (OSError, ValueError) as e:  # requests' exceptions are OSErrors
                 error = e
                 reason = f"{type(e).__name__}: {e}"
                 may_pass = not isinstance(e, ValueError)  # a ValueError: the address is wrong
                 was_unsent = _was_unsent(e)
-            if error is None and status < 400:
+            if 200 <= status < 300:
                 break
             if has_number and may_pass:
                 self.server.doubts += 1
@@ -487,14 +488,15 @@ class RemoteEnv(Env):
         return reply
 
     def _send(self, url, body, deadline):
-        """One attempt -> (status, bytes of the reply). Raises OSError, and EnvError for a reply
-        that is too large."""
+        """One attempt -> (status, bytes of the reply or else the address of a redirect). Raises
+        OSError, and EnvError for a reply that is too large."""
         seconds_left = max(0.01, deadline - time.monotonic())
         timeouts = (min(5.0, seconds_left), seconds_left)  # to connect, between two reads
         method = "GET" if body is None else "POST"
         with self.session.request(method, url, json=body, timeout=timeouts, stream=True) as reply:
             self.socket = getattr(reply.raw.connection, "sock", None)
-            return reply.status_code, read_body(reply, url, deadline)
+            data = read_body(reply, url)
+            return reply.status_code, data or reply.headers.get("Location", "").encode()
 
     # ---- the replies ----
 
@@ -530,23 +532,6 @@ def _texts(reply):
     values = reply.values() if isinstance(reply, dict) else reply
     values = values if isinstance(reply, (dict, list)) else [reply]
     return [value for value in values if isinstance(value, str) and value]
-
-
-def read_body(response: requests.Response, url: str, deadline: float) -> bytes:
-    """Read a streamed reply as it arrives, so that a slow trickle of bytes cannot outlast the
-    deadline, a time of `time.monotonic`. Raises requests.RequestException, and EnvError for a reply
-    that is too large."""
-    data = bytearray()
-    try:
-        while part := response.raw.read1(65536, decode_content=True):
-            data += part
-            if len(data) > LARGEST_REPLY:
-                raise EnvError(f"{url}: a reply of more than {LARGEST_REPLY >> 20} MiB")
-            if time.monotonic() > deadline:
-                raise requests.Timeout("no end of the reply")
-    except HTTPError as e:
-        raise requests.ConnectionError(str(e)) from e
-    return bytes(data)
 
 
 def _was_unsent(error):

@@ -9,6 +9,9 @@ An episode is a WebSocket at /ws. Every message is JSON: {"type": "reset", "data
 "data": {...}} and {"type": "error", "data": {"message": ..., "code": ...}}. GET /schema has the
 JSON schemas of ACTION and of the observation, /metadata a name and a description.
 
+No reply says which message it answers. So the client sends {"type": "state"} behind each reset and
+step: a message too many is found where the state should be.
+
 Source: meta-pytorch/OpenEnv at 685de41 (2026-05-01), src/openenv/core: env_client.py,
 env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22).
 """
@@ -17,21 +20,23 @@ import functools
 import json
 import random
 import re
+import sys
+from collections import defaultdict
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import requests
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
 from envs import Env, EnvError, Step, UserError, items, split_item
+from worlds.wire import LARGEST_REPLY, WireSession, read_body
 
-LARGEST_REPLY = 16 << 20  # bytes
 # Of an observation these are for the trainer, not for the agent.
 NOT_SHOWN = ("metadata", "reward", "done")
 STEP_FIELDS = ("score", "success", "valid", "progress")  # in the metadata of our own server
 SLOT = '"$"'  # in a template of an action, a JSON text: the place of the agent's text
+STARTS = defaultdict(dict)  # address -> how the first two items that were played there begin
 
 
 # ---- the client ----
@@ -89,6 +94,7 @@ class OpenEnv(Env):
         self.timeout = timeout
         self.connection = ExitStack()  # its end closes the socket
         self.socket = None
+        self.state: dict = {}  # the episode's, as the server tells it
         self.total = 0.0  # sum of the episode's rewards
 
     def reset(self, item: int) -> str:
@@ -102,6 +108,12 @@ class OpenEnv(Env):
         if done:
             raise EnvError(f"{self.url}: reset began an episode that has ended")
         self.total = 0.0
+        starts = STARTS[self.url]
+        if len(starts) < 2 and item not in starts:
+            starts[item] = text, self.state | {"episode_id": None}
+            if list(starts.values()) == [starts[item]] * 2:
+                print(f"warning: {self.url} begins items {' and '.join(map(str, starts))} alike: "
+                      "if it ignores the seed, all items are one episode", file=sys.stderr)
         return text
 
     def step(self, action: str) -> Step:
@@ -115,7 +127,7 @@ class OpenEnv(Env):
         self.total += reward
         told = {"score": min(1.0, max(0.0, self.total)), "success": done and reward >= self.success}
         if metadata.keys() == set(STEP_FIELDS):  # from our own server: the protocol lacks them
-            told = metadata
+            told = metadata | {"success": done and metadata["success"]}
         return Step(text, reward, done=done, **told)
 
     def close(self) -> None:
@@ -172,9 +184,19 @@ class OpenEnv(Env):
                 socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
                                  close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
                 self.socket = self.connection.enter_context(socket)
+            else:
+                with suppress(TimeoutError):  # no message is waiting, as it should be
+                    raise ValueError(f"a message too many: {self.socket.recv(timeout=0)!r:.80}")
             with suppress(ConnectionClosed):  # a server that has no room says so before it closes
                 self.socket.send(json.dumps({"type": kind, "data": data}))
-            return self._read(kind, json.loads(self.socket.recv(timeout=self.timeout)))
+                self.socket.send('{"type": "state"}')
+            reply = json.loads(self.socket.recv(timeout=self.timeout))
+            with suppress(ConnectionClosed):
+                state = json.loads(self.socket.recv(timeout=self.timeout))
+                if state["type"] not in ("state", "error"):
+                    raise ValueError(f"a message too many: {state!r:.80}")
+                self.state = dict(state["data"])
+            return self._read(kind, reply)
         except InvalidAction:
             raise
         except Exception as e:  # the reply may be malformed in any way
@@ -195,9 +217,14 @@ class OpenEnv(Env):
         observation = data["observation"]
         reward = data.get("reward") or 0.0  # null: the world gives none here
         is_number = isinstance(reward, (int, float)) and abs(reward) < 1e9  # no nan, no inf
-        if not isinstance(observation, dict) or not is_number or type(data["done"]) is not bool:
-            raise ValueError(f"no observation, reward and done in {data!r:.200}")
+        if (reply["type"] != "observation" or not isinstance(observation, dict) or not is_number
+                or type(data["done"]) is not bool):
+            raise ValueError(f"no observation, reward and done in {reply!r:.200}")
         metadata = observation.get("metadata") or data.get("metadata") or {}
+        if metadata.keys() == set(STEP_FIELDS) and not (  # a TypeError: no number
+                0 <= metadata["score"] <= 1 and 0 <= metadata["progress"] <= 1
+                and {type(metadata["success"]), type(metadata["valid"])} == {bool}):
+            raise ValueError(f"no score, success, valid and progress in {metadata!r:.200}")
         return text_of(observation, self.paths), float(reward), data["done"], metadata
 
 
@@ -206,8 +233,10 @@ def describe(url: str) -> tuple[dict, str]:
     """Ask a server for its schemas and its description -> (schemas, text), empty for what it does
     not have. Raises EnvError if there is no server, within about 10 s. url: http://..."""
     try:
-        replies = [requests.get(f"{url}/{path}", timeout=5) for path in ("schema", "metadata")]
-        schema, metadata = (reply.json() if reply.ok else {} for reply in replies)
+        replies = [WireSession().get(f"{url}/{path}", timeout=5, stream=True)
+                   for path in ("schema", "metadata")]
+        schema, metadata = (json.loads(read_body(reply, url)) if reply.ok else {}
+                            for reply in replies)
     except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
         raise EnvError(f"no OpenEnv server answers at {url} ({type(e).__name__}); "
                        "start one or drop --env_url") from e

@@ -31,13 +31,12 @@ import json
 import re
 import string
 import threading
-import time
 
 import requests
 
 from envs import Env, EnvError, Step
 from worlds import almanac, check_item
-from worlds.agentgym import read_body
+from worlds.wire import WireSession, read_body
 
 MAX_QUERY = 500  # characters
 TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
@@ -106,18 +105,17 @@ class Retriever:
     def __init__(self, url: str, timeout: float = 30.0):
         self.url = url.rstrip("/") + "/retrieve"
         self.timeout = timeout
-        self.session = requests.Session()
+        self.session = WireSession()
 
     def search(self, query: str, k: int) -> list[tuple[str, str]]:
         """As `BM25.search`. Raises EnvError if the server fails or its reply is malformed."""
         body = {"queries": [query], "topk": k, "return_scores": True}
         malformed = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
         try:
-            deadline = time.monotonic() + self.timeout
             with self.session.post(self.url, json=body, timeout=self.timeout,
                                    stream=True) as response:
                 response.raise_for_status()
-                data = read_body(response, self.url, deadline)
+                data = read_body(response, self.url)
             results = json.loads(data)["result"][0]
             return [split_contents(entry["document"]["contents"]) for entry in results]
         except (requests.RequestException, *malformed) as e:

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlparse
 import requests
 
 from envs import EnvError
+from worlds.wire import WireSession
 
 API_TIMEOUT = 20  # seconds
 
@@ -154,11 +155,11 @@ def _shop_api(shop, path, **parameters):
     login = {"username": "admin", "password": "admin1234"}
     url = f"{shop}/rest/V1/{path}"
     try:
-        token = requests.post(
+        token = WireSession().post(
             f"{shop}/rest/default/V1/integration/admin/token", timeout=API_TIMEOUT, json=login
         ).json()
         headers = {"Authorization": f"Bearer {token}"}
-        reply = requests.get(url, params=parameters, headers=headers, timeout=API_TIMEOUT)
+        reply = WireSession().get(url, params=parameters, headers=headers, timeout=API_TIMEOUT)
         reply.raise_for_status()
         return reply.json()
     except (requests.RequestException, ValueError, RecursionError) as error:
