@@ -86,7 +86,7 @@ def parse():
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
                         help="PPO's critic after so many steps: 0 20 by default; none: no critic")
     parser.add_argument("--only", default="", help="estimators whose name holds this text")
-    parser.add_argument("--keep", metavar="NAME", help="the run of results.jsonl.gz to keep rows as")
+    parser.add_argument("--keep", metavar="NAME", help="keep the rows as this run of results")
     args, flags = parser.parse_known_args()
     if args.world == "draw":
         return args, None
@@ -380,7 +380,7 @@ def draw():
     found = kept.load("credit_truth")
     runs = {run: {row["estimator"]: row for row in found[run][:-1]} for run in RUNS if run in found}
     print(f"| | {' | '.join(RUNS[run] for run in runs)} |\n|---|{'---|' * len(runs)}")
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
         own = [next(runs[run][e] for e in names if e in runs[run]) for names in SHOWN.values()]
         for axis, name in zip(axes, ("explained", "gradient")):
@@ -391,12 +391,12 @@ def draw():
         cells = (f"{row['explained']:.2f}, {row['gradient']:.2f}" for row in own)
         print(f"| {name} | {' | '.join(cells)} |")
     axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.03, 1.03),
-                title="variance of the true advantages that is explained")
-    axes[1].set(title="cosine with the policy gradient of the true advantages", xlim=(-0.03, 1.03))
+                title="variance explained")
+    axes[1].set(title="cosine of the policy gradient", xlim=(-0.03, 1.03))
     axes[0].invert_yaxis()
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[1].legend(loc="lower left", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(ROOT / "docs/credit.png", dpi=110)
 
 
