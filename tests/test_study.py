@@ -77,7 +77,8 @@ def test_missing_runs_are_run_and_interrupted_ones_resumed(commands, monkeypatch
     kept = rows.load("rooms_horizon")
     assert kept.keys() == of_study.keys()
     for name, (*trained, summary) in kept.items():
-        assert summary["environment_turns"] == 256 * len(trained)
+        # Of 256 turns in trajectories, and one in a continuation.
+        assert summary["environment_turns"] == 257 * len(trained)
         assert len(trained) == (of_study[name].label != "base")
     rows.keep("rooms_horizon", {name: [{"base_sha256": "of another model"}]})
     with pytest.raises(SystemExit, match="another built-in model"):
