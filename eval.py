@@ -39,8 +39,8 @@ from envs import ABOVE_0, NOT_NEGATIVE, EnvError, EnvPool, flag
 from models.check import find_paths
 from models.served import ModelError, ServedModel, play_served
 from rollout import Rollouts, rollout
-from trajectory import Status, Trajectory, read_objects, read_trajectories, to_text
-from trajectory import write_atomically, write_trajectories
+from trajectory import Status, Trajectory, read_objects, read_trajectories, write_atomically
+from trajectory import write_trajectories
 from worlds.wire import WireSession
 
 # ---- flags ----
@@ -182,7 +182,7 @@ class Record:
         """Append a trajectory."""
         if self.path:
             with self.path.open("a") as file:
-                print(to_text(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
+                print(json.dumps(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
 
     def write(self, trajectories: list[Trajectory]) -> None:
         """Replace what the file holds."""
@@ -413,7 +413,7 @@ def run(cfg: EvalConfig) -> list[dict]:
     if cfg.out:
         sweep = {"sweep": results, "config": config | {"horizon": list(records)}}
         result = sweep if len(results) > 1 else results[0]
-        write_atomically(Path(cfg.out), to_text(result, indent=1) + "\n")
+        write_atomically(Path(cfg.out), json.dumps(result, indent=1) + "\n")
     return results
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +27,6 @@ class Status(str, Enum):
     ENV_ERROR = "env_error"  # the environment failed
 
     __str__ = str.__str__
-
-
-# The type of a field, or of the elements of a list -> the types of its values in a JSON file.
-JSON_TYPES = {str: {str}, int: {int}, float: {int, float}, bool: {bool}, dict: {dict}}
 
 
 @dataclass
@@ -173,17 +169,6 @@ class Trajectory:
         if not {"item", "env"} <= row.keys():
             raise ValueError("it has no item or no env")
         t = cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
-        for f in fields(cls):
-            value, kind = getattr(t, f.name), (get_args(f.type) or [f.type])[-1]  # or of its list
-            values = value if isinstance(value, list) and kind != f.type else [value]
-            if (get_origin(f.type) is list and value is not values
-                    or kind in JSON_TYPES and set(map(type, values)) - JSON_TYPES[kind]
-                    or kind is float and not all(abs(x) < 1e9 for x in values)):  # nan is not
-                raise ValueError(f"{f.name} is {value!r:.80}")
-        if (t.status not in [*Status] or not 0 <= t.score <= 1
-                or not 0 <= t.valid_actions <= t.turns
-                or any({type(m.get("role")), type(m.get("content"))} != {str} for m in t.messages)):
-            raise ValueError("its status, score, turns, valid_actions or messages are impossible")
         t.choices = {int(place): options for place, options in t.choices.items()}
         count = len(t.tokens)
         t.starts = t.starts or [0] * bool(count)
@@ -191,6 +176,8 @@ class Trajectory:
             setattr(t, name, getattr(t, name) or [0.0] * count)
         if {count} != {len(t.mask), len(t.logprobs), len(t.entropies), len(t.rewards)}:
             raise ValueError("tokens, mask and the like have different lengths")
+        if set(map(type, t.tokens + t.starts)) - {int}:
+            raise ValueError("tokens or starts are not whole numbers")
         if count and (t.starts != sorted({0, *t.starts}) or t.starts[-1] >= count
                       or any(t.mask[start] for start in t.starts)):
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
@@ -227,18 +214,9 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def to_text(value: object, indent: int | None = None) -> str:
-    """A JSON text. In the place of a number that is not finite, which JSON lacks, it has null."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        value = json.loads(json.dumps(value), parse_constant=lambda name: None)
-        return json.dumps(value, indent=indent)
-
-
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **marks: str) -> None:
     """Write a file with one trajectory a line. marks: more fields of every line."""
-    write_atomically(path, "".join(to_text(t.to_json() | marks) + "\n" for t in trajectories))
+    write_atomically(path, "".join(json.dumps(t.to_json() | marks) + "\n" for t in trajectories))
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict | str]]:
