@@ -34,7 +34,8 @@ def test_an_iteration_trains_with_the_flags_of_the_warm_start(tmp_path, monkeypa
     own = {"out": str(tmp_path / "sft"), "demos": 0, "noise": 0.1,
            "trajectories": str(tmp_path / "learnt.jsonl")}
     (tmp_path / "sft/metrics.jsonl").unlink()
-    assert asdict(sft.parse_sft_config(first)) == asdict(warm) | own
+    again = sft.parse_sft_config(first)
+    assert asdict(again) == asdict(warm) | own | {"run_id": again.run_id} and again.run_id
 
 
 @pytest.mark.slow
