@@ -281,9 +281,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
         raise ValueError(f"advantages must be [B, T] or [B, 1], not {list(advantages.shape)}")
     # Mask the inputs, not only the result. With a NaN outside the mask, masking only the result
     # would still give a NaN gradient, because the backward pass computes 0 * NaN.
-    logp = torch.where(mask, _as_float(logprobs), 0.0)  # [B, T]
-    old = torch.where(mask, _as_float(old_logprobs), 0.0)  # [B, T]
-    adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
+    logp, old, adv = (torch.where(mask, _as_float(x), 0.0)  # [B, T]
+                      for x in (logprobs, old_logprobs, advantages))
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp() if ratio_of is None else ratio_of(log_ratio, logp, mask)
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -319,9 +318,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     tensor([[1.1250]])
     """
     _check_mask(mask, values, old_values, returns)
-    v = torch.where(mask, _as_float(values), 0.0)  # [B, T]
-    old = torch.where(mask, _as_float(old_values), 0.0)  # [B, T]
-    R = torch.where(mask, _as_float(returns), 0.0)  # [B, T]
+    v, old, R = (torch.where(mask, _as_float(x), 0.0) for x in (values, old_values, returns))
     v_clipped = old + (v - old).clamp(-clip, clip)
     return 0.5 * torch.max((v - R) ** 2, (v_clipped - R) ** 2)
 
@@ -347,22 +344,16 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = 
     >>> [round(kl(logp, ref, kind).item(), 4) for kind in ("k1", "abs", "k2", "k3")]
     [0.6931, 0.6931, 0.2402, 0.1931]
     """
-    logp = _as_float(logprobs)
-    ref = _as_float(ref_logprobs)
+    logp, ref = _as_float(logprobs), _as_float(ref_logprobs)
     if mask is not None:
         _check_mask(mask, logprobs, ref_logprobs)
-        logp = torch.where(mask, logp, 0.0)
-        ref = torch.where(mask, ref, 0.0)
-    if kind == "k1":
-        return logp - ref
-    if kind == "abs":
-        return (logp - ref).abs()
-    if kind == "k2":
-        return 0.5 * (logp - ref) ** 2
-    if kind == "k3":
-        difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(difference) - difference
-    raise ValueError(f"unknown KL estimator '{kind}'; choose from k1, abs, k2, k3")
+        logp, ref = (torch.where(mask, x, 0.0) for x in (logp, ref))
+    difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
+    estimates = {"k1": logp - ref, "abs": (logp - ref).abs(), "k2": 0.5 * (logp - ref) ** 2,
+                 "k3": torch.expm1(difference) - difference}
+    if kind not in estimates:
+        raise ValueError(f"unknown KL estimator '{kind}'; choose from {', '.join(estimates)}")
+    return estimates[kind]
 
 
 def entropy(logprobs: Tensor) -> Tensor:

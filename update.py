@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -287,16 +288,12 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         sums.update(stats)
 
     tokens, fed, computed = (max(1.0, sums[name]) for name in ("tokens", "fed", "computed"))
-    metrics = {name: sums[name] / len(parts) for name in ("loss", "grad_norm", "weight_change")}
-    metrics |= {
+    metrics = {name: sums[name] / len(parts) for name in ("loss", "grad_norm", "weight_change")} | {
         "logprob_gap": gap,
         # To the reference; without one, to the weights that sampled.
         "kl": sums["kl" if "kl" in sums else "approx_kl"] / tokens,
-        "kl_behaviour": sums["approx_kl"] / tokens,
-        "clip_fraction": sums["clip_fraction"] / tokens,
-        "padding": max(0.0, 1 - fed / computed),
-        "computed_per_fed": computed / fed,
-    }
+        "kl_behaviour": sums["approx_kl"] / tokens, "clip_fraction": sums["clip_fraction"] / tokens,
+        "padding": max(0.0, 1 - fed / computed), "computed_per_fed": computed / fed}
     if critic is not None:
         valid = torch.tensor([t.status != "env_error" for t in trajectories])
         metrics["value_loss"] = sums["value_loss"] / len(parts)
@@ -313,13 +310,11 @@ def minibatches(trajectories: Sequence[Trajectory], settings: Loss, step: int,
     The order is a function of (seed, step, epoch). Groups stay whole, so that the prefixes that
     their rows share are computed once, unless there are fewer groups than mini-batches.
     """
-    rows_of: dict[int, list[int]] = {}
-    for i, t in enumerate(trajectories):
-        if t.status != "env_error":
-            rows_of.setdefault(t.group, []).append(i)
-    groups = list(rows_of.values())
+    played = {i: t.group for i, t in enumerate(trajectories) if t.status != "env_error"}
+    groups = [[i for i, group in played.items() if group == own]
+              for own in dict.fromkeys(played.values())]
     if len(groups) < settings.minibatches:
-        groups = [[i] for i in sorted(sum(groups, []))]
+        groups = [[i] for i in played]
     order = np.random.default_rng([settings.seed, step, epoch, 1]).permutation(len(groups))
     count = min(settings.minibatches, max(1, len(groups)))
     return [[i for group in part for i in groups[group]] for part in np.array_split(order, count)]
@@ -393,17 +388,11 @@ def collate(trajectories: Sequence[Trajectory],
              "segments": column(segments, torch.long),
              "old_logprobs": column([t.logprobs for t in trajectories])}
     if any(t.choices for t in trajectories):
-        batch["allowed"] = pad(_allowed_tables(trajectories))
+        rows = [[i + 1 for i in ids or ()] for t in trajectories for ids in t.allowed()]
+        columns_of_all = torch.tensor([*zip_longest(*rows, fillvalue=0)], dtype=torch.long)
+        table = columns_of_all.view(-1, len(rows)).T  # [sum of T, A]
+        batch["allowed"] = pad(table.split([len(t.tokens) for t in trajectories]))
     return batch | {name: column(rows) for name, rows in columns.items()}
-
-
-def _allowed_tables(trajectories):
-    """For each trajectory [T, A] long: the allowed ids of each token plus one, then zeros. A: the
-    largest number of them; T may be 0."""
-    allowed = [[ids or [] for ids in t.allowed()] for t in trajectories]
-    width = max(len(ids) for rows in allowed for ids in rows)
-    return [torch.tensor([i + 1 for ids in rows for i in [*ids, *[-1] * (width - len(ids))]],
-                         dtype=torch.long).view(len(rows), width) for rows in allowed]
 
 
 def segment_spans(batch: Batch, rows: Sequence[int]) -> list[Span]:
@@ -502,9 +491,8 @@ def map_rows(function: Callable[[nn.Module, Batch], Tensor], model: nn.Module,
 
     function(model, micro-batch) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
     """
-    mine = []
-    for part, spans in own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens):
-        mine.append((spans, function(model, part).cpu()))
+    parts = own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens)
+    mine = [(spans, function(model, part).cpu()) for part, spans in parts]
     if sharded(model):
         model.reshard()  # otherwise done by the backward pass
     out = torch.zeros(batch["mask"].shape)

@@ -31,7 +31,7 @@ def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     return length if length > threshold else 0
 
 
-# For `flash_attention`: where the queries and the keys of each sequence begin and end, as running
+# For flash attention: where the queries and the keys of each sequence begin and end, as running
 # sums [sequences + 1] int32 from 0 on; and the largest numbers of queries and of keys.
 Spans = tuple[Tensor, Tensor, int, int]
 
@@ -69,7 +69,9 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
             counts.append(len(ids) - start)
             keys.append(places)
     lengths = list(map(len, keys))
-    parts = Parts(counts, lengths, torch.cat(keys).to(device), spans_of(counts, lengths, device))
+    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
+            for numbers in (counts, lengths)]
+    parts = Parts(counts, lengths, torch.cat(keys).to(device), (*ends, max(counts), max(lengths)))
     return torch.tensor([ids, positions], device=device), parts, index.to(device)
 
 
@@ -123,6 +125,10 @@ def seen_keys(last_keys: Tensor, width: int, window: int | None, like: Tensor) -
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
+# `varlen_attn` of PyTorch 2.11 lets query heads share a key head without being told.
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
 def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                   attention_mask: Tensor | None, scaling: float | None = None,
                   sliding_window: int | None = None, softcap: float | None = None,
@@ -138,8 +144,12 @@ def attend_within(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     query, key = query.to(value.dtype), key.to(value.dtype)
     is_plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     if is_plain and fits_flash_attention(value):
-        k, v = (x[0].transpose(0, 1)[parts.places] for x in (key, value))
-        return flash_attention(query[0], k, v, parts.spans, scaling, sliding_window)[None], None
+        # The last query of a sequence sees its last key, and each one before it a key less.
+        k, v = (x[0].transpose(0, 1)[parts.places] for x in (key, value))  # [M, H_kv, D]
+        window = -1 if sliding_window is None else sliding_window - 1, 0
+        q = query[0].transpose(0, 1).contiguous()
+        return varlen_attn(q, k, v, *parts.spans, scale=scaling, window_size=window,
+                           **SHARED_HEADS)[None], None
     return _attend_one_by_one(query, key, value, parts, scaling, sliding_window, softcap, s_aux)
 
 
@@ -163,36 +173,12 @@ def _attend_one_by_one(query, key, value, parts, scaling, sliding_window, softca
 
 
 def fits_flash_attention(value: Tensor) -> bool:
-    """Whether `flash_attention` can be called with values [..., D_v] like these: in half precision,
+    """Whether flash attention can be called with values [..., D_v] like these: in half precision,
     on a GPU of compute capability 8.0 (A100) or above."""
     size = value.shape[-1]
     return (value.device.type == "cuda" and value.dtype in (torch.bfloat16, torch.float16)
             and size % 8 == 0 and size <= 256
             and torch.cuda.get_device_capability(value.device) >= (8, 0))
-
-
-def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
-    """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
-    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
-            for numbers in (counts, lengths)]
-    return *ends, max(counts), max(lengths)
-
-
-# `varlen_attn` of PyTorch 2.11 lets query heads share a key head without being told.
-SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-
-
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, spans: Spans,
-                    scale: float | None, window: int | None) -> Tensor:
-    """Causal attention of several sequences that stand one after the other, in one call.
-
-    query [H, N, D]: the last tokens of each sequence; key and value [M, H_kv, D]: all its tokens ->
-    [N, H, D]. The last query of a sequence sees its last key, and each one before it a key less.
-    scale and window: see `masked_attention` and `seen_keys`.
-    """
-    left = -1 if window is None else window - 1
-    return varlen_attn(query.transpose(0, 1).contiguous(), key, value, *spans, scale=scale,
-                       window_size=(left, 0), **SHARED_HEADS)
 
 
 def flash_over_cache(query: Tensor, keys: Tensor, values: Tensor,
@@ -204,7 +190,8 @@ def flash_over_cache(query: Tensor, keys: Tensor, values: Tensor,
     [slots, H_kv, capacity, D], in a row of slots * capacity keys. spans, of n slots: where their
     queries begin and end, running sums [n + 1] int32; where their keys begin, [n + 1] int32, the
     last is not read; the largest number of queries; and the numbers of keys, [n] int32 ->
-    [N, H, D]. A row of no slot holds anything. scale and window: as for `flash_attention`.
+    [N, H, D]. A row of no slot holds anything. scale and window: see `masked_attention`
+    and `seen_keys`.
     """
     query_ends, key_starts, most_queries, lengths = spans
     capacity = keys.shape[2]
