@@ -131,20 +131,14 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
 
     [] for a reply that is cut off before its first action is complete. Never raises.
     """
-    found = [reply]
-    if action_format == "react":
-        found = reply.split("Action:")[1:]
-    elif action_format == "tags":
-        # <search> and <answer> are SearchQA's own actions. They keep their tags.
-        tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)
-        found = (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
-    elif action_format == "backticks":
-        found = re.findall(r"```(.*?)```", reply, re.DOTALL)
-    elif action_format == "json":
-        found = _actions_in_json(reply)
-    elif action_format == "code":
-        found = _actions_in_code(reply)
-    return [action.strip() for action in found]
+    return [action.strip() for action in READERS[action_format](reply)]
+
+
+def _actions_in_tags(reply: str) -> Iterator[str]:
+    """The actions in tags. <search> and <answer> are SearchQA's own actions. They keep their
+    tags."""
+    tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)
+    return (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
 
 
 def _actions_in_json(reply: str) -> Iterator[str]:
@@ -173,6 +167,13 @@ def _actions_in_code(reply: str) -> Iterator[str]:
                         yield action
                     case ast.Call(ast.Name("act")):
                         yield ""
+
+
+READERS = {  # action format -> the function that finds the actions in a reply
+    "plain": lambda reply: [reply], "react": lambda reply: reply.split("Action:")[1:],
+    "tags": _actions_in_tags, "backticks": re.compile(r"```(.*?)```", re.DOTALL).findall,
+    "json": _actions_in_json, "code": _actions_in_code,
+}
 
 
 def complaint(reply: str, action_format: str) -> str:

@@ -19,7 +19,7 @@ Differences from the papers or from the usual implementations:
   step infinite.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,20 +143,24 @@ def reinforce_pp_advantage(rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
     tensor([[ 0.8660,  0.0000,  0.8660],
             [-0.8660,  0.0000, -0.8660]])
     """
-    zero_values = torch.zeros_like(_as_float(rewards))
-    returns_to_go, _ = gae(rewards, zero_values, mask, gamma)
+    returns_to_go, _ = gae(rewards, torch.zeros_like(_as_float(rewards)), mask, gamma)
     return whiten(returns_to_go, mask)
 
 
-def _comparable_groups(scores: Tensor, groups: Tensor, valid: Tensor | None) -> Iterator[Tensor]:
-    """Yield the row indices [n] of each group that has at least two different valid scores."""
+def _within_groups(compare: Callable[[Tensor], Tensor], scores: Tensor, groups: Tensor,
+                   valid: Tensor | None) -> Tensor:
+    """compare(scores [n]) -> advantages [n], for the valid scores of each group that has at least
+    two different ones. All others get advantage 0. -> advantages, like `scores`."""
     if valid is None:
         valid = torch.ones_like(groups, dtype=torch.bool)
     _check_mask(valid, scores, groups)
+    scores = _as_float(scores)
+    advantages = torch.zeros_like(scores)
     for group in groups.unique():
         rows = ((groups == group) & valid).nonzero().squeeze(1)  # [n]
         if len(rows) >= 2 and scores[rows].max() != scores[rows].min():
-            yield rows
+            advantages[rows] = compare(scores[rows])
+    return advantages
 
 
 @torch.no_grad()
@@ -175,13 +179,8 @@ def grpo_advantage(scores: Tensor, groups: Tensor, valid: Tensor | None = None,
     >>> grpo_advantage(scores, groups, torch.tensor([True, True, True, False]))
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    scores = _as_float(scores)
-    advantages = torch.zeros_like(scores)
-    for rows in _comparable_groups(scores, groups, valid):
-        s = scores[rows]  # [n]
-        scale = s.std() + eps if normalize_std else 1.0
-        advantages[rows] = (s - s.mean()) / scale
-    return advantages
+    return _within_groups(
+        lambda s: (s - s.mean()) / (s.std() + eps if normalize_std else 1.0), scores, groups, valid)
 
 
 @torch.no_grad()
@@ -196,12 +195,7 @@ def rloo_advantage(scores: Tensor, groups: Tensor, valid: Tensor | None = None) 
     >>> rloo_advantage(torch.tensor([1., 0., 0.5]), torch.tensor([3, 3, 3]))
     tensor([ 0.7500, -0.7500,  0.0000])
     """
-    scores = _as_float(scores)
-    advantages = torch.zeros_like(scores)
-    for rows in _comparable_groups(scores, groups, valid):
-        s = scores[rows]  # [n]
-        advantages[rows] = s - (s.sum() - s) / (len(s) - 1)
-    return advantages
+    return _within_groups(lambda s: s - (s.sum() - s) / (len(s) - 1), scores, groups, valid)
 
 
 def turn_numbers(mask: Tensor) -> Tensor:
@@ -400,13 +394,11 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     _check_mask(mask, per_token)
     x = torch.where(mask, _as_float(per_token), 0.0)  # [B, T]
     if mode == "token":
-        total = x.sum()
-        count = mask.sum()
+        total, count = x.sum(), mask.sum()
     elif mode == "sequence":
         counts = mask.sum(1) if num_sampled is None else num_sampled
         sequence_means = x.sum(1) / counts.clamp(min=1)  # [B]
-        total = sequence_means.sum()
-        count = mask.any(1).sum()
+        total, count = sequence_means.sum(), mask.any(1).sum()
     else:
         raise ValueError(f"unknown aggregation '{mode}'; choose from token, sequence")
     if denominator is None:
