@@ -82,28 +82,22 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0,
         raise ValueError("reward on a token the policy did not sample; "
                          "put it on the last sampled token of its turn")
     # Most tokens are observations. Move the sampled tokens of each row to the left, so that the
-    # loop below runs only over the largest number of sampled tokens in a row. The token at
-    # (row, column) of the batch is number `slot` among the sampled tokens of its row.
-    row, column = mask.nonzero(as_tuple=True)  # [S], S sampled tokens in the batch
-    slot = mask.cumsum(1)[row, column] - 1  # [S]
-    num_rows = mask.shape[0]
-    num_slots = int(slot.max()) + 1 if len(slot) else 0
+    # loop below runs only over the largest number of sampled tokens in a row.
+    counts = mask.sum(1)
+    slots = torch.arange(max(counts.tolist(), default=0), device=mask.device) < counts[:, None]
     dtype = torch.promote_types(_as_float(rewards).dtype, _as_float(values).dtype)
-    # r, v, adv: [B, num_slots]. Slots after the last sampled token of a row stay zero: V = A = 0.
-    r, v, adv = torch.zeros(3, num_rows, num_slots, dtype=dtype, device=mask.device)
-    r[row, slot] = rewards[row, column].to(dtype)
-    v[row, slot] = values[row, column].to(dtype)
-    next_v = torch.zeros(num_rows, dtype=dtype, device=mask.device)  # [B]
-    next_adv = next_v
-    for k in reversed(range(num_slots)):
+    # r, v, adv: like `slots` [B, S]. After the last sampled token of a row they stay 0: V = A = 0.
+    r, v, adv = torch.zeros(3, *slots.shape, dtype=dtype, device=mask.device)
+    r[slots], v[slots] = rewards[mask].to(dtype), values[mask].to(dtype)
+    next_v = next_adv = torch.zeros(len(mask), dtype=dtype, device=mask.device)  # [B]
+    for k in reversed(range(slots.shape[1])):
         delta = r[:, k] + gamma * next_v - v[:, k]
         next_adv = delta + gamma * lam * next_adv
         adv[:, k] = next_adv
         next_v = v[:, k]
     # Move the results back to the positions of the tokens.
     advantages, returns = torch.zeros(2, *mask.shape, dtype=dtype, device=mask.device)  # [B, T]
-    advantages[row, column] = adv[row, slot]
-    returns[row, column] = (adv + v)[row, slot]
+    advantages[mask], returns[mask] = adv[slots], (adv + v)[slots]
     return advantages, returns
 
 
@@ -401,8 +395,7 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
         total, count = sequence_means.sum(), mask.any(1).sum()
     else:
         raise ValueError(f"unknown aggregation '{mode}'; choose from token, sequence")
-    if denominator is None:
-        denominator = count
-    denominator = torch.as_tensor(denominator, dtype=x.dtype, device=x.device)
+    denominator = torch.as_tensor(count if denominator is None else denominator,
+                                  dtype=x.dtype, device=x.device)
     # A count of 0 comes with a total of 0. Dividing by 1 then gives 0 instead of NaN.
     return total / torch.where(denominator == 0, 1.0, denominator)

@@ -37,10 +37,16 @@ def try_template(tokenizer: Tokenizer, system: str = "", chat_args: str = "") ->
 
     system: the text of a system message before every conversation; "": no such message. chat_args:
     see `read_settings`. Raises ValueError if there is no template, for one that fails or exceeds
-    the limits, and for one that does not use `system` or a name in `chat_args`.
+    the limits, for one that does not use `system` or a name in `chat_args`, and for a form of the
+    time that is not a literal.
     """
-    tried = {"of": tokenizer.chat_template,
-             "template": with_fixed_time(tokenizer.get_chat_template()),
+    # The present time is shown at any later time, too: a run's prompts do not change at midnight.
+    template = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+                      lambda match: json.dumps(datetime.now().strftime(match[2])),
+                      tokenizer.get_chat_template())
+    if "strftime_now(" in template:
+        raise ValueError("this tokenizer's chat template computes how it shows the time")
+    tried = {"of": tokenizer.chat_template, "template": template,
              "arguments": read_settings(chat_args, "--chat_args"), "system": system}
     fork = get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
@@ -58,16 +64,6 @@ def try_template(tokenizer: Tokenizer, system: str = "", chat_args: str = "") ->
     if system.strip() not in answer["marks"]:
         raise ValueError("this tokenizer's chat template does not show the text of --system")
     return tried | answer
-
-
-def with_fixed_time(template: str) -> str:
-    """The template, which shows the present time at any later time, too: the prompts of a run do
-    not change at midnight. Raises ValueError for a form of the time that is not a literal."""
-    fixed = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
-                   lambda match: json.dumps(datetime.now().strftime(match[2])), template)
-    if "strftime_now(" in fixed:
-        raise ValueError("this tokenizer's chat template computes how it shows the time")
-    return fixed
 
 
 def write(tokenizer: Tokenizer, messages: list[dict[str, str]], tried: dict[str, Any],
