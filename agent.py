@@ -131,20 +131,14 @@ def actions_in(reply: str, action_format: str = "plain") -> list[str]:
 
     [] for a reply that is cut off before its first action is complete. Never raises.
     """
-    found = [reply]
-    if action_format == "react":
-        found = reply.split("Action:")[1:]
-    elif action_format == "tags":
-        # <search> and <answer> are SearchQA's own actions. They keep their tags.
-        tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)
-        found = (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
-    elif action_format == "backticks":
-        found = re.findall(r"```(.*?)```", reply, re.DOTALL)
-    elif action_format == "json":
-        found = _actions_in_json(reply)
-    elif action_format == "code":
-        found = _actions_in_code(reply)
-    return [action.strip() for action in found]
+    return [action.strip() for action in READERS[action_format](reply)]
+
+
+def _actions_in_tags(reply: str) -> Iterator[str]:
+    """The actions in tags. <search> and <answer> are SearchQA's own actions. They keep their
+    tags."""
+    tags = re.finditer(r"<(action|search|answer)>(.*?)</\1>", reply, re.DOTALL)
+    return (tag[2] if tag[1] == "action" else tag[0] for tag in tags)
 
 
 def _actions_in_json(reply: str) -> Iterator[str]:
@@ -173,6 +167,13 @@ def _actions_in_code(reply: str) -> Iterator[str]:
                         yield action
                     case ast.Call(ast.Name("act")):
                         yield ""
+
+
+READERS = {  # action format -> the function that finds the actions in a reply
+    "plain": lambda reply: [reply], "react": lambda reply: reply.split("Action:")[1:],
+    "tags": _actions_in_tags, "backticks": re.compile(r"```(.*?)```", re.DOTALL).findall,
+    "json": _actions_in_json, "code": _actions_in_code,
+}
 
 
 def complaint(reply: str, action_format: str) -> str:
@@ -271,15 +272,23 @@ class Play:
     # What an agent calls.
 
     def start(self) -> Messages:
-        """The instructions and the fixed reply to them. An environment that takes whole replies
-        describes their form in its own prompt."""
-        action_format = "plain" if self.env.whole_reply else self.action_format
-        text = self.texts.get("prompt") or instructions(self.env.prompt, action_format)
+        """The instructions and the fixed reply to them."""
+        text = self.texts.get("prompt") or instructions(self.env.prompt, self.form())
         return [{"role": "user", "content": text}, assistant(self.texts.get("reply", FIRST_REPLY))]
 
+    def form(self) -> str:
+        """The action format of replies. An environment that takes whole replies describes their
+        form in its own prompt."""
+        return "plain" if self.env.whole_reply else self.action_format
+
+    def reply_with(self, action: str) -> str:
+        """A reply in which `act` finds this action."""
+        return reply_with(action, self.form())
+
     def reset(self, number: int | None = None) -> str:
-        """Begin the episode, perhaps once more, or the item of another number, to look at it -> the
-        first observation. Raises ItemError if there is no such item."""
+        """Begin the episode, perhaps once more -> the first observation. number: of another item,
+        to show an episode of it before the own one begins. Raises ItemError if there is no such
+        item."""
         def begin():
             self.turn.progress = 0.0
             return readable(self.env.reset(self.number if number is None else number))
@@ -302,7 +311,8 @@ class Play:
         return self._of_environment(lambda: self._credited(self.env.step(action)))
 
     def skip(self, action: str) -> Step:
-        """Let the environment take an action that is no reply's, and credit its reward to none."""
+        """Let the environment take an action that no reply has chosen. Its reward is not
+        counted."""
         return self._of_environment(lambda: self.env.step(action))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
@@ -458,6 +468,19 @@ def summary(play: Play, every: int = 3) -> Agent:
         notes = f"What you know: {(yield messages)}\n\n"
 
 
+def converse(play: Play, messages: Messages, choose: bool = False) -> Agent:
+    """The rest of an episode, for agents that begin it in their own way (`yield from`): the model
+    sees the whole conversation, and acts in every turn. choose: it chooses among the actions that
+    `Env.valid_actions` lists; such an agent has the attribute `chooses`."""
+    while True:
+        actions = play.valid_actions() if choose else []
+        reply = yield Choice(messages, [play.reply_with(action) for action in actions])
+        step = play.act(reply)
+        if step.done:
+            return
+        messages = [*messages, assistant(reply), user(step.observation)]
+
+
 # They only compute, so on a CPU the decode loop calls them itself, in instant worlds. Any other
 # agent runs in the thread of its environment, with a deadline, unless it says the same of itself.
 react.instant = window.instant = summary.instant = True
@@ -492,7 +515,8 @@ def hash_of_sources(agent: str, agent_args: str = "") -> str:
 
 # ---- from text to token ids ----
 
-Parts = list[tuple[str, dict[str, str] | None]]  # see `Chat._cut`
+Part = tuple[str, str | None]  # a text, and the role whose message it is; None: the template's
+Cut = list[tuple[str, str, dict[str, str]]]  # see `Chat._cut`
 
 
 def _split(text: str, marked: str) -> list[str]:
@@ -551,26 +575,27 @@ class Chat:
 
         # What the template writes between a message and a reply that is not the policy's, between a
         # reply and a message, and between a message and the policy's reply (the generation prompt).
-        pieces = _split(self.tried["marks"], "".join(MARKS))[::2]
-        _, self.to_reply, to_user, self.to_policy = pieces
+        _, self.to_reply, to_user, self.to_policy = _split(self.tried["marks"], "".join(MARKS))[::2]
         # Some templates write a space before the token that ends a reply. The policy need not.
         self.to_user = to_user.lstrip(" ")
 
         # Tokens that only the template writes, and the policy: those that the tokenizer calls
         # special, that end a sequence, or that stand in the template. A reply that the policy did
         # not sample may have thoughts and calls of tools.
-        self.eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
-        self.eos_ids.discard(None)
+        eos_ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos_ids", ())}
+        self.eos_ids = eos_ids - {None}
         added = tokenizer.added_tokens_decoder
         self.control = {
             i for i, token in added.items() if token.special or i in self.eos_ids
             or str(token) in self.tried["template"] and re.fullmatch(MARKER, str(token))}
-        between = self._encode([(self.to_reply + self.to_user + self.to_policy, set())])
+        self.forbidden = {None: set()}
+        between = self._encode((self.to_reply + self.to_user + self.to_policy, None))
         self.turn_control = {
             i for i in self.control if added[i].special or i in self.eos_ids
             or i in between and not re.search("think|tool", str(added[i]))}
+        self.forbidden["assistant"] = self.turn_control  # and of any other role `control`
 
-        ends = self._encode([(self.to_user, set())])
+        ends = self._encode((self.to_user, None))
         if not ends or ends[0] not in self.control | self.eos_ids:
             raise ValueError(
                 f"this chat template ends a reply with {tokenizer.decode(ends[:1])!r}, no "
@@ -580,12 +605,10 @@ class Chat:
         # The template writes a reply of the history after the generation prompt, some with a header
         # between them: a space, an empty thought, or the final channel's name between two tokens.
         self.opens_thought = self.to_policy.rstrip().endswith("<think>")
-        self.header = ""
+        self.header = "</think>\n\n" if self.opens_thought else ""
         if self.to_reply.startswith(self.to_policy):
-            self.header = self.to_reply[len(self.to_policy):]
-        elif self.opens_thought:
-            self.header = "</think>\n\n"
-        header = self._after_prompt([(self.header, set())])
+            self.header = self.to_reply.removeprefix(self.to_policy)
+        header = self._after_prompt((self.header, None))
         has_channels = (
             self.end_id not in self.eos_ids and len(self.eos_ids) > 0 and len(header) > 2
             and {header[0], header[-1]} <= self.control and not self.control.issuperset(header))
@@ -611,8 +634,7 @@ class Chat:
         is_pieced = True
         for texts in (("Play.", "OK", "You see a wall.", "turn left", "A ball."),
                       ("Play a game.", "OK", "A wall", "", "A red ball 1.")):
-            messages = [{"role": role, "content": text}
-                        for role, text in zip(["user", "assistant"] * 3, texts)]
+            messages = [make(text) for make, text in zip([user, assistant] * 3, texts)]
             whole, start = self.prompt(messages), self.prompt(messages[:3])
             end = self.turns(messages[4:], closed=False)
             reply = whole[len(start): len(whole) - len(end)]
@@ -628,12 +650,13 @@ class Chat:
                                  f"text: {parts!r}, not {at_once!r}")
         return is_pieced
 
-    def _encode(self, parts: Sequence[tuple[str, set[int]]]) -> list[int]:
+    def _encode(self, *parts: Part) -> list[int]:
         """The token ids of the texts of `parts`, side by side, as the tokenizer encodes a whole
-        text. Each text has the ids that must not come from it: where the tokenizer finds one, the
-        text is cut within it. Several threads may encode at the same time."""
+        text. Where it finds an id that must not come from a text, the text is cut within it.
+        Several threads may encode at the same time."""
         text = "".join(part for part, _ in parts)
-        forbidden = [ids for part, ids in parts for _ in part]  # in each character
+        # In each character.
+        forbidden = [self.forbidden.get(role, self.control) for part, role in parts for _ in part]
         cuts = {0, len(text)}
         while True:
             starts = sorted(cuts)
@@ -650,11 +673,11 @@ class Chat:
                 return [token for encoding in encodings for token in encoding.ids]
             cuts |= found
 
-    def _after_prompt(self, parts: Sequence[tuple[str, set[int]]]) -> list[int]:
+    def _after_prompt(self, *parts: Part) -> list[int]:
         """The ids of `parts` after the generation prompt, where they do not change its ids."""
-        before = (self.to_policy, set())
-        start, ids = self._encode([before]), self._encode([before, *parts])
-        return ids[len(start):] if ids[: len(start)] == start else self._encode(parts)
+        before = (self.to_policy, None)
+        start, ids = self._encode(before), self._encode(before, *parts)
+        return ids[len(start):] if ids[: len(start)] == start else self._encode(*parts)
 
     def prompt(self, messages: Messages, tools: list[dict] | None = None,
                sampled: Sequence[tuple[str, list[int]]] = ()) -> list[int]:
@@ -665,43 +688,34 @@ class Chat:
         for messages whose text the template changes, ValueError or whatever the template's program
         raises for others that it does not show.
         """
-        rest, section, ids = list(sampled), [], []  # from the last part to the first
-        is_spaced = False
-        for text, message in reversed(self._cut(messages, tools)):
-            is_reply = message == assistant(text)
+        cut, end = self._cut(messages, tools)
+        rest, section, ids = list(sampled), [(end, None)], []  # from the last part to the first
+        for before, text, message in reversed(cut):
             places = [i for i, (reply, own) in enumerate(rest)
-                      if is_reply and reply == text and own]
-            if places:  # this prompt does not show the later ones
-                *rest, (_, own) = rest[: places[-1] + 1]
-                ids = own + self._encode(section) + ids
-                section = []
-                # SentencePiece's first token has a space, which the text of a reply lacks.
-                first = self.tokenizer.convert_ids_to_tokens(own[:1])
-                is_spaced = str(*first).startswith("▁") and not text.startswith(" ")
+                      if own and message == assistant(reply) and text == reply]
+            if not places:
+                section = [(before, None), (text, message["role"]), *section]
                 continue
-            if is_spaced and self.header == " ":
-                text = text.removesuffix(" ")
-            is_spaced = False
-            section.insert(0, (text, self._forbidden(message)))
-        return self._encode(section) + ids
+            *rest, (_, own) = rest[: places[-1] + 1]  # this prompt does not show the later ones
+            ids = own + self._encode(*section) + ids
+            # SentencePiece's first token has a space, which the text of a reply lacks.
+            first = str(self.tokenizer.convert_ids_to_tokens(own[0]))
+            is_spaced = self.header == " " and first.startswith("▁") and not text.startswith(" ")
+            section = [(before.removesuffix(" ") if is_spaced else before, None)]
+        return self._encode(*section) + ids
 
-    def _forbidden(self, message: dict[str, str] | None) -> set[int]:
-        """The ids that must not come from the text of a message (None: of the template)."""
-        if message is None:
-            return set()
-        return self.turn_control if message["role"] == "assistant" else self.control
-
-    def _cut(self, messages: Messages, tools: list[dict] | None) -> Parts:
-        """The template's text of a conversation, in parts: (text of the template, None), (text of a
-        message, the message), ... No text of a message can be taken for one of the template,
-        because the parts between the messages are known from a conversation of marks."""
+    def _cut(self, messages: Messages, tools: list[dict] | None) -> tuple[Cut, str]:
+        """The template's text of a conversation, cut: [(text of the template, text of a message,
+        the message), ...], and the template's text after the last one. No text of a message can be
+        taken for one of the template, because the parts between the messages are known from a
+        conversation of marks."""
         if self.tried["system"] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.tried["system"]}, *messages]
         if messages[0]["role"] == "system" and messages[1:] and not self.shows_system:
             text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
             messages = [messages[1] | {"content": text}, *messages[2:]]
         if tools and self.control.intersection(
-                self._encode([(json.dumps(tools, ensure_ascii=False), set())])):
+                self._encode((json.dumps(tools, ensure_ascii=False), None))):
             raise ValueError("the tools of an agent hold a control token")
         written = write(self.tokenizer, messages, self.tried, tools)
         # A template may write something else around an empty text, or around a reply's thought.
@@ -717,9 +731,10 @@ class Chat:
             parted.append(thought + (mark if text.strip() else ""))
         for marks in (whole, parted):
             marked = [message | {"content": mark} for message, mark in zip(messages, marks)]
-            outline = write(self.tokenizer, marked, self.tried, tools)
-            if parts := _matched(written, _split(outline, "".join(marks)), messages):
-                return parts
+            outline = _split(write(self.tokenizer, marked, self.tried, tools), "".join(marks))
+            cut = _matched(written, outline, messages)
+            if cut is not None:
+                return cut, outline[-1]
         raise EnvError("this tokenizer's chat template changes the text of a message")
 
     def turns(self, messages: Messages, closed: bool) -> list[int]:
@@ -732,14 +747,13 @@ class Chat:
         """
         before = {"user": self.to_user, "assistant": self.to_reply}
         parts = [part for m in messages
-                 for part in ((before[m["role"]], set()), (m["content"], self._forbidden(m)))]
-        return self._encode([*parts, (self.to_policy, set())])[int(closed):]
+                 for part in ((before[m["role"]], None), (m["content"], m["role"]))]
+        return self._encode(*parts, (self.to_policy, None))[int(closed):]
 
     def reply(self, text: str) -> list[int]:
         """Ids of a reply that the policy did not sample, as they follow the generation prompt: its
         header, its text and the token that ends it."""
-        parts = [(self.header, set()), (text, self.turn_control)]
-        return [*self._after_prompt(parts), self.reply_end_id]
+        return [*self._after_prompt((self.header, None), (text, "assistant")), self.reply_end_id]
 
     def options(self, texts: Sequence[str]) -> list[list[int | None]]:
         """The ids of each reply that may be written, to its end; None at the end of an `Open` text:
@@ -759,18 +773,17 @@ class Chat:
 
     def is_ended(self, reply: list[int]) -> bool:
         """Whether the last of these tokens ends the reply."""
-        if self.final_header and not self.final_message(reply):
-            return reply[-1] in self.eos_ids
-        return reply[-1] == self.end_id or reply[-1] in self.eos_ids
+        return reply[-1] in self.eos_ids or reply[-1] == self.end_id and (
+            not self.final_header or self.final_message(reply) != [])
 
 
-def _matched(text: str, outline: list[str], messages: Messages) -> Parts | None:
+def _matched(text: str, outline: list[str], messages: Messages) -> Cut | None:
     """`text` cut into the template's parts (`outline`) and the messages between them, which may
     lack their thoughts and the spaces around them: see `Chat._cut`. None: it is another text.
 
     outline: what the template writes around the marks "@message3@" and "@thought3@" of a
     conversation, and the marks: see `_split`."""
-    parts = []
+    cut = []
     for before, mark, after in zip(outline[::2], outline[1::2], outline[2::2]):
         message = messages[int(re.sub(r"\D", "", mark))]
         thought, _, rest = message["content"].rpartition("</think>")
@@ -780,9 +793,9 @@ def _matched(text: str, outline: list[str], messages: Messages) -> Parts | None:
         form = next((f for f in forms if text.startswith(before + f + after)), None)
         if form is None:
             return None
-        parts += [(before, None), (form, message)]
+        cut.append((before, form, message))
         text = text[len(before) + len(form):]
-    return [*parts, (text, None)] if text == outline[-1] else None
+    return cut if text == outline[-1] else None
 
 
 def note_history(chat: Chat) -> None:

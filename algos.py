@@ -19,7 +19,7 @@ Differences from the papers or from the usual implementations:
   step infinite.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,28 +82,22 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0,
         raise ValueError("reward on a token the policy did not sample; "
                          "put it on the last sampled token of its turn")
     # Most tokens are observations. Move the sampled tokens of each row to the left, so that the
-    # loop below runs only over the largest number of sampled tokens in a row. The token at
-    # (row, column) of the batch is number `slot` among the sampled tokens of its row.
-    row, column = mask.nonzero(as_tuple=True)  # [S], S sampled tokens in the batch
-    slot = mask.cumsum(1)[row, column] - 1  # [S]
-    num_rows = mask.shape[0]
-    num_slots = int(slot.max()) + 1 if len(slot) else 0
+    # loop below runs only over the largest number of sampled tokens in a row.
+    counts = mask.sum(1)
+    slots = torch.arange(max(counts.tolist(), default=0), device=mask.device) < counts[:, None]
     dtype = torch.promote_types(_as_float(rewards).dtype, _as_float(values).dtype)
-    # r, v, adv: [B, num_slots]. Slots after the last sampled token of a row stay zero: V = A = 0.
-    r, v, adv = torch.zeros(3, num_rows, num_slots, dtype=dtype, device=mask.device)
-    r[row, slot] = rewards[row, column].to(dtype)
-    v[row, slot] = values[row, column].to(dtype)
-    next_v = torch.zeros(num_rows, dtype=dtype, device=mask.device)  # [B]
-    next_adv = next_v
-    for k in reversed(range(num_slots)):
+    # r, v, adv: like `slots` [B, S]. After the last sampled token of a row they stay 0: V = A = 0.
+    r, v, adv = torch.zeros(3, *slots.shape, dtype=dtype, device=mask.device)
+    r[slots], v[slots] = rewards[mask].to(dtype), values[mask].to(dtype)
+    next_v = next_adv = torch.zeros(len(mask), dtype=dtype, device=mask.device)  # [B]
+    for k in reversed(range(slots.shape[1])):
         delta = r[:, k] + gamma * next_v - v[:, k]
         next_adv = delta + gamma * lam * next_adv
         adv[:, k] = next_adv
         next_v = v[:, k]
     # Move the results back to the positions of the tokens.
     advantages, returns = torch.zeros(2, *mask.shape, dtype=dtype, device=mask.device)  # [B, T]
-    advantages[row, column] = adv[row, slot]
-    returns[row, column] = (adv + v)[row, slot]
+    advantages[mask], returns[mask] = adv[slots], (adv + v)[slots]
     return advantages, returns
 
 
@@ -148,15 +142,20 @@ def reinforce_pp_advantage(rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
     return whiten(returns_to_go, mask)
 
 
-def _comparable_groups(scores: Tensor, groups: Tensor, valid: Tensor | None) -> Iterator[Tensor]:
-    """Yield the row indices [n] of each group that has at least two different valid scores."""
+def _within_groups(compare: Callable[[Tensor], Tensor], scores: Tensor, groups: Tensor,
+                   valid: Tensor | None) -> Tensor:
+    """compare(scores [n]) -> advantages [n], for the valid scores of each group that has at least
+    two different ones. All others get advantage 0. -> advantages, like `scores`."""
     if valid is None:
         valid = torch.ones_like(groups, dtype=torch.bool)
     _check_mask(valid, scores, groups)
+    scores = _as_float(scores)
+    advantages = torch.zeros_like(scores)
     for group in groups.unique():
         rows = ((groups == group) & valid).nonzero().squeeze(1)  # [n]
         if len(rows) >= 2 and scores[rows].max() != scores[rows].min():
-            yield rows
+            advantages[rows] = compare(scores[rows])
+    return advantages
 
 
 @torch.no_grad()
@@ -175,13 +174,8 @@ def grpo_advantage(scores: Tensor, groups: Tensor, valid: Tensor | None = None,
     >>> grpo_advantage(scores, groups, torch.tensor([True, True, True, False]))
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    scores = _as_float(scores)
-    advantages = torch.zeros_like(scores)
-    for rows in _comparable_groups(scores, groups, valid):
-        s = scores[rows]  # [n]
-        scale = s.std() + eps if normalize_std else 1.0
-        advantages[rows] = (s - s.mean()) / scale
-    return advantages
+    return _within_groups(
+        lambda s: (s - s.mean()) / (s.std() + eps if normalize_std else 1.0), scores, groups, valid)
 
 
 @torch.no_grad()
@@ -196,12 +190,7 @@ def rloo_advantage(scores: Tensor, groups: Tensor, valid: Tensor | None = None) 
     >>> rloo_advantage(torch.tensor([1., 0., 0.5]), torch.tensor([3, 3, 3]))
     tensor([ 0.7500, -0.7500,  0.0000])
     """
-    scores = _as_float(scores)
-    advantages = torch.zeros_like(scores)
-    for rows in _comparable_groups(scores, groups, valid):
-        s = scores[rows]  # [n]
-        advantages[rows] = s - (s.sum() - s) / (len(s) - 1)
-    return advantages
+    return _within_groups(lambda s: s - (s.sum() - s) / (len(s) - 1), scores, groups, valid)
 
 
 def turn_numbers(mask: Tensor) -> Tensor:
@@ -281,9 +270,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
         raise ValueError(f"advantages must be [B, T] or [B, 1], not {list(advantages.shape)}")
     # Mask the inputs, not only the result. With a NaN outside the mask, masking only the result
     # would still give a NaN gradient, because the backward pass computes 0 * NaN.
-    logp = torch.where(mask, _as_float(logprobs), 0.0)  # [B, T]
-    old = torch.where(mask, _as_float(old_logprobs), 0.0)  # [B, T]
-    adv = torch.where(mask, _as_float(advantages), 0.0)  # [B, T]
+    logp, old, adv = (torch.where(mask, _as_float(x), 0.0)  # [B, T]
+                      for x in (logprobs, old_logprobs, advantages))
     log_ratio = (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp() if ratio_of is None else ratio_of(log_ratio, logp, mask)
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -319,9 +307,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     tensor([[1.1250]])
     """
     _check_mask(mask, values, old_values, returns)
-    v = torch.where(mask, _as_float(values), 0.0)  # [B, T]
-    old = torch.where(mask, _as_float(old_values), 0.0)  # [B, T]
-    R = torch.where(mask, _as_float(returns), 0.0)  # [B, T]
+    v, old, R = (torch.where(mask, _as_float(x), 0.0) for x in (values, old_values, returns))
     v_clipped = old + (v - old).clamp(-clip, clip)
     return 0.5 * torch.max((v - R) ** 2, (v_clipped - R) ** 2)
 

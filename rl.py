@@ -320,22 +320,21 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient, allowed):
         return score(logits, sampled, unused, config, temperature, entropy_gradient)
 
     hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
-    # [S, A]: first the tokens sampled among all, then those among some.
+    # [S, A]. First come the tokens that were sampled among all, then those among some.
     columns = hidden.new_zeros(len(hidden), 0) if allowed is None else allowed[mask]
     is_free = (columns == 0).all(1)
-    order = torch.cat([is_free.nonzero()[:, 0], (~is_free).nonzero()[:, 0]])
-    size = config.vocab_size if allowed is None else max(
-        config.vocab_size, columns.shape[1] * hidden.shape[1])
-    chunk, parts = max(1, MAX_LOGITS[ids.device.type] // size), []
-    for rows, width in ((order[: is_free.sum()], 0), (order[is_free.sum():], columns.shape[1])):
-        inputs = hidden[rows], ids[mask][rows], columns[rows, :width]
-        parts += zip(*(x.split(chunk) for x in inputs))
+    free, limited = is_free.nonzero()[:, 0], (~is_free).nonzero()[:, 0]
+    size = max(config.vocab_size, columns.shape[1] * hidden.shape[1])
+    chunk = max(1, MAX_LOGITS[ids.device.type] // size)
+    parts = [part for rows, allowed_columns in ((free, columns[:, :0]), (limited, columns))
+             for part in zip(*(x[rows].split(chunk) for x in (hidden, ids[mask], allowed_columns)))]
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) > 1:  # the logits of each part are computed again in the backward pass
         head = partial(checkpoint, head, use_reentrant=False)
     logprobs, entropies = (torch.zeros(mask.shape, device=ids.device) for _ in range(2))
-    values = map(torch.cat, zip(*(head(*part) for part in parts)))
-    logprobs[mask], entropies[mask] = (value[order.argsort()] for value in values)
+    values = zip(*(head(*part) for part in parts))
+    places = torch.cat([free, limited]).argsort()
+    logprobs[mask], entropies[mask] = (torch.cat(value)[places] for value in values)
     return logprobs, entropies
 
 

@@ -39,7 +39,7 @@ from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
 from rl import Sampling, compute_paths_of
-from trajectory import Status, Trajectory, reply_spans
+from trajectory import Status, Trajectory, next_ids, reply_spans
 from worlds.agentgym import LENIENT
 
 # ---- settings ----
@@ -271,11 +271,6 @@ class Episode(Conversation):
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
 
-    def allowed(self) -> list[int] | None:
-        """The ids among which the next token is sampled; None: all."""
-        ids = {option[0] for option in self.options if option}
-        return None if None in ids or not ids else sorted(ids)
-
     def ready(self) -> bool:
         """Whether the environment has answered or missed its deadline."""
         return self.future.done() or bool(self.worker.late(*self.deadlines))
@@ -283,21 +278,20 @@ class Episode(Conversation):
     def add_token(self, token: int, logprob: float, entropy: float) -> bool:
         """Append a token that the policy sampled. -> whether the reply is complete: then the
         environment has been sent it, and `take_answer` must follow."""
-        t = self.trajectory
         self.pending = []
-        while token is not None:
-            t.append([token], [logprob], [entropy])
+        while True:
+            self.trajectory.append([token], [logprob], [entropy])
             self.pending.append(token)
             self.reply.append(token)
             self.options = [o[1:] for o in self.options if o[:1] == [token]]
+            if self.has_to_end(self.reply):
+                self._send()
+                return True
             # A token that is the only one allowed next needs no forward pass of its own.
-            has_room = not self.chat.is_ended(self.reply) and not self.has_to_end(self.reply)
-            ids = self.allowed() if has_room else None
-            token, logprob, entropy = ids[0] if ids and len(ids) == 1 else None, 0.0, 0.0
-        if not self.chat.is_ended(self.reply) and not self.has_to_end(self.reply):
-            return False
-        self._send()
-        return True
+            ids = next_ids(self.options)
+            if ids is None or len(ids) > 1:
+                return False
+            token, logprob, entropy = ids[0], 0.0, 0.0
 
     def _send(self) -> None:
         """Send the complete reply to the environment."""
@@ -315,9 +309,11 @@ class Episode(Conversation):
         self.future = self.worker.call(self._pass_on, self.reply, closed, cut, here=here)
 
     def has_to_end(self, reply: list[int]) -> bool:
-        """Whether a token limit is reached, or the reply has one of the world's stop strings."""
+        """Whether the last token ends the reply, a token limit is reached, or the reply has one of
+        the world's stop strings."""
         t = self.trajectory
-        if len(reply) >= self.max_tokens or len(t.tokens) - t.starts[-1] >= self.max_length:
+        has_room = len(reply) < self.max_tokens and len(t.tokens) - t.starts[-1] < self.max_length
+        if self.chat.is_ended(reply) or not has_room:
             return True
         stop_strings = self.worker.env.stop
         text = self.chat.tokenizer.decode(self.chat.final_message(reply)) if stop_strings else ""
@@ -336,12 +332,9 @@ class Episode(Conversation):
         trajectory goes on. Raises ItemError if there is no such item."""
         error = self.worker.failure(self.future, *self.deadlines)
         goes_on = not error and self.take()
-        t, r = self.trajectory, self.recorded
-        if not error and t.turns <= self.num_replayed:
-            start, end = [*reply_spans(r.mask), (len(r.tokens), None)][t.turns]
-            tokens = t.tokens if end else t.tokens[:start]
-            if tokens != r.tokens[:start] or end and not goes_on:
-                error = f"what follows turn {t.turns} is not as recorded"
+        turns = self.trajectory.turns
+        if not error and turns <= self.num_replayed and not self._is_as_recorded(goes_on):
+            error = f"what follows turn {turns} is not as recorded"
         if error:
             goes_on = self.end(Status.ENV_ERROR, error)
         if not goes_on:
@@ -349,26 +342,40 @@ class Episode(Conversation):
             return False
         self.pending = self.new_ids if self.begins else self.pending + self.new_ids
         self.reply, self.options = [], self.new_options
-        if t.turns >= self.num_replayed:
+        if turns >= self.num_replayed:
             return True
-        self.reply = r.tokens[start:end]
-        t.append(self.reply, r.logprobs[start:end], r.entropies[start:end])
+        self._replay()
+        return self.take_answer()
+
+    def _is_as_recorded(self, goes_on: bool) -> bool:
+        """Whether the trajectory is the recorded one up to its next reply or, if it has no further
+        reply, to its end. There a longer horizon may let the episode go on."""
+        recorded, tokens = self.recorded, self.trajectory.tokens
+        spans = reply_spans(recorded.mask)
+        if self.trajectory.turns == len(spans):
+            return tokens[: len(recorded.tokens)] == recorded.tokens
+        start, _ = spans[self.trajectory.turns]
+        return goes_on and tokens == recorded.tokens[:start]
+
+    def _replay(self) -> None:
+        """Append the next recorded reply, and send it to the environment."""
+        recorded = self.recorded
+        own = slice(*reply_spans(recorded.mask)[self.trajectory.turns])
+        self.reply = recorded.tokens[own]
+        self.trajectory.append(self.reply, recorded.logprobs[own], recorded.entropies[own])
         self.pending = self.pending + self.reply
         self._send()
-        return self.take_answer()
 
 
 def restricted(logits: Tensor, allowed: list[list[int] | None]) -> Tensor:
     """logits [n, V], with -inf for the ids that are not among a row's allowed ones (None: all)."""
     if not any(allowed):
         return logits
-    rows = [row for row, ids in enumerate(allowed) for _ in ids or ()]
-    free = [row for row, ids in enumerate(allowed) if ids is None]
-    columns = [i for ids in allowed for i in ids or ()]
-    kept = torch.full_like(logits, -math.inf)
-    kept[rows, columns] = logits[rows, columns]
-    kept[free] = logits[free]
-    return kept
+    rows, columns = zip(*((row, i) for row, ids in enumerate(allowed) for i in ids or ()))
+    is_limited = torch.tensor([[ids is not None] for ids in allowed], device=logits.device)
+    is_left_out = is_limited.repeat(1, logits.shape[1])
+    is_left_out[rows, columns] = False
+    return logits.masked_fill(is_left_out, -math.inf)
 
 
 # ---- all trajectories of a call ----
@@ -419,7 +426,7 @@ class TrajectoryQueue:
         """Sample a token for each of n episodes from logits [n, V], with a random number of its
         own. Nothing waits for a GPU."""
         uniforms = [e.unused.pop() if e.unused else e.numbers.random() for e in episodes]
-        logits = restricted(logits, [e.allowed() for e in episodes])
+        logits = restricted(logits, [next_ids(e.options) for e in episodes])
         on_device = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
         c = self.config
         drawn = sample(logits, on_device, c.temperature, c.top_p, c.top_k)
@@ -508,11 +515,11 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     agent, FloatingPointError if the policy's logits are not finite.
     """
     config = replace(config or Rollouts(), **changes)
-    load_agent(config.agent, config.agent_args)  # once, before threads do
+    # Once, before threads do.
+    chooses = getattr(load_agent(config.agent, config.agent_args), "chooses", False)
     chat = Chat(tokenizer, config.history)
     on_cpu = device_of(policy).type == "cpu"
     policy.eval()
-    chooses = getattr(load_agent(config.agent, config.agent_args), "chooses", False)
     trajectories = [Trajectory(item, split_item(item)[0], step, group, k)
                     for group, item in enumerate(items) for k in range(config.samples)]
 

@@ -123,9 +123,8 @@ def training_loop(run: Run) -> None:
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks.
-            continued = []
             batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models,
-                                  partial(play_on, run, horizons, step, continued))
+                                  partial(play_on, run, horizons, step, decoded))
 
             # Update.
             changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
@@ -136,7 +135,6 @@ def training_loop(run: Run) -> None:
             by_world = metrics.world_metrics(trajectories, horizons)
             row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
                    **metrics.rollout_metrics(trajectories), **changes, **decoded, **held_out,
-                   **({"continued_turns": sum(continued)} if continued else {}),
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
                    "memory_gb": metrics.memory_gb(run.device), **metrics.world_columns(by_world)}
@@ -398,13 +396,13 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
         **(shares if len(shares) > 1 else {})}
 
 
-def play_on(run: Run, horizons: dict[str, int], step: int, turns: list[int],
+def play_on(run: Run, horizons: dict[str, int], step: int, columns: dict[str, float],
             after: Sequence[tuple[Trajectory, int]], samples: int) -> list[Trajectory]:
-    """Play on after recorded turns, for algorithms that measure values: see `Gathered.play_on`.
-    Their numbers of new turns are added to `turns`."""
-    items = [t.item for t, _ in after]
-    played, _ = play_items(run, items, horizons, samples, step, after)
-    turns += [max(0, t.turns - after[t.group][1]) for t in played]
+    """Play on after recorded turns, for algorithms that measure values: see `Gathered.play_on`. The
+    number of new turns is added to the column "continued_turns"."""
+    played, _ = play_items(run, [t.item for t, _ in after], horizons, samples, step, after)
+    turns = sum(max(0, t.turns - after[t.group][1]) for t in played)
+    columns["continued_turns"] = columns.get("continued_turns", 0) + turns
     return played
 
 

@@ -118,13 +118,13 @@ class Trajectory:
         self.score, self.success = turn.score, turn.success
         self.progress.append(turn.progress)
         self.messages.append({"role": "assistant", "content": reply})
+        self.invalid_turns += [self.turns] * (not turn.valid)
         reward = turn.reward
         if forgets:
             self.rewards = [0.0] * len(self.rewards)
             self.reward = 0.0
-        if not turn.valid:
-            self.invalid_turns.append(self.turns)
-            reward -= 0.0 if forgets else invalid_penalty
+        elif not turn.valid:
+            reward -= invalid_penalty
         self.reward += reward
         if self.rewards:  # a trajectory that was played as text has no tokens
             self.rewards[-1] = reward
@@ -133,12 +133,9 @@ class Trajectory:
         """[T]: the ids among which each token was sampled; None: among all, or it was not."""
         found: list[list[int] | None] = [None] * len(self.tokens)
         for place, options in self.choices.items():
-            while place < len(self.tokens) and self.mask[place] and any(options):
-                ids = {option[0] for option in options if option}
-                if None in ids:
-                    break
-                found[place] = sorted(ids)
-                options = [o[1:] for o in options if o and o[0] == self.tokens[place]]
+            while place < len(self.tokens) and self.mask[place] and (ids := next_ids(options)):
+                found[place] = ids
+                options = [o[1:] for o in options if o[:1] == [self.tokens[place]]]
                 place += 1
         return found
 
@@ -182,6 +179,13 @@ class Trajectory:
                       or any(t.mask[start] for start in t.starts)):
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
         return t
+
+
+def next_ids(options: list[list[int | None]]) -> list[int] | None:
+    """The ids that may come next; None: any. options: the rest of each reply that may be written,
+    in ids, None in it: from there on any ids."""
+    ids = {option[0] for option in options if option}
+    return None if None in ids or not ids else sorted(ids)
 
 
 def reply_spans(mask: Sequence[bool]) -> list[tuple[int, int]]:

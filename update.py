@@ -15,8 +15,9 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -183,12 +184,35 @@ class Gathered:
     outcomes: Tensor
     groups: Tensor  # [B] long
     valid: Tensor  # [B] bool
-    logprobs_of: Callable[[PreTrainedModel], Tensor]  # of the sampled tokens -> [B, T]
-    models: dict[str, PreTrainedModel]  # setting -> the model that it names
+    # Of the sampled tokens -> [B, T].
+    logprobs_of: Callable[[PreTrainedModel], Tensor] | None = None
+    models: dict[str, PreTrainedModel] = field(default_factory=dict)  # setting -> its model
     # (after, samples) -> trajectories: `rollout` with `after`, `samples` for each entry of it.
     play_on: Callable[[Sequence[tuple[Trajectory, int]], int], list[Trajectory]] | None = None
     values: Tensor | None = None  # [B, T], with a critic
     returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
+
+    def continuations(self, samples: int) -> dict[tuple[str, tuple[int, ...]], list[Trajectory]]:
+        """Play on `samples` times before every reply -> (item, the tokens before the reply) -> the
+        trajectories that begin with them, without those whose environment failed. Trajectories that
+        begin alike are played on together."""
+        after = {(t.item, tokens): (t, k) for t in self.trajectories
+                 for k, tokens in enumerate(t.prefixes())}
+        keys = list(after)
+        found = {key: [] for key in keys}
+        for t in self.play_on(list(after.values()), samples):
+            if t.status != "env_error":
+                found[keys[t.group]].append(t)
+        return found
+
+
+def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
+    """The trajectories of a step as tensors. more: further fields of `Gathered`."""
+    batch = collate(trajectories, rewards=[t.credited() for t in trajectories])
+    valid = torch.tensor([t.status != "env_error" for t in trajectories])
+    return Gathered(trajectories, batch, batch["mask"] & valid[:, None], batch["rewards"],
+                    outcomes=torch.tensor([t.reward for t in trajectories]),
+                    groups=torch.tensor([t.group for t in trajectories]), valid=valid, **more)
 
 
 def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: torch.device,
@@ -203,22 +227,17 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
     -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
     "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
-    batch = collate(trajectories, rewards=[t.credited() for t in trajectories])
-    valid = torch.tensor([t.status != "env_error" for t in trajectories])
-    mask = batch["mask"] & valid[:, None]  # [B, T]
-    step = Gathered(trajectories, batch, mask, batch["rewards"],
-                    outcomes=torch.tensor([t.reward for t in trajectories]),
-                    groups=torch.tensor([t.group for t in trajectories]), valid=valid,
-                    logprobs_of=partial(logprobs_of, batch=batch, settings=settings),
-                    models=models or {}, play_on=play_on)
+    step = gather_step(trajectories, models=models or {}, play_on=play_on)
+    batch = step.batch
+    step.logprobs_of = partial(logprobs_of, batch=batch, settings=settings)
 
     # The KL to the reference, which may be part of the reward.
     if reference is not None:
         with rl.adapters_off(reference):
             batch["ref_logprobs"] = logprobs_of(reference, batch, settings)
         if settings.kl_in == "reward":
-            kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], settings.kl_type, mask)
-            penalty = settings.kl_coef * torch.where(mask, kl, 0.0)
+            kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], settings.kl_type, step.mask)
+            penalty = settings.kl_coef * torch.where(step.mask, kl, 0.0)
             step.rewards = step.rewards - penalty
             step.outcomes = step.outcomes - penalty.sum(1)
 
@@ -393,17 +412,11 @@ def collate(trajectories: Sequence[Trajectory],
              "segments": column(segments, torch.long),
              "old_logprobs": column([t.logprobs for t in trajectories])}
     if any(t.choices for t in trajectories):
-        batch["allowed"] = pad(_allowed_tables(trajectories))
+        rows = [[i + 1 for i in ids or ()] for t in trajectories for ids in t.allowed()]
+        by_column = torch.tensor([*zip_longest(*rows, fillvalue=0)], dtype=torch.long)
+        table = by_column.view(-1, len(rows)).T  # [sum of T, A]
+        batch["allowed"] = pad(table.split([len(t.tokens) for t in trajectories]))
     return batch | {name: column(rows) for name, rows in columns.items()}
-
-
-def _allowed_tables(trajectories):
-    """For each trajectory [T, A] long: the allowed ids of each token plus one, then zeros. A: the
-    largest number of them; T may be 0."""
-    allowed = [[ids or [] for ids in t.allowed()] for t in trajectories]
-    width = max(len(ids) for rows in allowed for ids in rows)
-    return [torch.tensor([i + 1 for ids in rows for i in [*ids, *[-1] * (width - len(ids))]],
-                         dtype=torch.long).view(len(rows), width) for rows in allowed]
 
 
 def segment_spans(batch: Batch, rows: Sequence[int]) -> list[Span]:
@@ -502,9 +515,8 @@ def map_rows(function: Callable[[nn.Module, Batch], Tensor], model: nn.Module,
 
     function(model, micro-batch) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
     """
-    mine = []
-    for part, spans in own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens):
-        mine.append((spans, function(model, part).cpu()))
+    parts = own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens)
+    mine = [(spans, function(model, part).cpu()) for part, spans in parts]
     if sharded(model):
         model.reshard()  # otherwise done by the backward pass
     out = torch.zeros(batch["mask"].shape)

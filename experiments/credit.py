@@ -62,6 +62,7 @@ from parallel import run_command  # noqa: E402
 from rollout import make_engine, rollout  # noqa: E402
 from schedule import items_at  # noqa: E402
 from trajectory import Status, reply_spans  # noqa: E402
+from update import gather_step  # noqa: E402
 
 # An algorithm or a file of ideas/ -> the settings with which it stands in the table.
 VARIANTS = {
@@ -125,18 +126,6 @@ class Policy:
         return self.play([t.item for t, _ in after], samples, step, after)
 
 
-def continue_all(policy, trajectories, samples, step):
-    """-> {(item, prefix): its continuations that did not fail}, for all prefixes."""
-    prefixes = {(t.item, tokens): (t, k) for t in trajectories
-                for k, tokens in enumerate(t.prefixes())}
-    found = {key: [] for key in prefixes}
-    keys = list(prefixes)
-    for t in policy.play_on(step, list(prefixes.values()), samples):
-        if t.status != Status.ENV_ERROR:
-            found[keys[t.group]].append(t)
-    return found
-
-
 def turn_rewards(t):
     """The reward of each turn."""
     return [sum(t.rewards[start:end]) for start, end in reply_spans(t.mask)[: t.turns]]
@@ -158,7 +147,7 @@ def true_advantages(trajectories, returns):
 
 
 def estimators(args, with_states):
-    """-> {name: (function, settings' text)}"""
+    """-> {name with settings: (function, steps of the critic that it needs or None)}"""
     named = {path.stem: f"ideas.{path.stem}:advantage" for path in (ROOT / "ideas").glob("*.py")
              if "def advantage(" in path.read_text()}
     found = {}
@@ -175,16 +164,6 @@ def estimators(args, with_states):
             else:
                 found[f"{name} {text}".strip()] = function, None
     return {name: own for name, own in found.items() if args.only in name}
-
-
-def gathered(trajectories, play_on=None, values=None):
-    """The trajectories as an algorithm gets them: see `update.Gathered`."""
-    batch = update.collate(trajectories, rewards=[t.credited() for t in trajectories])
-    valid = torch.tensor([t.status != Status.ENV_ERROR for t in trajectories])
-    return update.Gathered(trajectories, batch, batch["mask"] & valid[:, None], batch["rewards"],
-                           outcomes=torch.tensor([t.reward for t in trajectories]),
-                           groups=torch.tensor([t.group for t in trajectories]), valid=valid,
-                           logprobs_of=None, models={}, play_on=play_on, values=values)
 
 
 def of_turns(trajectories, advantages):
@@ -212,7 +191,7 @@ def values_after(policy, steps_wanted, trajectories, names_of):
         if step == max(steps_wanted):
             break
         played = policy.play(names_of(step + 1), cfg.rollouts_per_item, 1000 + step)
-        data = gathered(played, values=values_of(played))
+        data = gather_step(played, values=values_of(played))
         algos.ppo(data)
         batch = data.batch | {"old_values": data.values, "returns": data.returns}
         for rows in update.minibatches(played, cfg, step, 0):
@@ -266,7 +245,7 @@ def once_more(trajectories, companions, continuations, functions):
                     others = continuations[t.item, t.prefixes()[k + 1]]
                     t = replace(others[-1], group=t.group) if others else t
                 batch[b] = t
-            step = gathered(batch)
+            step = gather_step(batch)
             spans = {b: slice(*reply_spans(batch[b].mask)[k]) for b in own}
             for name, function in functions.items():
                 advantages = function(step)
@@ -302,7 +281,8 @@ def measure(args, policy, names_of):
     if failed:
         raise UserError(f"{len(failed)} environments failed: {failed[0]}")
     # One more than asked for: the last is for `once_more`, and not part of the truth.
-    continuations = continue_all(policy, played, samples + 1, 2)
+    step = gather_step(played, play_on=partial(policy.play_on, 2))
+    continuations = step.continuations(samples + 1)
     returns = {key: [sum(t.rewards[len(key[1]):]) for t in own[:-1]]
                for key, own in continuations.items()}
     truth = true_advantages(played, returns)
@@ -319,19 +299,18 @@ def measure(args, policy, names_of):
     wanted = estimators(args, policy.settings.record_states)
     critics = {steps for _, steps in wanted.values() if steps is not None}
     values = {None: None} | values_after(policy, critics, played, names_of)
-    estimates = {name: function(gathered(played, partial(policy.play_on, 3), values[steps]))
+    estimates = {name: function(gather_step(played, play_on=partial(policy.play_on, 3),
+                                            values=values[steps]))
                  for name, (function, steps) in wanted.items()}
     of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))
     of_turn = iter(truth)
     for b, t in enumerate(played):
         for start, end in reply_spans(t.mask)[: t.turns]:
             of_truth[b, start:end] = next(of_turn)
-    true_gradient, *own_gradients = gradients(policy, gathered(played),
-                                              [of_truth, *estimates.values()])
-
-    own, other = (gradients(policy, step, [algos.rloo(step)])[0]
-                  for step in (gathered(played), gathered(companions)))
-    facts["gradient_again"] = torch.cosine_similarity(own, other, dim=0).item()
+    true_gradient, *own_gradients = gradients(policy, step, [of_truth, *estimates.values()])
+    of_batches = [gradients(policy, batch, [algos.rloo(batch)])[0]
+                  for batch in (step, gather_step(companions))]
+    facts["gradient_again"] = torch.cosine_similarity(*of_batches, dim=0).item()
     again = once_more(played, companions, continuations, {
         name: function for name, (function, steps) in wanted.items()
         if steps is None and not name.startswith("vine")})

@@ -13,7 +13,7 @@ from the beginning.
 choose: the replies are chosen among the possible actions, as by ideas/choose.py.
 """
 
-from agent import Agent, Choice, Play, assistant, reply_with, user
+from agent import Agent, Play, assistant, converse, user
 
 LONGEST = 200  # actions of an expert
 
@@ -34,19 +34,12 @@ def expert_actions(play: Play) -> list[str]:
 
 def agent(play: Play, share: float = 0.5, choose: bool = False) -> Agent:
     """The model sees the whole conversation, the expert's turns included."""
-    action_format = "plain" if play.env.whole_reply else play.action_format
     actions = expert_actions(play) if play.training_step else []
     messages = [*play.start(), user(play.reset())]
     for action in actions[: max(0, len(actions) - max(1, int(share * play.horizon)))]:
         observation = play.skip(action).observation
-        messages += [assistant(reply_with(action, action_format)), user(observation)]
-    while True:
-        texts = [reply_with(a, action_format) for a in play.valid_actions()] if choose else []
-        reply = yield Choice(messages, texts)
-        step = play.act(reply)
-        if step.done:
-            return
-        messages = [*messages, assistant(reply), user(step.observation)]
+        messages += [assistant(play.reply_with(action)), user(observation)]
+    yield from converse(play, messages, choose)
 
 
 agent.chooses = agent.instant = True

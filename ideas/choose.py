@@ -9,21 +9,20 @@ the restricted distribution; a token that is the only one possible has log-prob 
 policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the first line of the first
-observation, which names the task in most worlds, is repeated after each observation. A small
-pretrained model chooses what the task names if both stand together.
+observation, which names the task in BabyAI, TextCraft and SearchQA, is repeated after each
+observation. docs/ideas.md has what both do to a small pretrained model.
 """
 
-from agent import Agent, Choice, Play, assistant, reply_with, user
+from agent import Agent, Choice, Play, assistant, user
 
 
 def agent(play: Play, keep: int = 1000, task: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
-    action_format = "plain" if play.env.whole_reply else play.action_format
     observation, start = play.reset(), play.start()
     repeated = "\n\n" + observation.strip().split("\n")[0] if task else ""
     turns = [user(observation + repeated)]
     while True:
-        texts = [reply_with(action, action_format) for action in play.valid_actions()]
+        texts = [play.reply_with(action) for action in play.valid_actions()]
         reply = yield Choice([*start, *turns[max(0, len(turns) - 2 * keep - 1):]], texts)
         step = play.act(reply)
         if step.done:

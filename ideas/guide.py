@@ -14,17 +14,16 @@ choose: the replies are chosen among the possible actions, as by ideas/choose.py
 
 import random
 
-from agent import Agent, Choice, Play, assistant, reply_with, user
+from agent import Agent, Choice, Play, assistant, user
 
 
 def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
     """The model sees the whole conversation, the expert's turns included."""
     messages = [*play.start(), user(play.reset())]
-    action_format = "plain" if play.env.whole_reply else play.action_format
     draws = random.Random(f"{play.item} {play.training_step}")
     beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
     while True:
-        texts = [reply_with(a, action_format) for a in play.valid_actions()] if choose else []
+        texts = [play.reply_with(a) for a in play.valid_actions()] if choose else []
         reply = yield Choice(messages, texts)
         step = play.act(reply)
         while not step.done:
@@ -32,7 +31,7 @@ def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
             action = play.expert() if draws.random() < beta else None
             if action is None:
                 break
-            reply = reply_with(action, action_format)
+            reply = play.reply_with(action)
             step = play.act(reply)
         if step.done:
             return

@@ -4,8 +4,8 @@
     A_k = r_k + V(prefix_{k+1}) - V(prefix_k),    V = 0 after the last turn
 
 VinePPO (arXiv 2410.01679, eq. 5), at the borders of turns. The environment is replayed to the
-prefix, with the recorded replies. Prefixes that trajectories share are continued once, N times.
-The continuations are not trained on. Their turns count: `continued_turns` in metrics.jsonl.
+prefix, with the recorded replies. A prefix that several trajectories share is continued N times in
+all. The continuations are not trained on. Their turns count: `continued_turns` in metrics.jsonl.
 
     python train.py --env babyai --algo vine --algo_args continuations=4
 """
@@ -13,21 +13,17 @@ The continuations are not trained on. Their turns count: `continued_turns` in me
 import torch
 from torch import Tensor
 
-from trajectory import Status, reply_spans
+from trajectory import reply_spans
 
 
 def advantage(step, continuations: int = 4) -> Tensor:
     """step: see `update.Gathered`. continuations: N, of each prefix. A turn whose prefix could not
     be continued has advantage 0. -> [B, T]"""
-    prefixes = {(t.item, tokens): (t, k) for t in step.trajectories
-                for k, tokens in enumerate(t.prefixes())}
-    returns = {key: [] for key in prefixes}
-    keys = list(prefixes)
-    for played in step.play_on(list(prefixes.values()), continuations):
-        if played.status != Status.ENV_ERROR:
-            key = keys[played.group]
-            returns[key].append(sum(played.rewards[len(key[1]):]))
-    values = {key: sum(r) / len(r) for key, r in returns.items() if r}
+    values = {}
+    for (item, tokens), played in step.continuations(continuations).items():
+        if played:
+            returns = [sum(t.rewards[len(tokens):]) for t in played]
+            values[item, tokens] = sum(returns) / len(returns)
 
     advantages = torch.zeros(step.mask.shape)
     for b, t in enumerate(step.trajectories):

@@ -214,10 +214,12 @@ def test_a_model_on_a_server_cannot_choose():
 
 
 def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
-    for action_format in ("plain", "react"):
-        for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
+    for agent, action_format in (("choose", "plain"), ("choose", "react"), ("guide", "plain"),
+                                 ("backward", "plain"), ("few_shot", "plain")):
+        args = "" if agent == "choose" else "choose=true"
+        for t in rollout(*tiny, pool, ITEMS, 3, agent=agent, step=2, agent_args=args, **KW | {
                 "action_format": action_format, "max_tokens": 40}):
-            assert not t.error and t.valid_actions == t.turns > 0
+            assert not t.error and t.valid_actions == t.turns > 0 and t.choices
 
 
 def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(tiny, pool):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import update
 from agent import Chat, user
 from config import parse_config
 from envs import Env, EnvPool, Step
@@ -138,14 +139,14 @@ def measured():
         policy = credit.Policy(cfg, pool, 3, with_states=True)
         with torch.no_grad():  # a fresh model's logits, so that both actions are likely
             policy.model.get_input_embeddings().weight.mul_(0.5)
-        continue_all = credit.continue_all
+        continuations = update.Gathered.continuations
 
-        def keep(policy, trajectories, samples, step):
-            seen["played"] = trajectories
-            seen["found"] = continue_all(policy, trajectories, samples, step)
-            return seen["found"]
+        def keep(step, samples):
+            found = continuations(step, samples)
+            seen.setdefault("played", step.trajectories)
+            return seen.setdefault("found", found) if samples > 8 else found
 
-        patch.setattr(credit, "continue_all", keep)
+        patch.setattr(update.Gathered, "continuations", keep)
         rows, facts = credit.measure(args, policy, lambda step: names)
     return rows, facts, seen, exact_values(policy, seen["played"])
 
@@ -171,7 +172,7 @@ def test_each_estimators_correlation_with_the_exact_advantages_is_in_its_interva
     function = dict(credit.estimators(SimpleNamespace(only="", critic_steps=[]), True))
     for row in rows:
         if row["estimator"] in function and "vine" not in row["estimator"]:
-            advantages = function[row["estimator"]][0](credit.gathered(seen["played"]))
+            advantages = function[row["estimator"]][0](update.gather_step(seen["played"]))
             estimate = credit.of_turns(seen["played"], advantages)
             low, high = row["interval"]
             assert low <= credit.correlation(estimate, exact) <= high, row

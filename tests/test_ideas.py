@@ -28,7 +28,6 @@ import update
 from algos import aggregate, grpo_advantage, rloo_advantage
 from config import parse_config
 from envs import UserError, category_of
-from experiments.credit import gathered
 from ideas import distill, gagpo, gigpo, gspo, hgpo, information, turns, vine
 from ideas.gigpo import turn_advantage, turn_returns
 from rollout import rollout
@@ -366,7 +365,7 @@ def loop_of_gagpo(played, valid, gamma, one, lam=0.95):
 def test_credit_by_turn_and_state_is_that_of_the_loops(idea, loop, plain, gamma):
     valid = [t.status != "env_error" for t in TURNS]
     for settings, one in ({}, grpo_of), (plain, centred_of):
-        found = idea.advantage(gathered(TURNS), gamma=gamma, **settings)
+        found = idea.advantage(update.gather_step(TURNS), gamma=gamma, **settings)
         expected = torch.zeros_like(found)
         for (b, k), advantage in loop(TURNS, valid, gamma, one).items():
             expected[b, 4 * k + 2:4 * k + 4] = advantage
@@ -375,7 +374,7 @@ def test_credit_by_turn_and_state_is_that_of_the_loops(idea, loop, plain, gamma)
 
 
 def test_hgpo_without_history_is_gigpo():
-    step = gathered(TURNS)
+    step = update.gather_step(TURNS)
     torch.testing.assert_close(hgpo.advantage(step, history=0), gigpo.advantage(step))
 
 
@@ -401,7 +400,7 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
                 found.append(new)
         return found
 
-    found = vine.advantage(gathered(played, play_on), continuations=3)
+    found = vine.advantage(update.gather_step(played, play_on=play_on), continuations=3)
     assert len(asked) == len(set(asked)) == 2 + 1 + 2 + 1  # the first prompts are shared
     for b, t in enumerate(played):
         values = [returns.get((t.item, tuple(t.tokens[: 4 * k + 2]))) for k in range(t.turns)]
