@@ -333,7 +333,7 @@ class Episode(Conversation):
         error = self.worker.failure(self.future, *self.deadlines)
         goes_on = not error and self.take()
         turns = self.trajectory.turns
-        if not error and turns <= self.num_replayed and not self._is_as_recorded(goes_on):
+        if not error and turns <= self.num_replayed and not self._is_as_recorded():
             error = f"what follows turn {turns} is not as recorded"
         if error:
             goes_on = self.end(Status.ENV_ERROR, error)
@@ -347,15 +347,15 @@ class Episode(Conversation):
         self._replay()
         return self.take_answer()
 
-    def _is_as_recorded(self, goes_on: bool) -> bool:
-        """Whether the trajectory is the recorded one up to its next reply or, if it has no further
-        reply, to its end. There a longer horizon may let the episode go on."""
+    def _is_as_recorded(self) -> bool:
+        """Whether the tokens are those of the recorded trajectory up to its next reply or, if it
+        has no further reply, to its end. From there on a longer horizon may bring more."""
         recorded, tokens = self.recorded, self.trajectory.tokens
         spans = reply_spans(recorded.mask)
         if self.trajectory.turns == len(spans):
             return tokens[: len(recorded.tokens)] == recorded.tokens
         start, _ = spans[self.trajectory.turns]
-        return goes_on and tokens == recorded.tokens[:start]
+        return tokens == recorded.tokens[:start]
 
     def _replay(self) -> None:
         """Append the next recorded reply, and send it to the environment."""

@@ -3,9 +3,9 @@
     V(s) = mean of the returns from the turns of the group's trajectories that begin in state s
     delta_k = r_k + gamma V(s_{k+1}) - V(s_k),    A_k = delta_k + gamma lam A_{k+1}
 
-GAGPO (arXiv 2605.13217). The advantages of an item's turns are divided by their standard deviation,
-`normalize=false` leaves that out. The world must tell its states (`Env.state`); a turn whose state
-is unknown has its own return as value, so no advantage but what follows it.
+GAGPO (arXiv 2605.13217); the defaults of gamma and lam are the usual ones, not the paper's. The
+advantages of an item's tokens are divided by their standard deviation, unless normalize=false. The
+world must tell its states (`Env.state`). Where it does not know one, V is the turn's own return.
 
     python train.py --algo gagpo --algo_args "gamma=0.95 lam=0.95"
 """

@@ -3,7 +3,7 @@
     V(prefix) = mean of the N returns from there on
     A_k = r_k + V(prefix_{k+1}) - V(prefix_k),    V = 0 after the last turn
 
-VinePPO (arXiv 2410.01679, eq. 5), at the borders of turns. The environment is replayed to the
+VinePPO (arXiv 2410.01679), at the borders of turns. The environment is replayed to the
 prefix, with the recorded replies. A prefix that several trajectories share is continued N times in
 all. The continuations are not trained on. Their turns count: `continued_turns` in metrics.jsonl.
 

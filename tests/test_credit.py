@@ -59,18 +59,21 @@ def test_a_whole_episode_is_replayed_and_goes_on_beyond_its_horizon(tiny, pool):
                for t, new in zip(played, longer))
 
 
-@pytest.mark.parametrize("change", ["observation", "first", "end"])
+@pytest.mark.parametrize("change", ["observation", "first", "end", "last"])
 def test_an_environment_that_answers_otherwise_has_failed(tiny, pool, change):
     (t, *_) = [t for t in recorded(tiny, pool, "babyai") if t.turns == 4]
     other, spans = copy.deepcopy(t), reply_spans(t.mask)
-    if change == "end":  # the recorded episode went on
+    if change == "last":  # another observation, to which there was no reply
+        other.append([5, 6])
+    elif change == "end":  # the recorded episode went on
         other.tokens += t.tokens[spans[0][1] :]
         other.mask += t.mask[spans[0][1] :]
         other.logprobs, other.entropies = other.logprobs * 2, other.entropies * 2
     else:
         other.tokens[spans[2][0] - 1 if change == "observation" else 0] += 1
-    k = {"observation": 3, "first": 0, "end": 5}[change]
-    (found,) = rollout(*tiny, pool, [t.item], 4, after=[(other, k)], max_tokens=16, retries=0)
+    k = {"observation": 3, "first": 0, "end": 5, "last": 4}[change]
+    horizon = 6 if change == "last" else 4
+    (found,) = rollout(*tiny, pool, [t.item], horizon, after=[(other, k)], max_tokens=16, retries=0)
     assert found.status == Status.ENV_ERROR
     assert found.error.startswith("what follows turn")
 
