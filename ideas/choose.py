@@ -10,19 +10,20 @@ policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the first line of the first
 observation, which names the task in BabyAI, TextCraft and SearchQA, is repeated after each
-observation. docs/ideas.md has what both do to a small pretrained model.
+observation. free: replies are not restricted, to see what a trained policy does without its choice
+set. docs/ideas.md has what they do to a small pretrained model.
 """
 
 from agent import Agent, Choice, Play, assistant, user
 
 
-def agent(play: Play, keep: int = 1000, task: bool = False) -> Agent:
+def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
     observation, start = play.reset(), play.start()
     repeated = "\n\n" + observation.strip().split("\n")[0] if task else ""
     turns = [user(observation + repeated)]
     while True:
-        texts = [play.reply_with(action) for action in play.valid_actions()]
+        texts = [] if free else [play.reply_with(action) for action in play.valid_actions()]
         reply = yield Choice([*start, *turns[max(0, len(turns) - 2 * keep - 1):]], texts)
         step = play.act(reply)
         if step.done:

@@ -220,6 +220,9 @@ def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
         for t in rollout(*tiny, pool, ITEMS, 3, agent=agent, step=2, agent_args=args, **KW | {
                 "action_format": action_format, "max_tokens": 40}):
             assert not t.error and t.valid_actions == t.turns > 0 and t.choices
+    free = rollout(*tiny, pool, ITEMS, 3, agent="choose", agent_args="free=true", **KW)
+    alone = rollout(*tiny, pool, ITEMS, 3, agent="react", **KW)
+    assert [t.tokens for t in free] == [t.tokens for t in alone]
 
 
 def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(tiny, pool):
