@@ -106,6 +106,14 @@ class Record:
                    for part in self.parts)
 
 
+def read_record(row):
+    """Raises ValueError for a row whose fields have other types than expected."""
+    try:
+        return Record(row)
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f"{type(e).__name__}: {e}") from e
+
+
 # ---- the checks: whether a record has a fault ----
 
 
@@ -214,7 +222,7 @@ def main(argv=None):
     parser.add_argument("--model")
     parser.add_argument("--logprobs", action="store_true")
     args = parser.parse_args(argv)
-    records = read_trajectories(args.file, Record)
+    records = read_trajectories(args.file, read_record)
     groups, steps = defaultdict(list), defaultdict(set)
     for record in records:
         record.mates, record.denominators = groups[record.step, record.group], steps[record.step]
@@ -230,6 +238,6 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:  # fields of other types
-        print(f"check_dump.py: {e!r}", file=sys.stderr)
+    except (OSError, ValueError) as e:
+        print(f"check_dump.py: {e}", file=sys.stderr)
         sys.exit(2)

@@ -1,9 +1,9 @@
 """Which estimator's advantages are the true ones? Measured, by playing on from every turn.
 
-    python experiments/credit.py babyai                       # the table of docs/credit.md, row 1
-    python experiments/credit.py babyai --data data/rooms --horizon 6 --model runs/rooms/final
+    python experiments/credit.py babyai            # the first column of docs/credit.md
+    python experiments/credit.py babyai --data data/rooms --horizon 6 --items_per_step 12
     python experiments/credit.py textcraft --error 0.15 --critic_steps 0
-    python experiments/credit.py draw                 # the table and the picture of the kept rows
+    python experiments/credit.py draw              # the table and the picture of the kept rows
 
 Every trajectory of a training step is cut before each of its replies. The environment is replayed
 to there, and the policy plays on N times: the mean return is the value V of this prefix, and
@@ -18,10 +18,10 @@ corr        correlation with the true advantage, corrected for the truth's own n
             bootstrap over items
 explained   its square: the share of the true advantage's variance that the estimate explains
 sign        how often the sign is right where the true advantage is larger than 0.1
-noise       the share of the estimate's own variance that comes from what else was sampled: the rest
-            of the trajectory and the rest of the group, both sampled once more
-bias-free   the correlation that is left when this noise is averaged out: below 1, the estimator is
-            wrong about turns also in the mean
+noise       the share of the estimate's variance that does not come from the turn, but from the rest
+            of the trajectory and the rest of the group: both are sampled once more
+bias-free   the correlation that would be left if this noise were averaged out: below 1, the
+            estimator is wrong about turns in the mean, too
 gradient    cosine of its policy gradient with the gradient under the true advantages; below the
             table, gradient_again: of RLOO's gradient with that of the same items played again
 
@@ -83,7 +83,7 @@ def parse():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world")
     parser.add_argument("--error", type=float, default=0.09, help="wanted standard error of a "
-                        "value, for returns from 0 to 1: N = 1 / (2 error)^2, 32 by default")
+                        "value, for returns from 0 to 1: N = 1 / (2 error)^2, 31 by default")
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
                         help="PPO's critic after so many steps: 0 20 by default; none: no critic")
     parser.add_argument("--only", default="", help="estimators whose name holds this text")

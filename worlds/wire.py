@@ -18,8 +18,8 @@ LARGEST_REPLY = 16 << 20  # bytes; far more than any observation that a model co
 
 
 class LimitedReader(io.RawIOBase):
-    """What a socket receives. Its timeout, which is that between two reads, is the limit of all of
-    them here, so that a slow trickle of bytes cannot outlast it."""
+    """Reads from a socket. The socket's timeout limits the time of a single read. Here it limits
+    the time of all reads together, so that a slow trickle of bytes cannot outlast it."""
 
     def __init__(self, sock: Any, reader: io.RawIOBase):
         self.sock, self.reader = sock, reader
@@ -50,7 +50,7 @@ class LimitedReader(io.RawIOBase):
 
 
 class LimitedResponse(http.client.HTTPResponse):
-    """A reply whose head has a limit in bytes, and which has one in time as a whole."""
+    """A reply whose head is limited in bytes, and which is limited in time as a whole."""
 
     def __init__(self, sock: Any, *args: Any, **kw: Any):
         super().__init__(sock, *args, **kw)
@@ -97,7 +97,7 @@ class WireSession(requests.Session):
             self.mount(scheme, LimitedAdapter(**options))
 
     def get_redirect_target(self, resp: requests.Response) -> None:
-        """There is none."""
+        """None: a redirect is a reply like any other."""
 
 
 def read_body(response: requests.Response, url: str) -> bytes:
