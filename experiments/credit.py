@@ -338,16 +338,15 @@ def measure(args, policy, names_of):
 
 # ---- the table and the picture of docs/credit.md ----
 
-SHOWN = {  # the row in the table -> estimators, of which the first that a run has is shown
-    "GRPO": ["grpo"], "RLOO": ["rloo"], "turn-level returns": ["turns"],
-    "REINFORCE++": ["reinforce_pp gamma=1", "reinforce_pp"],
-    "REINFORCE++, gamma 0.9": ["reinforce_pp gamma=0.9", "ppo lam=0.9, critic after 0 steps"],
-    "PPO, lambda 1, critic after 20 steps": ["ppo lam=1, critic after 20 steps"],
-    "PPO, lambda 0.9, critic after 20 steps": ["ppo lam=0.9, critic after 20 steps"],
-    "GiGPO": ["gigpo"], "HGPO": ["hgpo"], "GAGPO": ["gagpo"],
-    "GAGPO, gamma 1, lambda 0, not normalised": ["gagpo gamma=1 lam=0 normalize=false"],
-    "VinePPO, 2 continuations": ["vine continuations=2"],
-    "VinePPO, 8 continuations": ["vine continuations=8"],
+SHOWN = {  # the row in the table -> the estimator
+    "GRPO": "grpo", "RLOO": "rloo", "turn-level returns": "turns",
+    "REINFORCE++": "reinforce_pp gamma=1", "REINFORCE++, gamma 0.9": "reinforce_pp gamma=0.9",
+    "PPO, lambda 1, critic after 20 steps": "ppo lam=1, critic after 20 steps",
+    "PPO, lambda 0.9, critic after 20 steps": "ppo lam=0.9, critic after 20 steps",
+    "GiGPO": "gigpo", "HGPO": "hgpo", "GAGPO": "gagpo",
+    "GAGPO, gamma 1, lambda 0, not normalised": "gagpo gamma=1 lam=0 normalize=false",
+    "VinePPO, 2 continuations": "vine continuations=2",
+    "VinePPO, 8 continuations": "vine continuations=8",
 }
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
         "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
@@ -361,12 +360,12 @@ def draw():
     print(f"| | {' | '.join(RUNS[run] for run in runs)} |\n|---|{'---|' * len(runs)}")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
-        own = [next(runs[run][e] for e in names if e in runs[run]) for names in SHOWN.values()]
+        own = [runs[run][estimator] for estimator in SHOWN.values()]
         for axis, name in zip(axes, ("explained", "gradient")):
             axis.plot([min(row[name], 1) for row in own], range(len(own)), "osD^v"[n],
                       label=RUNS[run], alpha=0.8)
-    for name, names in SHOWN.items():
-        own = [next(runs[run][e] for e in names if e in runs[run]) for run in runs]
+    for name, estimator in SHOWN.items():
+        own = [runs[run][estimator] for run in runs]
         cells = (f"{row['explained']:.2f}, {row['gradient']:.2f}" for row in own)
         print(f"| {name} | {' | '.join(cells)} |")
     axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.03, 1.03),
