@@ -10,7 +10,7 @@ An episode is a WebSocket at /ws. Every message is JSON: {"type": "reset", "data
 JSON schemas of ACTION and of the observation, /metadata a name and a description.
 
 No reply says which message it answers. So the client sends {"type": "state"} behind each reset and
-step: a message too many is found where the state should be.
+step, if the server answers it: a message too many is found where the state should be.
 
 Source: meta-pytorch/OpenEnv at 685de41 (2026-05-01), src/openenv/core: env_client.py,
 env_server/types.py, http_server.py; and the package openenv 0.10.0 (2026-10-22).
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed, WebSocketException
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from envs import Env, EnvError, Step, UserError, items, split_item
 from worlds.wire import LARGEST_REPLY, WireSession, read_body
@@ -36,6 +36,7 @@ from worlds.wire import LARGEST_REPLY, WireSession, read_body
 NOT_SHOWN = ("metadata", "reward", "done")
 STEP_FIELDS = ("score", "success", "valid", "progress")  # in the metadata of our own server
 SLOT = '"$"'  # in a template of an action, a JSON text: the place of the agent's text
+ASK_STATE = json.dumps({"type": "state"})
 STARTS = defaultdict(dict)  # address -> how the first two items that were played there begin
 
 
@@ -94,6 +95,7 @@ class OpenEnv(Env):
         self.timeout = timeout
         self.connection = ExitStack()  # its end closes the socket
         self.socket = None
+        self.asks_state = False
         self.state: dict = {}  # the episode's, as the server tells it
         self.total = 0.0  # sum of the episode's rewards
 
@@ -180,22 +182,20 @@ class OpenEnv(Env):
         """
         try:
             if self.socket is None:
-                # Without pings: the deadlines here are those of the replies.
-                socket = connect(re.sub("^http", "ws", self.url) + "/ws", open_timeout=10,
-                                 close_timeout=2, max_size=LARGEST_REPLY, ping_interval=None)
-                self.socket = self.connection.enter_context(socket)
+                # First: a server may have room for one connection only.
+                self.asks_state = tells_state(self.url)
+                self.socket = self.connection.enter_context(connection_to(self.url))
             else:
                 with suppress(TimeoutError):  # no message is waiting, as it should be
                     raise ValueError(f"a message too many: {self.socket.recv(timeout=0)!r:.80}")
             with suppress(ConnectionClosed):  # a server that has no room says so before it closes
                 self.socket.send(json.dumps({"type": kind, "data": data}))
-                self.socket.send('{"type": "state"}')
+                if self.asks_state:
+                    self.socket.send(ASK_STATE)
             reply = json.loads(self.socket.recv(timeout=self.timeout))
             with suppress(ConnectionClosed):
-                state = json.loads(self.socket.recv(timeout=self.timeout))
-                if state["type"] not in ("state", "error"):
-                    raise ValueError(f"a message too many: {state!r:.80}")
-                self.state = dict(state["data"])
+                if self.asks_state:
+                    self._take_state(json.loads(self.socket.recv(timeout=self.timeout)))
             return self._read(kind, reply)
         except InvalidAction:
             raise
@@ -204,6 +204,11 @@ class OpenEnv(Env):
             is_lost = isinstance(e, (WebSocketException, OSError))
             error = Disconnected if is_lost and not isinstance(e, TimeoutError) else EnvError
             raise error(f"{self.url}: {kind}: {type(e).__name__}: {e}") from e
+
+    def _take_state(self, reply):
+        if reply["type"] not in ("state", "error"):
+            raise ValueError(f"a message too many: {reply!r:.80}")
+        self.state = dict(reply["data"])
 
     def _read(self, kind, reply):
         data = reply["data"]
@@ -226,6 +231,23 @@ class OpenEnv(Env):
                 and {type(metadata["success"]), type(metadata["valid"])} == {bool}):
             raise ValueError(f"no score, success, valid and progress in {metadata!r:.200}")
         return text_of(observation, self.paths), float(reward), data["done"], metadata
+
+
+def connection_to(url: str) -> ClientConnection:
+    """A new connection to a server, without pings: the deadlines are those of the replies."""
+    return connect(re.sub("^http", "ws", url) + "/ws", open_timeout=10, close_timeout=2,
+                   max_size=LARGEST_REPLY, ping_interval=None)
+
+
+@functools.lru_cache
+def tells_state(url: str) -> bool:
+    """Whether a server answers {"type": "state"}. OpenEnv's servers do, a smaller one may break the
+    connection off: it is asked once, over a connection of its own."""
+    with suppress(OSError, ValueError, LookupError, TypeError, WebSocketException):
+        with connection_to(url) as socket:
+            socket.send(ASK_STATE)
+            return json.loads(socket.recv(timeout=10))["type"] in ("state", "error")
+    return False
 
 
 @functools.lru_cache
