@@ -378,7 +378,7 @@ def category_of(item: str) -> str:
 def split_item(item: str) -> tuple[str, int]:
     """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises UserError for
     anything else."""
-    match = re.fullmatch(rf"(?:{PREFIX})?(\w+?)_(\d+)", item)
+    match = re.fullmatch(rf"(?:{PREFIX})?(\w+?)_(0|[1-9][0-9]*)", item)
     if not match:
         raise UserError(f"'{item:.80}' is not an item id; write it like babyai_17")
     return match[1], int(match[2])

@@ -39,8 +39,8 @@ from envs import ABOVE_0, NOT_NEGATIVE, EnvError, EnvPool, flag
 from models.check import find_paths
 from models.served import ModelError, ServedModel, play_served
 from rollout import Rollouts, rollout
-from trajectory import Status, Trajectory, read_objects, read_trajectories, write_atomically
-from trajectory import write_trajectories
+from trajectory import Status, Trajectory, read_objects, read_trajectories, to_text
+from trajectory import write_atomically, write_trajectories
 from worlds.wire import WireSession
 
 # ---- flags ----
@@ -181,8 +181,13 @@ class Record:
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory."""
         if self.path:
-            with self.path.open("a") as file:
-                print(json.dumps(trajectory.to_json() | {"evaluation": self.evaluation}), file=file)
+            try:
+                with self.path.open("a") as file:
+                    row = trajectory.to_json() | {"evaluation": self.evaluation}
+                    print(to_text(row), file=file)
+            except OSError as e:  # of a full disk, it does not name the file
+                raise OSError(f"{e}; the whole lines of {self.path} are kept, and the same command "
+                              "goes on from them") from e
 
     def write(self, trajectories: list[Trajectory]) -> None:
         """Replace what the file holds."""
@@ -413,7 +418,7 @@ def run(cfg: EvalConfig) -> list[dict]:
     if cfg.out:
         sweep = {"sweep": results, "config": config | {"horizon": list(records)}}
         result = sweep if len(results) > 1 else results[0]
-        write_atomically(Path(cfg.out), json.dumps(result, indent=1) + "\n")
+        write_atomically(Path(cfg.out), to_text(result, indent=1) + "\n")
     return results
 
 

@@ -347,13 +347,13 @@ def user_errors() -> Iterator[None]:
 
 def run_command(script: str, parse: Callable[[], Any], command: Callable[[Any], object]) -> None:
     """Call command(parse()). A mistake of the user ends the process with one line on stderr and
-    exit code 2: a ValueError of `parse`, a UserError of `command`, or an OSError, such as that of a
-    full disk. Any other exception is a bug."""
+    exit code 2: a ValueError of `parse`, a UserError of `command`, too little memory, or an
+    OSError, such as that of a full disk. Any other exception is a bug."""
     try:
         with user_errors():
             settings = parse()
         command(settings)
-    except (UserError, OSError, SafetensorError) as e:
+    except (UserError, OSError, MemoryError, SafetensorError) as e:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(5)  # if rank 0 has the same error, torchrun ends this process before

@@ -93,6 +93,8 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     with one_line_error(f"cannot load the tokenizer of the model '{name}'"):
         split = gguf_split(path) if path.endswith(".gguf") else None
         added = json.loads(file.read_bytes())["added_tokens"] if file.exists() else []
+        if len(added) > 10_000:  # which may take minutes
+            print(f"reading the {len(added)} added tokens of {name} ...", file=sys.stderr)
         tokenizer = AutoTokenizer.from_pretrained(**location(path))
         # Further tokens that end a reply. A GGUF file has none; the folder that it lies in may have
         # those of another model.

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import time
+import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ import train
 from envs import ABOVE_0, NOT_NEGATIVE, Env, flag, split_item
 from parallel import StopSignals, Terminated, gather, of_rank_0, run_command, user_errors
 from rollout import Conversation, Rollouts, make_engine
-from trajectory import Status, Trajectory, read_trajectories, write_trajectories
+from trajectory import Status, Trajectory, read_trajectories, reply_spans, write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
 
 # ---- flags ----
@@ -210,7 +211,11 @@ def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Tr
 
 def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> None:
     """Raise ValueError unless a trajectory was played with this tokenizer and chat template, and
-    with instructions for this action format, if they are for one."""
+    with instructions for this action format, if they are for one; and unless its tokens are those
+    of its messages, and its mask covers replies."""
+    def flat(text):  # some tokenizers change white space, and letters to equal ones
+        return " ".join(unicodedata.normalize("NFKC", text).split())
+
     roles = [message["role"] for message in t.messages]
     has_fixed_reply = roles[:3] == ["user", "assistant", "user"]
     start = chat.prompt(t.messages[: 3 if has_fixed_reply else roles.index("assistant")])
@@ -220,6 +225,18 @@ def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> 
                  if words and words.strip() in t.messages[0]["content"]]
     if described and action_format not in described:
         raise ValueError(f"{t.item} was played with --action_format {described[0]}")
+    decode, shown = chat.tokenizer.decode, flat(chat.tokenizer.decode(t.tokens))
+    if any(m["role"] == "user" and flat(m["content"]) not in shown for m in t.messages[:-1]):
+        raise ValueError(f"{t.item}: a message is not among its tokens")
+    said = [flat(m["content"]) for m in t.messages if m["role"] == "assistant"][has_fixed_reply:]
+    for start, end in reply_spans(t.mask):
+        ids = t.tokens[start : end - chat.is_ended(t.tokens[start:end])]
+        text = flat(decode(chat.final_message(ids), skip_special_tokens=True))
+        text = text if text in said else f"<think> {text}"  # which the prompt had begun
+        if text in said:
+            del said[: said.index(text) + 1]
+        elif said or end < len(t.tokens):  # the last reply may lack an answer
+            raise ValueError(f"{t.item}: its mask does not cover one reply from {start} to {end}")
 
 
 def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:

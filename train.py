@@ -43,7 +43,7 @@ from models.packed import common_prefix_length
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
 from parallel import of_rank_0, run_command, shard, unsharded, user_errors
 from rollout import make_engine, rollout
-from trajectory import Trajectory, read_objects, write_atomically, write_trajectories
+from trajectory import Trajectory, read_objects, to_text, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
 
 IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
@@ -322,7 +322,7 @@ def prepare(run: Run) -> None:
     checkpoint.tidy(run.folder, run.step)
     write_atomically(run.folder / "config.json", json.dumps(asdict(run.cfg), indent=1))
     write_atomically(run.folder / "metrics.jsonl",
-                     "".join(json.dumps(row) + "\n" for row in run.rows))
+                     "".join(to_text(row) + "\n" for row in run.rows))
     run.report = metrics.reporter(run.cfg, run.step)
 
 
@@ -441,7 +441,7 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
     if run.rank == 0:
         write_trajectories(run.folder / f"trajectories/step_{row['step']:06d}.jsonl", trajectories)
         with (run.folder / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(to_text(row) + "\n")
         run.report(row)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,10 @@ class Status(str, Enum):
     ENV_ERROR = "env_error"  # the environment failed
 
     __str__ = str.__str__
+
+
+# The type of a field, or of the elements of a list -> the types of its values in a JSON file.
+JSON_TYPES = {str: {str, Status}, int: {int}, float: {int, float}, bool: {bool}, dict: {dict}}
 
 
 @dataclass
@@ -180,6 +184,20 @@ class Trajectory:
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
         return t
 
+    def check(self) -> None:
+        """Raise ValueError if a field has a value that no episode gives it."""
+        for f in fields(self):
+            value, kind = getattr(self, f.name), (get_args(f.type) or [f.type])[-1]  # or its list's
+            values = value if isinstance(value, list) and kind != f.type else [value]
+            if (get_origin(f.type) is list and value is not values
+                    or kind in JSON_TYPES and set(map(type, values)) - JSON_TYPES[kind]
+                    or kind is float and not all(abs(x) < 1e9 for x in values)):  # nan is not
+                raise ValueError(f"{f.name} is {value!r:.80}")
+        if (self.status not in [*Status] or not 0 <= self.score <= 1
+                or not 0 <= self.valid_actions <= self.turns or any(
+                    {type(m.get("role")), type(m.get("content"))} != {str} for m in self.messages)):
+            raise ValueError("its status, score, turns, valid_actions or messages are impossible")
+
 
 def next_ids(options: list[list[int | None]]) -> list[int] | None:
     """The ids that may come next; None: any. options: the rest of each reply that may be written,
@@ -218,9 +236,18 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def to_text(value: object, indent: int | None = None) -> str:
+    """A JSON text. In the place of a number that is not finite, which JSON lacks, it has null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        return json.dumps(value, indent=indent)
+
+
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **marks: str) -> None:
     """Write a file with one trajectory a line. marks: more fields of every line."""
-    write_atomically(path, "".join(json.dumps(t.to_json() | marks) + "\n" for t in trajectories))
+    write_atomically(path, "".join(to_text(t.to_json() | marks) + "\n" for t in trajectories))
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict | str]]:
@@ -263,6 +290,7 @@ def read_trajectories(path: str | Path, read: Callable[[dict], Trajectory] = Tra
             if not isinstance(value, dict):
                 raise ValueError(value)
             found.append(read(value))
-        except ValueError as e:
+            found[-1].check()
+        except (ValueError, TypeError) as e:
             raise ValueError(f"{kind} {number} of {path} holds no trajectory: {e}") from e
     return found

@@ -83,6 +83,8 @@ def test_an_error_says_its_rank_and_one_on_a_later_rank_waits_for_that_of_the_fi
     with pytest.raises(SystemExit, match="2"):
         run_command("x.py", lambda: [], lambda settings: open_file("no"))
     assert capsys.readouterr().err == said and bool(waited) == (rank == "1")
+    with pytest.raises(SystemExit, match="2"):
+        run_command("x.py", lambda: 2**60, bytearray)  # more memory than any machine has
     with pytest.raises(ValueError):  # a bug keeps its traceback
         run_command("x.py", lambda: "no number", int)
 

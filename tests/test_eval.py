@@ -4,11 +4,13 @@ and which settings win."""
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +24,7 @@ import train
 from envs import EnvPool
 from eval import bootstrap, evaluate, parse_eval_config, pass_at_k, summarise
 from rollout import Rollouts, rollout
-from trajectory import Trajectory, read_objects, read_trajectories, write_trajectories
+from trajectory import Trajectory, read_objects, read_trajectories, to_text, write_trajectories
 from worlds.babyai import BabyAI
 
 # ---- estimators ----
@@ -354,6 +356,38 @@ def record_of(tmp_path, *changes, horizon=2):
                              str(tmp_path / "t.jsonl"), *changes])
     config = evaluation.result_config(cfg, ["babyai_1", "babyai_2"])
     return evaluation.Record(cfg, config, horizon)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"score": math.nan}, {"score": 1e308}, {"turns": -7}, {"success": "yes"}, {"success": None},
+    {"tokens": 3}, {"status": "won"}])
+def test_an_evaluation_goes_on_from_no_trajectory_with_an_impossible_field(tmp_path, wrong):
+    record = record_of(tmp_path)
+    record.add(Trajectory("babyai_1", "babyai", turns=1))
+    assert len(record_of(tmp_path).finished) == 1
+    row = json.loads(record.path.read_text()) | wrong
+    record.path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=f"line 1 of {record.path}"):
+        record_of(tmp_path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_file_of_ours_holds_a_number_that_is_not_finite(tmp_path, number):
+    t = Trajectory("babyai_1", "babyai", logprobs=[number], advantage=number, score=number)
+    record = record_of(tmp_path)
+    record.add(t)
+    write_trajectories(tmp_path / "all.jsonl", [t])
+    for text in (record.path.read_text(), (tmp_path / "all.jsonl").read_text(),
+                 to_text({"loss": [number, 1.5]}, indent=1)):
+        found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert found.get("logprobs", [None]) == [None] and found.get("loss", [0, 1.5])[1] == 1.5
+
+
+def test_a_full_disk_says_which_file_is_kept(tmp_path):
+    record = record_of(tmp_path)
+    record.path = Path("/dev/full")
+    with pytest.raises(OSError, match="/dev/full are kept"):
+        record.add(Trajectory("babyai_1", "babyai", turns=1))
 
 
 def test_an_evaluation_goes_on_with_other_slots_and_deadlines_but_nothing_else(tmp_path):

@@ -1,9 +1,11 @@
 """What is held out in any folder of data/ is trained on in none."""
 
+import json
+
 import pytest
 from conftest import ROOT
 
-from envs import items, make_env, split_item
+from envs import UserError, items, make_env, split_item
 from websites import tasks
 
 FOLDERS = [ROOT / "data", *(ROOT / "data" / name for name in ("rooms", "levels", "crafts", "coin"))]
@@ -63,3 +65,17 @@ def test_searchqas_questions_with_their_answers_are_on_one_side():
         questions = [almanac(n // QUESTIONS).questions[n % QUESTIONS] for n in numbers]
         sides.append({(q.text, tuple(q.answers)) for q in questions})
     assert not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize("item", ["babyai_03", "babyai_003", "babyai_00", "babyai_\u0663",
+                                  "babyai_\uff13", "babyai_-3", "babyai_3 ", "babyai_+3",
+                                  "lmrlgym_maze_03", "babyai_3_0x1"])
+def test_an_episode_has_one_name(item, tmp_path):
+    assert split_item("babyai_0") == ("babyai", 0) and split_item("babyai_30") == ("babyai", 30)
+    with pytest.raises(UserError, match="item id"):
+        split_item(item)
+    (tmp_path / "AgentItemId").mkdir()
+    file = tmp_path / "AgentItemId/babyai_train.json"
+    file.write_text(json.dumps([{"item_id": "babyai_3"}, {"item_id": item}]))
+    with pytest.raises(UserError, match="babyai_train.json"):
+        items("babyai", "train", tmp_path)

@@ -1,6 +1,7 @@
 """The command sft.py: what is learnt, from whom, and that it goes on where it was stopped."""
 
 import json
+import math
 import random
 import shutil
 from types import SimpleNamespace
@@ -178,12 +179,39 @@ def test_trajectories_of_a_run_are_read_as_they_were_written(reference, tiny, tm
             read("--action_format", other)
 
 
+BROKEN = [{"score": math.nan}, {"score": 1e308}, {"score": -0.5}, {"reward": math.inf},
+          {"turns": -7}, {"turns": 2.0}, {"valid_actions": 9}, {"success": "yes"}, {"success": 1},
+          {"status": "won"}, {"item": 7}, {"messages": "Play."}, {"step": None},
+          {"messages": [{"role": "user", "content": 3}]}, {"rewards": [[]]}, {"logprobs": ["0"]},
+          {"invalid_turns": [True]}, {"states": 3}, {"tokens": 3}, {"mask": [1]}]
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda row: {"mask": [place > 20 for place in range(len(row["mask"]))]}, "mask"),
+    (lambda row: {"mask": [*[False] * (len(row["mask"]) - 2), True, True]}, "mask"),
+    (lambda row: {"messages": [*row["messages"][:3], agent.assistant("stay"),
+                               *row["messages"][4:]]}, "mask"),
+    (lambda row: {"messages": [*row["messages"][:4], agent.user("A red ball.")] * 2}, "message"),
+    (lambda row: {"tokens": [*row["tokens"][:-20], *[9] * 20]}, "message"),
+])
+def test_tokens_and_mask_are_those_of_the_messages(tiny, tmp_path, change, message):
+    chat, path, cfg = Chat(tiny[1]), tmp_path / "t", config_of(tmp_path)
+    item = envs.items("babyai", "train")[0]
+    t = sft.demonstrate(envs.make_env("babyai"), item, chat, cfg, 0.0, random.Random(0))
+    path.write_text(json.dumps(t.to_json()))
+    assert sft.read_demonstrations(path, chat, cfg) == [t]
+    path.write_text(json.dumps(t.to_json() | change(t.to_json())))
+    with pytest.raises(ValueError, match=message):
+        sft.read_demonstrations(path, chat, cfg)
+
+
 @pytest.mark.parametrize("change, message", [
     (lambda row: {"mask": row["mask"][1:]}, "lengths"), (lambda row: {"starts": [1]}, "segments"),
     (lambda row: {"tokens": [9, *row["tokens"][1:]]}, "another tokenizer"),
     (lambda row: {"tokens": [*row["tokens"][:-1], 99999]}, "is left to learn from"),
     (lambda row: {"mask": [False] * len(row["mask"])}, "left to learn"),
     (lambda row: {"status": "env_error"}, "left to learn"),
+    *((lambda row, broken=broken: broken, "line 1 of") for broken in BROKEN),
 ])
 def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, message):
     chat, path = Chat(tiny[1]), tmp_path / "t"
