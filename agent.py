@@ -341,6 +341,11 @@ class Play:
         """`Env.valid_actions`."""
         return self._of_environment(self.env.valid_actions)
 
+    def replies(self) -> list[str]:
+        """The replies of `Env.choices`, for a `Choice`."""
+        actions, beginnings = self._of_environment(self.env.choices)
+        return [*map(self.reply_with, actions), *map(Open, beginnings)]
+
     def expert(self) -> str | None:
         """`Env.expert`."""
         return self._of_environment(self.env.expert)
@@ -470,11 +475,10 @@ def summary(play: Play, every: int = 3) -> Agent:
 
 def converse(play: Play, messages: Messages, choose: bool = False) -> Agent:
     """The rest of an episode, for agents that begin it in their own way (`yield from`): the model
-    sees the whole conversation, and acts in every turn. choose: it chooses among the actions that
-    `Env.valid_actions` lists; such an agent has the attribute `chooses`."""
+    sees the whole conversation, and acts in every turn. choose: it chooses among the actions of
+    `Env.choices`; such an agent has the attribute `chooses`."""
     while True:
-        actions = play.valid_actions() if choose else []
-        reply = yield Choice(messages, [play.reply_with(action) for action in actions])
+        reply = yield Choice(messages, play.replies() if choose else [])
         step = play.act(reply)
         if step.done:
             return

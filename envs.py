@@ -117,6 +117,11 @@ class Env:
         """Actions that are accepted now; [] in a world that does not list them."""
         return []
 
+    def choices(self) -> tuple[list[str], list[str]]:
+        """What an agent that chooses is offered -> (actions, beginnings of actions that cannot be
+        listed, such as typed text). Two empty lists: any action."""
+        return self.valid_actions(), []
+
     def refused_actions(self) -> list[str]:
         """Actions that look right but are refused now; [] in a world that does not list them.
         `sft.py --noise` takes some of them, so that the expert shows how to recover."""

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from envs import CommandParser
 from metrics import draw_curves, is_number
 from page.live import HOST, Server
-from page.run import Run
+from page.run import Run, shown_ids
 from trajectory import write_atomically
 
 PAGE = Path(__file__).parent / "page"
@@ -81,7 +81,7 @@ def contents(folder: str | Path, most: int) -> dict:
             is_drawn = (number // every) % every_drawn == 0
             num_drawn += is_drawn
             chunk.append(run.tokens_of(t, is_drawn))
-            run.add_pieces(t.tokens, vocabulary)
+            run.add_pieces(shown_ids(t), vocabulary)
             # A policy may sample ids that its tokenizer does not have: some models have more.
             run.left_out["texts of token ids that the tokenizer does not have"] += sum(
                 token not in vocabulary and not sampled for token, sampled in zip(t.tokens, t.mask))

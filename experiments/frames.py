@@ -64,8 +64,9 @@ def draw(run, picture):
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
         axes[turn].text(0, -0.04, f"it sees: {shortened(told, 7)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
-        axes[turn].text(0, -0.62, f"it says:\n{said}\n\nit gets: {earned:g}", va="top", fontsize=9.5,
-                        color="#0b6b3a", weight="bold", transform=axes[turn].transAxes)
+        axes[turn].text(0, -0.62, f"it says:\n{said}\n\nit gets: {earned:g}", va="top",
+                        fontsize=9.5, color="#0b6b3a", weight="bold",
+                        transform=axes[turn].transAxes)
     success = [row["success"] for row in rows]
     smooth = [sum(success[max(0, k - 4):k + 1]) / len(success[max(0, k - 4):k + 1])
               for k in range(len(success))]

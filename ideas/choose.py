@@ -1,5 +1,6 @@
 """The policy chooses among the actions that are possible: each reply is one of the texts that
-`Env.valid_actions` lists, so every action is valid from the first step on.
+`Env.choices` lists, so every action is valid from the first step on. Typed text stays free: in
+SearchQA queries and answers, in WebArena what is written into a field and the final answer.
 
     python train.py --env babyai --agent choose --agent_args "keep=0 task=true"
 
@@ -23,7 +24,7 @@ def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) 
     repeated = "\n\n" + observation.strip().split("\n")[0] if task else ""
     turns = [user(observation + repeated)]
     while True:
-        texts = [] if free else [play.reply_with(action) for action in play.valid_actions()]
+        texts = [] if free else play.replies()
         reply = yield Choice([*start, *turns[max(0, len(turns) - 2 * keep - 1):]], texts)
         step = play.act(reply)
         if step.done:

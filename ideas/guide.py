@@ -23,8 +23,7 @@ def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
     draws = random.Random(f"{play.item} {play.training_step}")
     beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
     while True:
-        texts = [play.reply_with(a) for a in play.valid_actions()] if choose else []
-        reply = yield Choice(messages, texts)
+        reply = yield Choice(messages, play.replies() if choose else [])
         step = play.act(reply)
         while not step.done:
             messages = [*messages, assistant(reply), user(step.observation)]

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tqdm import tqdm
 
-from page.run import Run, read_trajectory
+from page.run import Run, read_trajectory, shown_ids
 from trajectory import Trajectory, read_objects
 
 HOST = "127.0.0.1"
@@ -52,9 +52,10 @@ class LiveRun(Run):
         """The trajectory of a row, with the texts of its tokens. Raises IndexError if there is
         none."""
         file, place = self.places[number]
-        found = self.tokens_of(shown_in(file)[place])
+        t = shown_in(file)[place]
+        found = self.tokens_of(t)
         found["vocabulary"] = {}
-        self.add_pieces(found["ids"], found["vocabulary"])
+        self.add_pieces(shown_ids(t), found["vocabulary"])
         return found
 
     def search(self, text: str, where: str) -> list[tuple[int, str]]:

@@ -72,7 +72,7 @@ class Replay:
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
         world = self.worlds.get(t.env)
-        if world is None or self.config.get("agent", "react") not in AGENTS:
+        if world is None or self.config.get("agent", "react") not in {*AGENTS, "choose"}:
             return None  # what a user's own agent did is not known
         try:
             number = split_item(t.item)[1]

@@ -5,6 +5,7 @@ Damaged data is left out and counted.
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -233,9 +234,11 @@ class Run:
             "scenes": self.replay.scenes(t) if draws and has_all_turns else None,
             "has_all_turns": has_all_turns,
         }
+        if t.choices:  # where a reply begins -> the ids of each that was allowed; None: then any
+            found["choices"] = t.choices
         return found | ({"entropies": rounded(t.entropies, 3)} if any(t.entropies) else {})
 
-    def add_pieces(self, ids: list[int], pieces: dict[int, str | list[int]]) -> None:
+    def add_pieces(self, ids: Iterable[int], pieces: dict[int, str | list[int]]) -> None:
         """Add the texts of tokens to `pieces`. The page shows the number of a token that the
         tokenizer does not have."""
         if self.tokenizer is None:
@@ -243,6 +246,12 @@ class Run:
         for token in set(ids) - pieces.keys():
             if 0 <= token < 2**31 and self.tokenizer.convert_ids_to_tokens(token) is not None:
                 pieces[token] = piece(self.tokenizer, token)
+
+
+def shown_ids(t: Trajectory) -> set[int]:
+    """The ids of a trajectory's tokens, and of the replies that were allowed."""
+    return {*t.tokens, *(i for options in t.choices.values() for ids in options for i in ids
+                         if i is not None)}
 
 
 def piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[int]:

@@ -208,6 +208,8 @@ function reply(trajectory, row, {start, end, turn}, marks) {
   }
   if (trajectory.cut_turns.includes(turn)) badge("cut", "the reply reached --max_tokens");
   const box = make("div", {className: `turn assistant${isInvalid ? " invalid" : ""}`}, label);
+  const allowed = trajectory.choices?.[start];
+  if (allowed?.length) box.append(choiceOf(trajectory, allowed, start, end));
   const strongest = Math.max(1e-9, ...trajectory.advantage.map(Math.abs));
   for (let at = start; at < end; at++) {
     const span = token(trajectory, at, strongest);
@@ -215,6 +217,21 @@ function reply(trajectory, row, {start, end, turn}, marks) {
     box.append(span);
   }
   return box;
+}
+
+// What a reply was chosen among, and how probable it was.
+function choiceOf(trajectory, allowed, start, end) {
+  const logprob = trajectory.logprobs.slice(start, end).reduce((a, b) => a + b, 0);
+  const written = trajectory.ids.slice(start, end).join();
+  const lines = allowed.map(ids => {
+    const isOpen = ids.at(-1) === null;
+    const text = texts(isOpen ? ids.slice(0, -1) : ids, trajectory.vocabulary).join("");
+    const isChosen = isOpen ? `${written},`.startsWith(`${ids.slice(0, -1).join()},`)
+      : written === ids.join();
+    return make("li", {className: isChosen ? "held" : "", textContent: text + (isOpen ? " ..." : "")});
+  });
+  return make("details", {}, make("summary", {textContent: `chosen among ${allowed.length}, with `
+    + `probability ${short(Math.exp(logprob))}`}), make("ul", {}, ...lines));
 }
 
 // A sampled token, with its colour. Pointing at it shows its numbers.

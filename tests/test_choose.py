@@ -225,6 +225,16 @@ def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
     assert [t.tokens for t in free] == [t.tokens for t in alone]
 
 
+def test_in_searchqa_the_words_of_a_search_or_an_answer_are_free(tiny, pool):
+    pytest.importorskip("bm25s")
+    names = items("searchqa", "train")[:4]
+    for t in rollout(*tiny, pool, names, 3, agent="choose", **KW | {"action_format": "tags"}):
+        replies = [TOKENIZER.decode(t.tokens[a:b]) for a, b in reply_spans(t.mask)]
+        assert replies and all(r.startswith(("<search>", "<answer>")) for r in replies)
+        assert not t.error and {ids is None for ids in t.allowed()} == {True, False}
+    assert not set(make_env("searchqa").valid_actions())  # for sft.py --noise
+
+
 def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(tiny, pool):
     def prompts(t):
         """The text of each prompt, from the messages that were new in it."""

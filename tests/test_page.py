@@ -2,6 +2,7 @@
 markup, and whatever the page offers works."""
 
 import json
+import math
 import re
 import shutil
 import time
@@ -319,6 +320,25 @@ def test_turns_have_their_reward_advantage_marks_and_rooms(page, folder):
         assert label.endswith("cut") == (turn in t["cut_turns"])
         begin, shown, _ = label.split(", ")
         assert begin == f"turn {turn}: reply" and float(shown.split()[1]) == pytest.approx(reward)
+
+
+def test_a_reply_says_what_it_was_chosen_among(copied, opened, tiny, pool):
+    played = rollout(*tiny, pool, ["babyai_8"], 2, samples=2, step=2, agent="choose",
+                     max_length=4096, action_format="plain")
+    write_rows(copied, [t.to_json() for t in played], 2)
+    view.main([str(copied)])
+    page = opened(f"{(copied / 'view.html').as_uri()}#2/babyai_8/0")
+    (start, end), *_ = reply_spans(played[0].mask)
+    details = page.locator("article .turn.assistant details").first
+    probability = math.exp(sum(played[0].logprobs[start:end]))
+    assert f"among {len(played[0].choices[start])}, " in details.inner_text()
+    shown = float(details.inner_text().split()[-1])
+    assert shown == pytest.approx(probability, rel=0.01)
+    details.locator("summary").click()
+    texts = details.locator("li").all_inner_texts()
+    reply = tiny[1].decode(played[0].tokens[start:end])
+    assert details.locator("li.held").all_inner_texts() == [reply] and reply in texts
+    assert "turn left<|im_end|>" in texts and len(texts) == len({*texts}) > 3
 
 
 def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, pool):

@@ -296,6 +296,10 @@ class SearchQA(Env):
         text = "\n".join(lines) or "Nothing was found."
         return Step(f"<information>{text}</information>")
 
+    def choices(self) -> tuple[list[str], list[str]]:
+        """A search or an answer, whose words are free."""
+        return [], ["<search>", "<answer>"]
+
     def state(self) -> str | None:
         """The titles of the articles that have been found so far."""
         return None if self.last is None else ", ".join(sorted(self.read))

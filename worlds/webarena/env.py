@@ -450,6 +450,16 @@ class WebArena(Env):
             return None
         return self.follower.reply()
 
+    def choices(self) -> tuple[list[str], list[str]]:
+        """A click on each element in view, and what needs none; what is typed and answered is free.
+        There is no `valid_actions`, because a random click may end what an expert can mend."""
+        elements = self.window.elements.items()
+        clicks = [f"```click [{n}]```" for n, e in elements
+                  if not e.editable and e.role not in ("RootWebArea", "StaticText")]
+        fields = [f"```type [{n}] [" for n, e in elements if e.editable]
+        return [*clicks, "```scroll [down]```", "```scroll [up]```", "```go_back```"], [
+            *fields, "```stop ["]
+
     def homepage(self) -> str:
         """An address for a person's browser, with links to the sites in this episode's state."""
         if self.own_tasks:
