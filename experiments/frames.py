@@ -26,19 +26,25 @@ STEPS = 10
 
 
 def draw_room(axes, width, cells, agent):
-    """The room from above. See `page.replay.draw_room`."""
+    """The agent's room from above. See `page.replay.draw_room`."""
+    x, y, direction = agent
+    row = [cells[2 * (y * width + k)] in "#dcl" for k in range(width)]
+    column = [cells[2 * (k * width + x)] in "#dcl" for k in range(len(cells) // 2 // width)]
+    left, top = (max(k for k in range(at) if line[k]) for line, at in ((row, x), (column, y)))
+    right, bottom = (line.index(True, at + 1) for line, at in ((row, x), (column, y)))
     for place in range(len(cells) // 2):
         kind, colour = cells[2 * place], cells[2 * place + 1]
-        x, y = place % width, place // width
+        at = place % width, place // width
+        if not (left <= at[0] <= right and top <= at[1] <= bottom):
+            continue
         if kind == "#":
-            axes.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color="#5b636c"))
+            axes.add_patch(plt.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, color="#5b636c"))
         elif kind in MARKERS:
             edge = COLOURS[int(colour)]
-            axes.plot(x, y, MARKERS[kind], markersize=11, markeredgecolor=edge, markeredgewidth=2,
+            axes.plot(*at, MARKERS[kind], markersize=14, markeredgecolor=edge, markeredgewidth=2.5,
                       markerfacecolor="none" if kind in "bd" else edge)
-    x, y, direction = agent
-    axes.plot(x, y, marker=(3, 0, -90 - 90 * direction), markersize=13, color="#111")
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(len(cells) // 2 / width - 0.5, -0.5), aspect="equal")
+    axes.plot(x, y, marker=(3, 0, -90 - 90 * direction), markersize=17, color="#111")
+    axes.set(xlim=(left - 0.5, right + 0.5), ylim=(bottom + 0.5, top - 0.5), aspect="equal")
     axes.axis("off")
 
 
@@ -55,16 +61,16 @@ def draw(run, picture):
               if t.success and t.valid_actions == t.turns <= MOST_FRAMES]
     t = max(played, key=lambda t: t.turns)
     scenes = Replay(read_json(run / "config.json")).scenes(t)
-    figure, axes = plt.subplots(1, t.turns + 1, figsize=(3.2 * t.turns + 4, 4.6),
+    figure, axes = plt.subplots(1, t.turns + 1, figsize=(3.0 * t.turns + 4, 5.2),
                                 width_ratios=[3] * t.turns + [3.6])
     for turn, (start, end) in enumerate(reply_spans(t.mask)):
         draw_room(axes[turn], *scenes[turn]["room"])
         told, said = (t.messages[2 + 2 * turn + k]["content"] for k in (0, 1))
         earned = sum(t.rewards[start:end])
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
-        axes[turn].text(0, -0.04, f"it sees: {shortened(told, 7)}", va="top", fontsize=8.5,
+        axes[turn].text(0, -0.04, f"it sees: {shortened(told, 6)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
-        axes[turn].text(0, -0.62, f"it says:\n{said}\n\nit gets: {earned:g}", va="top",
+        axes[turn].text(0, -0.52, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
                         fontsize=9.5, color="#0b6b3a", weight="bold",
                         transform=axes[turn].transAxes)
     success = [row["success"] for row in rows]
@@ -74,7 +80,7 @@ def draw(run, picture):
     axes[-1].plot(smooth, color="#1f77b4")
     axes[-1].set(ylim=(0, 1.03), xlabel="training step", title="success while training")
     axes[-1].spines[["top", "right"]].set_visible(False)
-    figure.subplots_adjust(left=0.02, right=0.98, top=0.92, bottom=0.42, wspace=0.18)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.92, bottom=0.44, wspace=0.16)
     figure.savefig(picture, dpi=110)
     print(f"{picture}: {t.item}, step {t.step}, sample {t.sample}")
 
