@@ -1,13 +1,13 @@
 """The layout of the code: how long each file may be, and which module may import which."""
 
 import ast
-import io
 import re
-import tokenize
 from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT
+
+from experiments.lines import code_lines
 
 # Code lines of each file: the budget of the design, and the bar that holds until the file is within
 # 1.15 of its budget. A bar may be lowered, and deleted when it is reached.
@@ -48,20 +48,6 @@ def all_files():
 
 
 # ---- sizes ----
-
-
-def code_lines(source):
-    """The number of lines without blank lines, comments and docstrings."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    strings = [node.body[0] for node in ast.walk(ast.parse(source))
-               if isinstance(node, documented) and ast.get_docstring(node) is not None]
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-             tokenize.ENDMARKER}
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
-              if token.type not in blank]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines - {line for string in strings
-                        for line in range(string.lineno, string.end_lineno + 1)})
 
 
 def lines_of(paths):
