@@ -577,7 +577,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    command = "serve" if sys.argv[1:2] == ["serve"] else "play"
+    command = sys.argv[1] if sys.argv[1:2] in (["serve"], ["new"]) else "play"
     try:
         sys.exit(load_named(command, {command: f"worlds.{command}:main"}, "command")())
     except UserError as e:

@@ -35,11 +35,12 @@ def test_the_world_and_the_agent_in_the_docs_train_as_the_docs_say(tmp_path):
     repo, out = tmp_path / "repo", tmp_path / "run"
     left_out = shutil.ignore_patterns(".*", "runs", "tests", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, repo, ignore=left_out)
-    (repo / "worlds/guess.py").write_text(GUESS)
-    (repo / "envs.py").write_text((ROOT / "envs.py").read_text().replace(
-        "WORLDS = {", 'WORLDS = {"guess": "worlds.guess:Guess", ', 1))
-    items = [{"item_id": f"guess_{n}"} for n in range(16)]
-    (repo / "data/AgentItemId/guess_train.json").write_text(json.dumps(items))
+    begin = [sys.executable, repo / "envs.py", "new"]
+    assert subprocess.run([*begin, "guess"], cwd=tmp_path).returncode == 0
+    assert (repo / "worlds/guess.py").read_text() == GUESS
+    for name in ("guess", "babyai", "../guess", "Guess"):
+        again = subprocess.run([*begin, name], cwd=tmp_path, capture_output=True, text=True)
+        assert again.returncode == 2 and len(again.stderr.splitlines()) == 1
     (tmp_path / "mine.py").write_text(DIARY)
     # Files of the same names in the current folder are not ours.
     (tmp_path / "agent.py").write_text("raise RuntimeError('the wrong file')\n")
@@ -49,6 +50,8 @@ def test_the_world_and_the_agent_in_the_docs_train_as_the_docs_say(tmp_path):
     done = subprocess.run([sys.executable, repo / "train.py", *flags.split()], cwd=tmp_path,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    command = f"{repo}/eval.py --model {out}/final --items 4 --samples 1"
+    assert subprocess.run([sys.executable, *command.split()], cwd=tmp_path).returncode == 0
     for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
         assert (row["env"], row["trajectories"], row["env_error"]) == ("guess", 32, 0.0)
         assert row["segments"] == row["turns"] and row["logprob_gap"] < 1e-4
