@@ -16,8 +16,8 @@ TEMPLATE = '''import random
 from envs import Env, EnvError, ItemError, Step
 
 class {Name}(Env):
-    prompt = ("I think of a number from 1 to 20. Answer with a number; I say whether mine is higher "
-              "or lower.")
+    prompt = ("I think of a number from 1 to 20. Answer with a number; I say whether mine is "
+              "higher or lower.")
     number = None
 
     def reset(self, item: int) -> str:
