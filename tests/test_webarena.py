@@ -21,6 +21,7 @@ import pytest
 import requests
 from serving import Handler, our_server, serving
 
+import envs
 import eval as evaluation
 from config import parse_config
 from envs import EnvError, EnvPool, categories, env_options, items, make_env, split_item
@@ -412,6 +413,20 @@ def test_every_action_does_what_it_says(env):
     for _ in range(browsers.MAX_TABS - 1):
         do("new_tab")
     assert not env.step("```new_tab```").valid
+
+
+@browser
+@pytest.mark.parametrize("item", list(FIRST_ITEM.values())[::9])
+def test_what_the_expert_does_is_among_the_choices(env, item):
+    step, turns = envs.Step(env.reset(item)), 0
+    while not step.done:
+        actions, beginnings = env.choices()
+        assert all(webarena.parse(action) for action in actions) and len({*actions}) == len(actions) > 3
+        reply = env.expert()
+        action = reply[reply.index("```"):]
+        assert action in actions or action.startswith(tuple(beginnings)), action
+        step, turns = env.step(reply), turns + 1
+    assert step.success and turns > 1
 
 
 @browser

@@ -1,0 +1,94 @@
+"""SmolLM2 without a demonstration: keep and draw the rows.
+
+    python experiments/no_demonstration.py add NAME COMMIT RESULT.json [RUN]
+    python experiments/no_demonstration.py
+
+RESULT: what eval.py wrote to --out: of a checkpoint or of final/ of RUN, a train.py run, or of the
+model before training. NAME: of the route and the seed, such as babyai_warmup_s0; before training
+babyai_before. Evaluations of one run are kept together, by the environment turns after which they
+were made. Without arguments: the table, and docs/no_demonstration.png.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from experiments.pretrained import command_of  # noqa: E402
+from experiments.studies import play, rows  # noqa: E402
+
+STUDY = "no_demonstration"
+ROUTES = {  # what a name says -> how the picture calls it
+    "choose": "the whole conversation, lr 5e-5",
+    "task": "the last observation and the task, lr 3e-5, warm-up of 2 steps",
+    "warmup": "the same, lr 4e-5, warm-up of 10 steps",
+}
+
+
+def add(name, commit, result, run=""):
+    """Keep an evaluation, and the rows of the training before it."""
+    found = json.loads(Path(result).read_text())
+    config = found["config"]
+    row = play.held_out_figures(found) | {
+        "command": "", "commit": commit, "seed": config["seed"], "machine": play.machine(),
+        "model_sha256": config["model_sha256"], "seconds": 0, "environment_turns": 0}
+    metrics, points = [], []
+    if run:
+        flags = json.loads((Path(run) / "config.json").read_text())
+        metrics = rows.read_lines(Path(run) / "metrics.jsonl")
+        step = re.search(r"step_(\d+)", config["model"])
+        played = metrics[: int(step[1])] if step else metrics
+        points = [p for r in rows.load(STUDY).get(name, []) for p in r.get("held_out", [])]
+        points = [p for p in points if p["step"] != len(played)]
+        points.append(play.point(played, found) | {"step": len(played), "ci95": row["ci95"]})
+        points.sort(key=lambda p: p["step"])
+        row |= {"command": command_of(flags), "seed": flags["seed"], "held_out": points,
+                "seconds": round(play.seconds(metrics)),
+                "environment_turns": round(play.turns_played(metrics))}
+    rows.keep(STUDY, {name: [*map(play.training_row, metrics), row]})
+
+
+def draw():
+    """Held-out success over environment turns, a line a route and seed."""
+    kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    drawn = set()
+    for name, row in kept.items():
+        seed = re.fullmatch(r"babyai_(\w+)_s(\d)", name)
+        if not seed or seed[1] not in ROUTES:
+            continue
+        before = kept["babyai_choose_before" if seed[1] == "choose" else "babyai_task_before"]
+        last = {"turns": row["environment_turns"], "success": row["success"], "ci95": row["ci95"]}
+        points = [{"turns": 0, **before}, *(row.get("held_out") or [last])]
+        points[0]["turns"] = 0
+        values = [p["success"] for p in points]
+        bars = [[v - p["ci95"][0] for v, p in zip(values, points)],
+                [p["ci95"][1] - v for v, p in zip(values, points)]]
+        place = [*ROUTES].index(seed[1])
+        axes.errorbar([p["turns"] for p in points], values, bars, capsize=3, marker="o",
+                      color=f"C{place}", linestyle="-" if seed[2] == "0" else "--",
+                      label=ROUTES[seed[1]] if place not in drawn else None)
+        drawn.add(place)
+        print(f"{name:22}", ", ".join(f"{p['turns']:.0f} turns {p['success']:.3f} "
+                                      f"[{p['ci95'][0]:.3f}, {p['ci95'][1]:.3f}]" for p in points))
+    axes.axhline(0.297, color="grey", linestyle=":", label="random policy")
+    axes.set(xlabel="environment turns", ylabel="success on 250 held-out items", ylim=(0, 1))
+    axes.set_title("SmolLM2-135M, go-to levels, no demonstration (dashed: seed 1)", fontsize=11)
+    axes.legend(loc="lower right", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["add"]:
+        add(*sys.argv[2:])
+    elif sys.argv[1:]:
+        sys.exit(__doc__)
+    draw()
