@@ -421,7 +421,7 @@ def test_what_the_expert_does_is_among_the_choices(env, item):
     step, turns = envs.Step(env.reset(item)), 0
     while not step.done:
         actions, beginnings = env.choices()
-        assert all(webarena.parse(action) for action in actions) and len({*actions}) == len(actions) > 3
+        assert all(map(webarena.parse, actions)) and len({*actions}) == len(actions) > 3
         reply = env.expert()
         action = reply[reply.index("```"):]
         assert action in actions or action.startswith(tuple(beginnings)), action
