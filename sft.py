@@ -33,7 +33,8 @@ import train
 from envs import ABOVE_0, NOT_NEGATIVE, Env, flag, split_item
 from parallel import StopSignals, Terminated, gather, of_rank_0, run_command, user_errors
 from rollout import Conversation, Rollouts, make_engine
-from trajectory import Status, Trajectory, read_trajectories, reply_spans, write_trajectories
+from trajectory import Status, Trajectory, read_checked, read_trajectories, reply_spans
+from trajectory import write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
 
 # ---- flags ----
@@ -183,7 +184,7 @@ def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Tr
     have, with less than --min_reward or with more than --max_length are left out. Raises ValueError
     for a file of another kind, tokenizer or action format, and for items that are held out."""
     def read(row):
-        return from_conversation(row, chat) if "item_id" in row else Trajectory.from_json(row)
+        return from_conversation(row, chat) if "item_id" in row else read_checked(row)
 
     longest = max(own.max_length for own in cfg.worlds.values())
     try:

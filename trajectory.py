@@ -184,8 +184,8 @@ class Trajectory:
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
         return t
 
-    def check(self) -> None:
-        """Raise ValueError if a field has a value that no episode gives it."""
+    def check(self) -> "Trajectory":
+        """Raise ValueError if a field has a value that no episode gives it. -> itself"""
         for f in fields(self):
             value, kind = getattr(self, f.name), (get_args(f.type) or [f.type])[-1]  # or its list's
             values = value if isinstance(value, list) and kind != f.type else [value]
@@ -197,6 +197,7 @@ class Trajectory:
                 or not 0 <= self.valid_actions <= self.turns or any(
                     {type(m.get("role")), type(m.get("content"))} != {str} for m in self.messages)):
             raise ValueError("its status, score, turns, valid_actions or messages are impossible")
+        return self
 
 
 def next_ids(options: list[list[int | None]]) -> list[int] | None:
@@ -272,8 +273,13 @@ def read_objects(path: str | Path) -> tuple[list[dict], int]:
     return found, len(values) - len(found)
 
 
-def read_trajectories(path: str | Path, read: Callable[[dict], Trajectory] = Trajectory.from_json,
-                      ) -> list[Trajectory]:
+def read_checked(row: dict) -> Trajectory:
+    """The trajectory of a line, checked: to go on from it, or to learn it."""
+    return Trajectory.from_json(row).check()
+
+
+def read_trajectories(path: str | Path,
+                      read: Callable[[dict], Trajectory] = read_checked) -> list[Trajectory]:
     """The trajectories of a file, one a line, or of a JSON list. Raises ValueError, which names the
     line or entry, for one that is damaged, but not for the last of several lines, of which a killed
     process may have written half. read: makes a trajectory of an entry."""
@@ -290,7 +296,6 @@ def read_trajectories(path: str | Path, read: Callable[[dict], Trajectory] = Tra
             if not isinstance(value, dict):
                 raise ValueError(value)
             found.append(read(value))
-            found[-1].check()
         except (ValueError, TypeError) as e:
             raise ValueError(f"{kind} {number} of {path} holds no trajectory: {e}") from e
     return found

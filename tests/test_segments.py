@@ -654,8 +654,10 @@ def test_a_program_that_fails_costs_its_own_episode(tiny, good, name, error):
     for before, t in zip(good, foreign(tiny, name, deadline=2.0)):
         if t.item == "echo_2":
             assert t.status == Status.ENV_ERROR and error in t.error
-        else:
-            assert t.to_json() == before.to_json()
+        else:  # other numbers of slots are computed at once, which may change the last digit
+            rounded = {"logprobs": pytest.approx(before.logprobs, abs=1e-4),
+                       "entropies": pytest.approx(before.entropies, abs=2e-3)}
+            assert t.to_json() == before.to_json() | rounded
 
 
 ANSWERED = []  # of each episode of `both`: its address, the codes that it got
