@@ -87,6 +87,10 @@ def test_the_readme_is_short():
     prose = [line for line in re.sub("```.*?```", "", text, flags=re.S).splitlines()
              if not line.startswith("|")]
     assert 200 < len(" ".join(prose).split()) <= 700 and len(text.split()) <= 1500
+    stated = re.findall(r"\[(\w+\.py)\]\(\1\), (\d+) \|", text)  # lines, within a tenth
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in stated}
+    assert len(stated) > 15 and all(abs(int(n) - lines[name]) < lines[name] / 10
+                                    for name, n in stated)
 
 
 # ---- imports ----
