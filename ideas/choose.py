@@ -9,11 +9,13 @@ the restricted distribution; a token that is the only one possible has log-prob 
 (GLAM, arXiv 2302.02662; invalid action masking, arXiv 2006.14171). The choice set is part of the
 policy: without it the same weights may play no valid action at all.
 
-keep: the number of earlier turns that the model is shown. task: the first line of the first
-observation, which names the task in BabyAI, TextCraft and SearchQA, is repeated after each
-observation. free: replies are not restricted, to see what a trained policy does without its choice
-set. docs/ideas.md has what they do to a small pretrained model.
+keep: the number of earlier turns that the model is shown. task: the line of the first observation
+that names the goal, task, question or objective is repeated after each observation. free: replies
+are not restricted, to see what a trained policy does without its choice set. docs/ideas.md has what
+they do to a small pretrained model.
 """
+
+import re
 
 from agent import Agent, Choice, Play, assistant, user
 
@@ -21,7 +23,8 @@ from agent import Agent, Choice, Play, assistant, user
 def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
     observation, start = play.reset(), play.start()
-    repeated = "\n\n" + observation.strip().split("\n")[0] if task else ""
+    named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
+    repeated = f"\n\n{named[0]}" if task and named else ""
     turns = [user(observation + repeated)]
     while True:
         texts = [] if free else play.replies()
