@@ -10,9 +10,12 @@ the restricted distribution; a token that is the only one possible has log-prob 
 policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the line of the first observation
-that names the goal, task, question or objective is repeated after each observation. free: replies
-are not restricted, to see what a trained policy does without its choice set. docs/ideas.md has what
-they do to a small pretrained model.
+that names the goal, task, question or objective is repeated after each observation. again:
+whether a reply that left the world's state as it was may be given again at once; a model that is
+shown no earlier turn cannot know that it was in vain. Needs `Env.state`: BabyAI and TextCraft.
+free: replies are not restricted, to see what
+a trained policy does without its choice set. docs/ideas.md has what they do to a small pretrained
+model.
 """
 
 import re
@@ -20,18 +23,23 @@ import re
 from agent import Agent, Choice, Play, assistant, user
 
 
-def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) -> Agent:
+def agent(play: Play, keep: int = 1000, task: bool = False, again: bool = True,
+          free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
     observation, start = play.reset(), play.start()
     named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
     repeated = f"\n\n{named[0]}" if task and named else ""
-    turns = [user(observation + repeated)]
+    turns, in_vain = [user(observation + repeated)], []
     while True:
-        texts = [] if free else play.replies()
+        possible = [] if free else play.replies()
+        texts = [text for text in possible if text not in in_vain] or possible
         reply = yield Choice([*start, *turns[max(0, len(turns) - 2 * keep - 1):]], texts)
+        before = play.env.state()
         step = play.act(reply)
         if step.done:
             return
+        is_same = before is not None and play.env.state() == before
+        in_vain = [*in_vain, reply] if is_same and not again else []
         turns += [assistant(reply), user(step.observation + repeated)]
 
 

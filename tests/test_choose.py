@@ -7,7 +7,7 @@ import torch
 
 import rl
 import update
-from agent import Choice, Open, assistant, user
+from agent import Choice, Open, Play, assistant, load_agent, user
 from engine import Ragged
 from envs import UserError, items, make_env, split_item
 from rollout import Conversation, Rollouts, rollout
@@ -245,7 +245,8 @@ def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(t
     for keep in (0, 1):
         for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
                 "agent_args": f"keep={keep} task=true"}):
-            goal = t.messages[2]["content"].split("\n")[0]
+            first = t.messages[2]["content"].split("\n")
+            goal, = {line for line in first if line.startswith(("Goal: ", "Your goal: "))}
             replies = [m["content"] for m in t.messages[3:] if m["role"] == "assistant"]
             for n, prompt in enumerate(prompts(t)):
                 # Once for each turn that is shown, and once in the first observation.
@@ -253,3 +254,18 @@ def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(t
                 assert prompt.split(goal)[-1] == "<|im_end|>\n<|im_start|>assistant\n"
                 for k, reply in enumerate(replies[:n]):
                     assert (f"{reply}<|im_end|>" in prompt) >= (n - k <= keep)
+
+
+def test_what_changed_nothing_is_not_offered_again():
+    looks = "check available actions"
+    for again in (True, False):
+        play = Play(make_env("babyai"), "babyai_8", 9, load_agent("choose", f"again={again}"))
+
+        def texts(reply):
+            play.send(reply)
+            return play.choices
+
+        assert looks in texts(None)
+        assert (looks in texts(looks)) == again
+        assert looks in texts("turn left")
+        assert (looks in texts(looks)) == again
