@@ -10,7 +10,8 @@ the restricted distribution; a token that is the only one possible has log-prob 
 policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the line of the first observation
-that names the goal, task, question or objective is repeated after each observation. again:
+that names the goal, task, question or objective is repeated after each observation. done: so are
+all earlier replies, a short memory where few turns are shown. again:
 whether a reply that left the world's state as it was may be given again at once; a model that is
 shown no earlier turn cannot know that it was in vain. Needs `Env.state`: BabyAI and TextCraft.
 free: replies are not restricted, to see what
@@ -23,13 +24,13 @@ import re
 from agent import Agent, Choice, Play, assistant, user
 
 
-def agent(play: Play, keep: int = 1000, task: bool = False, again: bool = True,
-          free: bool = False) -> Agent:
+def agent(play: Play, keep: int = 1000, task: bool = False, done: bool = False,
+          again: bool = True, free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
     observation, start = play.reset(), play.start()
     named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
     repeated = f"\n\n{named[0]}" if task and named else ""
-    turns, in_vain = [user(observation + repeated)], []
+    turns, replies, in_vain = [user(observation + repeated)], [], []
     while True:
         possible = [] if free else play.replies()
         texts = [text for text in possible if text not in in_vain] or possible
@@ -40,7 +41,9 @@ def agent(play: Play, keep: int = 1000, task: bool = False, again: bool = True,
             return
         is_same = before is not None and play.env.state() == before
         in_vain = [*in_vain, reply] if is_same and not again else []
-        turns += [assistant(reply), user(step.observation + repeated)]
+        replies.append(reply)
+        memory = f"\n\nYou have done: {', '.join(replies)}" if done else ""
+        turns += [assistant(reply), user(step.observation + memory + repeated)]
 
 
 agent.chooses = agent.instant = True
