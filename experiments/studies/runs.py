@@ -134,6 +134,8 @@ RECIPES = {
 # Study "speedrun": entry -> its world, and the flags of its two runs; docs/speedrun.md.
 SPEEDRUNS = {
     "steps_12": ("babyai", "--steps 12"),
+    "steps_16": ("babyai", "--steps 16"),
+    "gigpo_50": ("textcraft", "--algo gigpo --steps 50"),
 }
 
 
