@@ -64,12 +64,12 @@ class Setup(Rollouts):
 
     # or with --env_url a world of a server (docs/worlds.md); several with weights:
     # babyai:2,textcraft:1
-    env: str = flag("babyai", envs.WORLDS)
+    env: str = flag("babyai", envs.WORLDS, first=True)
     # 'tiny' (built in), 'smollm2' (made by data/get_smollm2.py), a folder, a GGUF file, or a hub id
-    model: str = flag("tiny")
+    model: str = flag("tiny", first=True)
     # largest number of turns, by stage: 6,13,20, or per world: 'babyai=6,13,20 textcraft=10,20,30';
     # eval.py plays each
-    horizon: str = flag("6,13,20")
+    horizon: str = flag("6,13,20", first=True)
     # file with a chat template (Jinja), for a model that has none
     chat_template: str = flag("")
     # folder in the layout of AgentGym-RL-Data-ID; default: data/
@@ -91,9 +91,9 @@ class RunConfig(Setup, Optim):
 
     # run folder; default runs/ENV_ALGO_sSEED, with a model other than tiny
     # runs/ENV_ALGO_MODEL_sSEED (ALGO of sft.py: sft)
-    out: str = flag("", may_change=True)
+    out: str = flag("", may_change=True, first=True)
     # continue the run in --out from its newest checkpoint
-    resume: bool = flag(False, may_change=True)
+    resume: bool = flag(False, may_change=True, first=True)
     # steps between evaluations on 64 held-out items of each world, always the same; 0: none
     eval_every: int = flag(0, NOT_NEGATIVE, may_change=True)
     # steps between checkpoints
@@ -114,7 +114,7 @@ class Config(RunConfig, Horizon, Loss):
     """how much is played and trained"""
 
     # training steps
-    steps: int = flag(300, ABOVE_0, may_change=True)
+    steps: int = flag(300, ABOVE_0, may_change=True, first=True)
     # end before --steps when less than half of the last step's environment turns are left of this
     # many; 0: no limit
     turns: int = flag(0, NOT_NEGATIVE, study=True, may_change=True)
@@ -122,7 +122,7 @@ class Config(RunConfig, Horizon, Loss):
     # number
     items_per_step: int = flag(32, ABOVE_0)
     # trajectories of each item: the group of GRPO and RLOO
-    rollouts_per_item: int = flag(4, ABOVE_0)
+    rollouts_per_item: int = flag(4, ABOVE_0, first=True)
     # stop when the policy's entropy, nats a token, falls below this
     min_entropy: float = flag(1e-4, study=True, may_change=True)
     # stop when `kl` or `kl_behaviour`, nats a token, rises above this
@@ -134,11 +134,9 @@ class Config(RunConfig, Horizon, Loss):
 TINY = dict(
     steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3,
     max_tokens=32, max_length=4096, kl_coef=0.0, invalid_penalty=0.05, microbatch_tokens=8192,
-    slots=128, gradient_checkpointing=False,
-)
+    slots=128, gradient_checkpointing=False)
 ON_CPU = dict(  # training a model of 135M parameters then took 10 to 16 GB, KV cache included
-    max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False,
-)
+    max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False)
 
 
 def has_bfloat16(cpuinfo: str | Path = "/proc/cpuinfo") -> bool:
@@ -214,7 +212,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def read_flags(config_class: type, argv: list[str] | None, program: str,
                description: str) -> dict[str, Any]:
     """argv (default: sys.argv) -> the flags that it gives, and their values. Raises ValueError for
-    an unknown one. --help has a group of flags for each class that `config_class` inherits from."""
+    an unknown one. --help has a group of flags for each class that `config_class` inherits from,
+    after the flags that are marked as those to know first."""
     of_worlds = [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
                  for world in envs.WORLDS]
     parser = CommandParser(
@@ -222,6 +221,7 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
         description=description, allow_abbrev=False,
         epilog="\n".join([f"--model tiny: {TINY}", f"others on a CPU: {ON_CPU}", *of_worlds]),
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    to_know_first = parser.add_argument_group("the flags to know first")
     groups = {c: parser.add_argument_group(c.__doc__) for c in config_class.__mro__[:-1]}
     of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
     of_studies.add_argument("--set", nargs="+", action="extend", metavar="FIELD=VALUE")
@@ -233,7 +233,8 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
             choices, help_text = f.metadata["choices"], " ".join(re.findall("# (.*)", comment))
             default = "" if f.default in (None, False, "") else f" (default: {f.default})"
             kind = (get_args(f.type) or [f.type])[0]  # of "int | None": int
-            where, prefix = (of_studies, "--set ") if f.metadata.get("study") else (group, "--")
+            own_group = to_know_first if f.metadata.get("first") else group
+            where, prefix = (of_studies, "--set ") if f.metadata.get("study") else (own_group, "--")
             where.add_argument(
                 prefix + name, dest=name, help=help_text + default,
                 type=string_to_bool if kind is bool else kind,

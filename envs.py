@@ -266,7 +266,8 @@ def flag(default: Any, choices: Container | None = None, **marks: bool) -> Any:
     line of --help. A field without it is no flag.
 
     choices: a table names the usual values and allows others. marks: study=True if the field is set
-    by --set FIELD=VALUE; may_change=True if --resume accepts another value than the run's.
+    by --set FIELD=VALUE; may_change=True if --resume accepts another value than the run's;
+    first=True if --help shows it before the others.
     """
     return field(default=default, metadata={"choices": choices} | marks)
 

@@ -51,7 +51,7 @@ class EvalConfig(Setup):
     """the evaluation"""
 
     # trajectories of each item: the k of avg@k and pass@k
-    samples: int = flag(1, ABOVE_0)
+    samples: int = flag(1, ABOVE_0, first=True)
     # test (held out) | train
     split: str = flag("test", ("train", "test"))
     # number of items, drawn from the split by --seed; default: all
@@ -64,7 +64,7 @@ class EvalConfig(Setup):
     # sample from the k likeliest tokens; 0: off
     top_k: int = flag(0, NOT_NEGATIVE)
     # JSON file for the result
-    out: str = flag("")
+    out: str = flag("", first=True)
     # JSON-lines file for the trajectories; in a sweep .hHORIZON is put into its name. An evaluation
     # that was stopped goes on from it, by the same command
     trajectories: str = flag("")

@@ -180,7 +180,7 @@ class Sampling:
     """how tokens are drawn: the rollout and the update must agree on it"""
 
     # every random number follows from it
-    seed: int = flag(0, NOT_NEGATIVE)
+    seed: int = flag(0, NOT_NEGATIVE, first=True)
     # sampling temperature; 0 (in evaluation): the likeliest token
     temperature: float = flag(1.0, NOT_NEGATIVE)
     # arithmetic of the forward passes; trained weights are float32

@@ -49,7 +49,7 @@ class Optim(Sampling):
     """optimization, memory and precision"""
 
     # AdamW's learning rate
-    lr: float = flag(1e-6, ABOVE_0)
+    lr: float = flag(1e-6, ABOVE_0, first=True)
     # after the warm-up; cosine: to a tenth, over all steps
     lr_schedule: str = flag("constant", ("constant", "cosine"), study=True)
     # steps over which the learning rates rise to their values (Adam's first steps are mostly noise)
@@ -77,7 +77,7 @@ class Loss(Optim):
     """rewards, advantages and loss"""
 
     # or the name of a file in ideas/, FILE.py:NAME, module:NAME
-    algo: str = flag("grpo", algos.ALGOS)
+    algo: str = flag("grpo", algos.ALGOS, first=True)
     # settings of the algorithm, NAME=VALUE: gamma=0.99 lam=0.95
     algo_args: str = flag("")
     # or the name of a file in ideas/, FILE.py:NAME, module:NAME

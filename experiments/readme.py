@@ -28,7 +28,7 @@ NOT_HERE = {  # pattern of a command -> why it is not run
     r"base_url": "needs a model's server",
     r"envs.py serve": "serves until it is stopped",
     r"benches rollout|benches update|kill.py|faults.py|experiments/gpu": MEASUREMENT,
-    r"study.py|references.py --only": "hours",
+    r"study.py|speedrun.py verify|references.py --only": "minutes to hours",
 }
 QUICK = {r"train\.py": " --steps 2", r"eval\.py": " --items 8"}  # pattern -> added flags
 

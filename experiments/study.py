@@ -45,6 +45,7 @@ oracle: does better credit learn faster? GRPO, REINFORCE++ with a discount, and 
     BabyAI's rooms and in TextCraft, five seeds, equal steps; docs/credit.md has the prediction.
 distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the
     model that the first one of the same seed has made. Three seeds (--jobs 1).
+speedrun: the entries of docs/speedrun.md, two seeds.
 """
 
 import argparse

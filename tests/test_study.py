@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from experiments import pretrained, references, study
+from experiments import pretrained, references, speedrun, study
 from experiments.studies import play, report, rows, runs
 
 KEPT = rows.studies()
@@ -97,6 +97,40 @@ def test_a_run_is_evaluated_in_the_worlds_that_it_names(commands, tmp_path):
     assert given[-1][4] == "runs/mix_warm/final"
     with pytest.raises(RuntimeError, match="90%"):  # of its episodes failed: it is no row
         play.evaluate("webarena", base, "broken", 2, tmp_path / "run")
+
+
+def test_a_run_of_the_speedrun_is_verified_by_running_it_again(
+        commands, tmp_path, monkeypatch, capsys):
+    given, _ = commands
+    monkeypatch.setattr(speedrun, "ROOT", tmp_path)
+    run = runs.runs_of("speedrun")[0]
+    play.do("speedrun", run, "abc")
+    assert speedrun.verify(run.name) == 0 and "bit for bit" in capsys.readouterr().out
+    commands_of = [[w for w in words if str(tmp_path) not in w] for words in given]
+    assert commands_of[:2] == commands_of[2:]
+    assert speedrun.table().endswith("| no | abc |")  # half of the episodes succeed
+    with pytest.raises(SystemExit, match="no run 'x'"):
+        speedrun.verify("x")
+
+
+@pytest.mark.parametrize("change, processor, is_verified", [
+    ({}, "this", True), ({"reward": 0.2}, "this", False), ({"reward": 0.2}, "other", True),
+    ({"seconds": 9}, "this", True), ({"reward": 0.2, "success": 0.7}, "other", False),
+    ({"model_sha256": "b"}, "this", False), ({"items": {"babyai_1": 0.0}}, "other", True)])
+def test_equal_bits_or_on_another_processor_a_success_within_the_interval_verify_a_run(
+        change, processor, is_verified, monkeypatch):
+    monkeypatch.setattr(play, "processor", lambda: processor)
+    kept = {"success": 0.9, "ci95": [0.85, 0.95], "items": {"babyai_1": 1.0},
+            "model_sha256": "a", "processor": "this"}
+    step = {"step": 0, "reward": 0.1, "seconds": 5}
+    again = {name: change.get(name, value) for name, value in step.items()}
+    found = {name: change.get(name, kept[name]) for name in ("success", "items")}
+    found["config"] = {"model_sha256": change.get("model_sha256", "a")}
+    assert speedrun.compare([step], kept, [again], found)[1] == is_verified
+
+
+def test_the_speedruns_page_has_the_table_of_the_rows():
+    assert speedrun.table() in (ROOT / "docs/speedrun.md").read_text()
 
 
 def test_an_edited_checkout_is_refused(tmp_path, monkeypatch):

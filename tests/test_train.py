@@ -179,6 +179,8 @@ def test_help_lists_flags_fields_of_studies_and_presets():
     for text in ("--horizon_schedule scaling_inter|fixed|adaptive", "--set value_clip", "6,13,20",
                  "'horizon': '3,5,8', 'horizon_steps': 25", "--shard"):
         assert text in printed, text
+    head = printed.split("flags to know first:")[1].split("\n\n")[0]
+    assert head.count("\n  --") == 10 and "--model" in head
 
 
 # ---- repeated and resumed ----

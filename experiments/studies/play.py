@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -180,6 +181,7 @@ def summarize(run, metrics, evaluations, commit, stopped):
         "commit": commit,
         "seed": run.seed,
         "machine": machine(),
+        "processor": processor(),
         "stopped": stopped,
         "model_sha256": first["config"]["model_sha256"],
         "base_sha256": base_sha256(),
@@ -193,6 +195,16 @@ def machine():
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
     return f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def processor():
+    """What the bits of a run on the CPU depend on besides its command and commit: vendor, family
+    and model of the CPU, the instructions that PyTorch uses, and PyTorch's version."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    cpu = re.findall(r"^(?:vendor_id|cpu family|model)\s*: (.*)", text, re.MULTILINE)[:3]
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return " ".join([*cpu, instructions, f"PyTorch {torch.__version__}"])
 
 
 def train_command(run, steps):

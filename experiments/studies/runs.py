@@ -131,6 +131,13 @@ RECIPES = {
     "horizon_4": "--horizon_schedule fixed --horizon 4",
 }
 
+# Study "speedrun": entry -> its world, and the flags of its two runs; docs/speedrun.md.
+SPEEDRUNS = {
+    "steps_12": ("babyai", "--steps 12"),
+    "steps_16": ("babyai", "--steps 16"),
+    "gigpo_50": ("textcraft", "--algo gigpo --steps 50"),
+}
+
 
 class Run(NamedTuple):
     world: str  # a world, or several of them with commas
@@ -282,11 +289,16 @@ def transfer():
     return [*found, run(mixture, "mixture", flags=f"--steps 60 {data}", measured=every)]
 
 
+def speedrun():
+    return [run(world, label, seed, flags)
+            for label, (world, flags) in SPEEDRUNS.items() for seed in range(2)]
+
+
 STUDIES = {
     "algorithms": algorithms, "horizon": horizon, "rooms_horizon": rooms_horizon,
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
     "worlds": worlds, "transfer": transfer, "credit": credit, "distill": distill,
-    "oracle": oracle,
+    "oracle": oracle, "speedrun": speedrun,
 }
 
 
