@@ -39,6 +39,14 @@ const mean = values =>
 // Those of some trajectories whose environment did not fail. Only they count in a mean.
 const played = held => held.filter(row => row.status !== "env_error");
 
+// Whether a click is one with Shift. A touch has no Shift: a box stands for it, for one touch.
+function hasShift(event) {
+  const box = $("shift");
+  const isWith = event.shiftKey || box.checked;
+  box.checked = false;
+  return isWith;
+}
+
 // A menu. options: [[value, text], ...].
 function menu(label, options, onchange) {
   const choices = options.map(([value, text]) => make("option", {value, textContent: text}));

@@ -6,7 +6,7 @@ run in this process and give the same episode for the same item and actions.
 
 from typing import Any
 
-from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
+from agent import AGENTS, PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, category_of, make_env, split_item
 from trajectory import Trajectory
 from worlds.agentgym import LENIENT
@@ -69,6 +69,12 @@ class Replay:
         own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
         return "" if self.config.get("env_url") or own_tasks else category_of(item)
 
+    def action(self, env: str, reply: str) -> str:
+        """The action that the world `env` took from a reply, "" if it found none."""
+        action_format = str(self.config.get("action_format"))
+        choose = LENIENT.get(env) if self.config.get("parse") == "lenient" else None
+        return parse(reply, action_format, choose) if action_format in READERS else ""
+
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
         world = self.worlds.get(t.env)
@@ -81,7 +87,6 @@ class Replay:
                 return None
         except (ValueError, IndexError, KeyError, TypeError):
             return None
-        choose = LENIENT.get(t.env) if self.config.get("parse") == "lenient" else None
         draw = DRAW[t.env]
         drawn = [draw(world)]
         for observation, reply in zip(t.messages[2::2], t.messages[3::2]):
@@ -89,6 +94,6 @@ class Replay:
             if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
                 world.reset(number)
             elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
-                world.step(parse(reply["content"], self.config["action_format"], choose))
+                world.step(self.action(t.env, reply["content"]))
             drawn.append(draw(world))
         return drawn
