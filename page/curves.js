@@ -1,6 +1,6 @@
 // ---- learning curves ----
 
-const BOX = {width: 300, height: 120, left: 34, right: 6, top: 6, bottom: 18};
+const BOX = {width: 300, wide: 480, height: 120, left: 34, right: 6, top: 6, bottom: 18};
 // Metrics that are shares: their axis goes from 0 to 1.
 const SHARES = /^(eval\/)?(success|score|valid_actions|zero_gradient_groups)/;
 
@@ -28,8 +28,8 @@ function tickText(x) {
 }
 
 // The lines and numbers of a vertical axis. y: value -> its height in the picture.
-function scale(values, y) {
-  const {width, left, right} = BOX;
+function scale(values, y, width = BOX.width) {
+  const {left, right} = BOX;
   return values.flatMap(value => [
     svg("line", {x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--line)"}),
     svg("text", {x: left - 4, y: y(value) + 3, "text-anchor": "end"}, tickText(value))]);
@@ -92,7 +92,8 @@ function plot(name, equal, lines, legend = false) {
   const first = Math.min(...steps);
   const last = Math.max(...steps, first + 1);
 
-  const {width, height, left, right, top, bottom} = BOX;
+  const {height, left, right, top, bottom} = BOX;
+  const width = legend ? BOX.wide : BOX.width;
   const x = step => left + (step - first) / (last - first) * (width - left - right);
   const y = value => height - bottom - (value - low) / (high - low) * (height - top - bottom);
   for (const line of lines) line.drawn = smooth(line.values, line.counts);
@@ -103,7 +104,7 @@ function plot(name, equal, lines, legend = false) {
   const picture = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name}, ${ends.join("; ")}`,
   });
-  picture.append(...scale(ticks(low, high, 3), y));
+  picture.append(...scale(ticks(low, high, 3), y, width));
   for (const step of ticks(first, last, 5).filter(Number.isInteger)) {
     picture.append(
       svg("text", {x: x(step), y: height - 5, "text-anchor": "middle"}, String(step)));
@@ -277,7 +278,7 @@ function barChart(name, note, bars, [low, high]) {
   const height = Math.max(1, bars.length) * 16 + 18;
   const {width} = BOX;
   const left = 120;
-  const x = value => left + (value - low) / (high - low || 1) * (width - left - 40);
+  const x = value => left + (value - low) / (high - low || 1) * (width - left - 50);
   const picture = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name});
   for (const [k, {key, value, count, onclick}] of bars.entries()) {
     const bar = svg("g", {class: "bar"},
@@ -287,12 +288,12 @@ function barChart(name, note, bars, [low, high]) {
       svg("rect", {x: x(Math.min(0, value)), y: k * 16 + 2, height: 12,
                    width: Math.max(.5, Math.abs(x(value) - x(0))),
                    fill: `var(--${value < 0 ? "bad" : "good"})`}),
-      svg("text", {x: width - 36, y: k * 16 + 12}, short(value)));
+      svg("text", {x: width - 44, y: k * 16 + 12}, short(value)));
     bar.onclick = onclick;
     picture.append(bar);
   }
   picture.append(svg("text", {x: left, y: height - 4}, tickText(low)),
-    svg("text", {x: width - 42, y: height - 4}, tickText(high)));
+    svg("text", {x: width - 52, y: height - 4}, tickText(high)));
   return make("figure", {}, make("figcaption", {}, make("b", {textContent: name}),
     make("span", {className: "dim", textContent: note})), picture);
 }

@@ -24,6 +24,7 @@ function svg(tag, attributes, ...children) {
 function short(x) {
   if (x === null || x === undefined) return "not finite";
   if (Number.isInteger(x)) return String(x);
+  if (Math.abs(x) < 1e-9) return "0";  // an error of rounding
   if (Math.abs(x) >= 1000) return Math.round(x).toLocaleString("en");
   if (Math.abs(x) < 0.001) return x.toExponential(1);
   return x.toPrecision(3);

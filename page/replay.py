@@ -14,6 +14,7 @@ from worlds.agentgym import LENIENT
 # A cell as the simulator encodes it is (kind of object, colour, state).
 DOOR = 4
 LETTERS = {2: "#", 5: "k", 6: "o", 7: "b"}  # wall, key, ball, box; other kinds are a space
+MAX_REMEMBERED = 64  # episodes
 DOOR_LETTERS = "dcl"  # by state: open, closed, locked
 
 
@@ -54,6 +55,7 @@ class Replay:
         self.config = config
         self.arguments = str(config.get("env_args"))
         self.worlds = {}
+        self.drawn: dict[tuple, list[dict] | None] = {}  # episodes of late steps are often equal
         # How replies were read must be known.
         if not config.get("env_url") and "action_format" in config:
             self.worlds = {name: self._make(name) for name in DRAW if name in str(config["env"])}
@@ -77,6 +79,14 @@ class Replay:
 
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
+        episode = (t.env, t.item, str(t.messages))
+        if episode not in self.drawn:
+            if len(self.drawn) == MAX_REMEMBERED:
+                self.drawn.clear()
+            self.drawn[episode] = self._draw(t)
+        return self.drawn[episode]
+
+    def _draw(self, t: Trajectory) -> list[dict] | None:
         world = self.worlds.get(t.env)
         if world is None or self.config.get("agent", "react") not in {*AGENTS, "choose"}:
             return None  # what a user's own agent did is not known

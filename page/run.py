@@ -260,8 +260,8 @@ class Run:
         names = (*COLUMNS, "held") if self.rows and "held" in self.rows[0] else COLUMNS
         return {name: [row[name] for row in self.rows[first:]] for name in names}
 
-    def tokens_of(self, t: Trajectory, draws: bool = True) -> dict:
-        """A trajectory as the page shows it. draws: with the states that its world can draw."""
+    def tokens_of(self, t: Trajectory) -> dict:
+        """A trajectory as the page shows it, with the states that its world can draw."""
         # Replies that are not learnt (sft.py's random actions) are not told from the environment's
         # text. The turns of such a trajectory cannot be numbered.
         replies = sum(bool(b) and not a for a, b in zip([0, *t.mask], t.mask))
@@ -278,7 +278,7 @@ class Run:
             "error": t.error,
             "invalid_turns": t.invalid_turns if has_all_turns else [],
             "cut_turns": t.cut_turns if has_all_turns else [],
-            "scenes": self.replay.scenes(t) if draws and has_all_turns else None,
+            "scenes": self.replay.scenes(t) if has_all_turns else None,
             "has_all_turns": has_all_turns,
         }
         if t.choices:  # where a reply begins -> the ids of each that was allowed; None: then any

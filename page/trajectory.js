@@ -177,14 +177,17 @@ function article(trajectory, row, marks) {
 
 const folded = (textContent, text) => make("details", {}, make("summary", {textContent}), ...text);
 
-// What `text` says that `before` does not: the sentences, lines and parts of lists that are new.
-// null: nothing can be saved by showing them alone.
+// What `text` says that `before` does not: the sentences, lines and parts of lists that are new,
+// with "…" for others. null: nothing can be saved by showing them alone.
 function newIn(text, before) {
   const cut = written => written.split(/(?<=[.!?,:\]]\s)|(?<=\n)/);
   const known = new Set(cut(before).map(part => part.trim()));
-  const parts = cut(text).map(part => known.has(part.trim()) ? "" : part);
-  const added = parts.join("");
-  return added.length < .7 * text.length ? added.trim() || "nothing new" : null;
+  let added = "";
+  for (const part of cut(text)) {
+    if (!known.has(part.trim())) added += part;
+    else if (!added.endsWith("… ")) added += "… ";
+  }
+  return added.length < .7 * text.length ? added : null;
 }
 
 // The text of the environment before a reply: first what is new, then what is known already.

@@ -8,15 +8,17 @@ import shutil
 import time
 
 import pytest
+from conftest import ROOT
 from test_train import read_jsonl
 from test_view import EVIL, damaged, played_in, run_of, write_rows
 from test_view import copied as copied  # fixtures
 from test_view import folder as folder
 from test_view import live as live
 
+import rl
 import view
 from rollout import rollout
-from trajectory import reply_spans
+from trajectory import Trajectory, reply_spans
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -93,7 +95,7 @@ def group_by(page, name):
 def search(page, text):
     page.fill("#search", text)
     page.keyboard.press("Enter")
-    expect(page.locator("#count")).not_to_contain_text("searching")
+    expect(page.locator("#search-state")).to_contain_text(re.compile("ended|cannot"))
 
 
 def clear(page):
@@ -351,6 +353,7 @@ def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, 
     assert len(t["starts"]) > 2
     page = opened(view.write_page(copied))
     go_to(page, t)
+    page.keyboard.press("o")  # what an observation repeats is not folded
     borders = page.locator("article .turn.segment")
     assert borders.count() == len(t["starts"]) - 1
     instructions = t["messages"][0]["content"][:40]
@@ -487,6 +490,208 @@ def test_two_runs_are_in_one_page_and_those_of_one_name_are_told_apart(folder, c
     clear(page)
     group_by(page, "run")
     assert column(page, "run") == [str(copied), str(other)]
+
+
+# ---- questions of a newcomer ----
+
+OBSERVATION = "You see a wall. There is a key. "
+# What was played: (step, item, goal, actions, reward, numbers of the invalid turns, advantage of
+# the valid turns and of the others, log-prob of each token).
+BALL, DOOR = ("babyai_0", "go to the red ball"), ("babyai_9", "go to the grey door")
+EPISODES = [
+    (0, *BALL, ["go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (0, *DOOR, ["turn left", "turn left", "go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *BALL, ["go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *BALL, ["turn left", "go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *DOOR, ["turn left", "go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *DOOR, ["go to red door 1", "turn left"], 0.0, [], -0.5, 0, -.1),
+    (40, *BALL, ["pickup blue ball 1", "go to red ball 1"], 1.0, [1], 0.5, -2, -.1),
+    (40, *BALL, ["pickup blue ball 1", "fly"], 0.25, [2], 0.5, -2, -3.0),
+    (40, *DOOR, ["turn left", "turn right"], 0.0, [], 0.5, 0, -.1),
+    (90, *BALL, ["fly", "pickup blue box 1"], 0.0, [1], -0.5, -1, -.1),
+    (90, *BALL, ["fly", "fly"], 0.0, [1, 2], 0.5, -1, -.1),
+    (90, *DOOR, ["go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (90, *DOOR, ["go to red door 1"], 0.0, [], 0.5, 0, -.1)]
+KL = {0: .01, 30: .02, 40: .09, 90: .01}
+
+
+@pytest.fixture(scope="module")
+def played_run(folder, tmp_path_factory):
+    """A run whose answers are known, its page written."""
+    out = tmp_path_factory.mktemp("runs") / "asked"
+    shutil.copytree(folder, out, ignore=lambda *_: ["trajectories", "view.html"])
+    (out / "trajectories").mkdir()
+    (row, *_), encode = read_jsonl(out / "metrics.jsonl"), rl.load_tokenizer("tiny").encode
+    played = [episode(encode, number, *values) for number, values in enumerate(EPISODES)]
+    lines = []
+    for step, kl in KL.items():
+        held = [t for t in played if t.step == step]
+        write_rows(out, [t.to_json() for t in held], step)
+        lines.append(row | {"step": step, "kl": kl, "kl_behaviour": kl, "horizon": 3,
+                            "success": sum(t.success for t in held) / len(held)})
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view.write_page(out)
+    return out
+
+
+def episode(encode, number, step, item, goal, actions, reward, invalid, valid, other, logprob):
+    t = Trajectory(item, "babyai", step, group=number, reward=reward, success=reward == 1,
+                   status="done" if reward == 1 else "horizon", invalid_turns=invalid, advantage=[])
+    observations = [f"Your goal: {goal}\n{OBSERVATION}", *(OBSERVATION + f"Turn {k}."
+                    for k, _ in enumerate(actions, 1))]
+    t.messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"}]
+    t.append(encode("Play. "))
+    for turn, action in enumerate(actions, 1):
+        reply = f"Action: {action}"
+        t.messages += [{"role": "user", "content": observations[turn - 1]},
+                       {"role": "assistant", "content": reply}]
+        t.append(encode(observations[turn - 1]))
+        t.advantage += [0.0] * (len(t.tokens) - len(t.advantage))
+        t.append(encode(reply), [logprob] * len(encode(reply)), [.1] * len(encode(reply)))
+        t.advantage += [other if turn in invalid else valid] * len(encode(reply))
+    t.turns = len(actions)
+    return t
+
+
+class Asker:
+    """Answers a question on a newly opened page, and counts the clicks: a choice in a menu is a
+    click, and so is a text that is written into a field."""
+
+    def __init__(self, page):
+        self.page, self.clicks = page, 0
+
+    def click(self, target, **how):
+        (self.page.locator(target) if isinstance(target, str) else target).click(**how)
+        self.clicks += 1
+
+    def head(self, name):
+        self.click(self.page.get_by_role("button", name=name, exact=True))
+
+    def choose(self, menu, value):
+        self.page.select_option(f"select[aria-label='{menu}']", value)
+        self.clicks += 1
+
+    def write(self, field, text):
+        self.page.fill(f"input[aria-label={field}]", text)
+        self.clicks += 1
+
+    def curve(self, name, step, **how):
+        """Click on a step of a curve of the run, whose steps go from 0 to 90."""
+        picture = self.page.locator("#curves figure", has_text=name).first.locator("svg")
+        width = picture.bounding_box()["width"]
+        place = {"x": width * (34 + step / 90 * 260) / 300, "y": 40}
+        self.click(picture, position=place, **how)
+
+    def chart(self, title):
+        """The titles of a distribution's bars."""
+        titles = self.page.locator(f"#charts figure:has(b:text-is('{title}')) title")
+        titles.first.wait_for(state="attached")
+        return titles.all_text_contents()
+
+    def lines(self):
+        """What the picture of the groups says, and the values of each of its lines."""
+        picture = self.page.locator("#group-curves svg")
+        texts = picture.locator("text[text-anchor=end]")
+        (low, top), *_, (high, bottom) = [(float(t.text_content()), float(t.get_attribute("y")))
+                                          for t in texts.all()]
+        points = [p.get_attribute("points").split() for p in picture.locator("polyline").all()]
+        return picture.get_attribute("aria-label"), [
+            [low + (float(p.split(",")[1]) - top + 3) / (bottom - top) * (high - low) for p in line]
+            for line in points]
+
+
+@pytest.fixture
+def ask(opened, played_run):
+    asker = Asker(opened(played_run / "view.html"))
+    yield asker
+    assert 0 < asker.clicks <= 4
+
+
+def test_question_share_of_failures_by_a_wrong_colour(ask):
+    ask.choose("success", "false")
+    ask.choose("group by", "colour")
+    rows = list(zip(column(ask.page, "colour of the last action"), column(ask.page, "share")))
+    assert rows == [("wrong", "0.667"), ("(none)", "0.333")]
+
+
+def test_question_when_invalid_actions_grow_and_which(ask):
+    ask.choose("group by", "invalid_action")
+    actions = column(ask.page, "first invalid action")
+    assert actions == ["(none)", "fly", "pickup blue ball 1"]
+    label, lines = ask.lines()
+    assert label.startswith("trajectories by first invalid action")
+    assert lines[1] == pytest.approx([0, 0, 1, 2]) and lines[2] == pytest.approx([0, 0, 1, 0])
+
+
+def test_question_the_longest_success(ask):
+    ask.choose("success", "true")
+    ask.head("turns")
+    ask.head("turns")
+    assert column(ask.page, "turns")[:2] == ["3", "2"] and column(ask.page, "item")[0] == DOOR[0]
+
+
+def test_question_which_items_flip_between_two_steps(ask):
+    ask.write("step", "30, 90")
+    ask.choose("group by", "item")
+    check_column(ask.page, "item", [BALL[0], DOOR[0]])  # what made the drop first
+    check_column(ask.page, "change", [-1, 0])
+
+
+def test_question_rewards_in_a_step(ask):
+    """The bars stand where their rewards are: 0.25 is a quarter of the way from 0 to 1."""
+    ask.write("step", "40")
+    ask.click("#distributions summary")
+    assert [title.split(",")[0] for title in ask.chart("reward")] == [
+        "reward 0: 1", "reward 0.250: 1", "reward 1: 1"]
+    bars = ask.page.locator("svg[aria-label=reward] g.bar rect:first-of-type")
+    first, second, third = (float(bar.get_attribute("x")) for bar in bars.all())
+    assert (second - first) / (third - first) == pytest.approx(.25)
+
+
+def test_question_advantage_of_a_turn_against_validity(ask):
+    ask.click("#distributions summary")
+    assert ask.chart("advantage of a turn") == [
+        "18 valid: advantage 0.333 of 18", "5 invalid: advantage -1.40 of 5"]
+
+
+def test_question_who_replied_a_text(ask):
+    ask.choose("search in", "replies")
+    ask.write("search", "pickup blue")
+    ask.page.keyboard.press("Enter")
+    expect(rows_of(ask.page)).to_have_count(3)
+    assert ask.page.locator("td.found mark").all_inner_texts() == ["pickup blue"] * 3
+
+
+def test_question_what_made_the_peak_of_the_kl(ask):
+    ask.curve("kl", 40)
+    assert set(column(ask.page, "KL")) == {"0.0900"}
+    ask.head("log-prob")  # the least probable replies first
+    assert column(ask.page, "log-prob")[0] == "-3" and column(ask.page, "reward")[0] == "0.250"
+
+
+def test_question_which_category_made_a_drop(ask):
+    ask.curve("success", 30)
+    ask.curve("success", 90, modifiers=["Shift"])
+    check_column(ask.page, "category", ["GoToRedBallGrey", "GoToDoor"])
+    check_column(ask.page, "part of the change", [-.5, 0])  # of a drop from 3/4 to 1/4
+
+
+def test_question_success_by_category_over_time(ask):
+    ask.choose("group by", "category")
+    assert column(ask.page, "category") == ["GoToDoor", "GoToRedBallGrey"]
+    label, lines = ask.lines()
+    assert label.endswith("GoToDoor: 1 at first, 0.500 at last; GoToRedBallGrey: 1 at first, 0 at last")
+    assert lines == [pytest.approx([1, .5, 0, .5]), pytest.approx([1, 1, .5, 0])]
+    ask.choose("smoothing", "5")  # two steps on each side; a step counts as it has trajectories
+    assert ask.lines()[1] == [*lines, pytest.approx([2 / 4, 3 / 6, 3 / 6, 2 / 5]),
+                              pytest.approx([4 / 5, 4 / 7, 4 / 7, 3 / 6])]
+
+
+def test_the_questions_of_the_documentation_are_tested():
+    """A row of the table for each test, and every test is in it."""
+    text = (ROOT / "docs/view.md").read_text().split("## Ten more questions")[1].split("##")[0]
+    asked = [name for name in globals() if name.startswith("test_question_")]
+    assert len(re.findall(r"^\| .*\? \|", text, re.MULTILINE)) == len(asked) == 10
 
 
 # ---- size, and a live run ----

@@ -177,8 +177,7 @@ def test_nothing_that_was_written_is_markup_and_the_page_needs_no_network(folder
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
-def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied, monkeypatch):
-    monkeypatch.setattr(view, "MAX_DRAWN", 12)
+def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied):
     run = run_of(view.write_page(copied, most=24))
     held = [row for row in run["table"] if row["held"] >= 0]
     assert len(run["table"]) == 48 and 0 < len(held) <= 24
@@ -187,9 +186,8 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied, monkey
     groups = Counter((row["step"], row["group"]) for row in held)
     assert set(groups.values()) == {4} and {step for step, _ in groups} == {0, 1, 2}
     assert f"tokens of {len(held)} of 48" in run["note"]
-    drawn = sum(t["scenes"] is not None for t in run["held"])
-    assert 0 < drawn < len(held)
-    assert any(f"states drawn for {drawn + damaged} " in run["note"] for damaged in (0, 1))
+    undrawn = [row["item"] for row, t in zip(held, run["held"]) if t["scenes"] is None]
+    assert undrawn in ([], [EVIL])  # all that can be opened have pictures
 
 
 def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alone(copied):
