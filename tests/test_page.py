@@ -238,6 +238,36 @@ def test_search_finds_a_text_in_replies_or_in_the_environments_text(page, table,
         assert bool(expected) == (text == "Grey")
 
 
+def test_search_takes_several_texts_and_regular_expressions_and_says_its_end(opened, played_run):
+    page = opened(played_run / "view.html")
+    page.select_option("select[aria-label='search in']", "replies")
+    for text, expected in (("pickup & FLY", 2), ("pickup fly", 0), ("/blue (ball|box)/", 3),
+                           ("/^action: fly$/ & /b.x/", 1), ("fly & (", 0), (" & ", 0)):
+        search(page, text)
+        expect(rows_of(page)).to_have_count(expected)
+        said = page.locator("#search-state").inner_text()
+        assert said == f"search ended: found in {expected} of {len(EPISODES)} trajectories"
+    search(page, "/(/")
+    assert "cannot be searched" in page.locator("#search-state").inner_text()
+    expect(rows_of(page)).to_have_count(len(EPISODES))
+
+
+def test_a_filter_that_cannot_be_read_and_one_without_a_field_are_said(opened, played_run):
+    page = opened(played_run / "view.html")
+    forms, field = page.locator("#forms"), page.locator("input[aria-label=turns]")
+    for text, wrong in (("x>", "x>"), ("2,", ""), ("2, 1-", "1-"), (">1", "")):
+        filter_by(page, "turns", text)
+        assert field.get_attribute("aria-invalid") == str(bool(wrong)).lower()
+        assert (f'turns: "{wrong}" cannot be read' in forms.inner_text()) == bool(wrong)
+        assert "15-25" in forms.inner_text()
+    clear(page)
+    group_by(page, "goal")
+    rows_of(page).filter(has_text=DOOR[1]).click()
+    assert set(column(page, "goal")) == {DOOR[1]}
+    forms.get_by_role("button", name=f"goal: {DOOR[1]}").click()
+    expect(rows_of(page)).to_have_count(len(EPISODES))
+
+
 def test_failed_environments_do_not_count_in_means(copied, opened):
     rows = [t | {"env": "babyai", "status": "done", "reward": 1.0} for t in played_in(copied, 2)]
     for t in rows[::2]:
@@ -307,6 +337,39 @@ def test_each_trajectory_has_an_address_and_back_goes_back(page, opened):
     page.go_back()
     for shown in (page, opened(pair)):
         expect(shown.locator("article h3")).to_have_text(titles)
+
+
+def test_instructions_and_what_an_observation_repeats_are_folded(opened, played_run):
+    """A mark of time that only the newest observation has stays; `o` unfolds all."""
+    page = opened(f"{(played_run / 'view.html').as_uri()}#0/{DOOR[0]}/0")
+    seen = page.locator("article .turn.user")
+    first, second, _ = seen.all_inner_texts()
+    assert "Play." not in first and OBSERVATION.strip() in first
+    assert "Turn 1." in second and "wall" not in second
+    seen.nth(1).locator("summary").click()
+    assert seen.nth(1).inner_text().endswith(f"{OBSERVATION}Turn 1.")
+    page.keyboard.press("o")
+    expect(seen.first).to_contain_text("Play.")
+    assert [OBSERVATION.strip() in text for text in seen.all_inner_texts()] == [True] * 3
+    assert page.locator("article details").count() == 0
+
+
+def test_on_a_phone_the_table_comes_first_and_a_touch_has_a_shift(browser, opened, played_run):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True,
+                                  is_mobile=True)
+    page = context.new_page()
+    page.goto((played_run / "view.html").as_uri())
+    rows_of(page).first.wait_for()
+    heights = [page.locator(f"#{name}").bounding_box()["y"] for name in ("list", "training")]
+    assert heights == sorted(heights)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for number, articles in enumerate((1, 1, 2)):
+        if number == 2:
+            page.locator("#touch").tap()
+        rows_of(page).nth(number).tap()
+        wait_for_articles(page, articles)
+    assert not page.locator("#shift").is_checked()  # it holds for one touch
+    assert opened(played_run / "view.html").locator("#touch").is_hidden()  # with a mouse
 
 
 def test_turns_have_their_reward_advantage_marks_and_rooms(page, folder):
@@ -448,6 +511,13 @@ def test_curves_have_axes_say_their_values_and_choose_steps(page, folder):
     picture.click(position=at[2], modifiers=["Shift"])
     assert page.input_value("input[aria-label=step]") == "1, 2"
     assert column(page, "success, 1") and column(page, "success, 2")
+
+
+def test_curves_that_are_equal_are_shown_once(opened, played_run):
+    page = opened(played_run / "view.html")
+    titles = page.locator("#curves figure").all_inner_texts()
+    assert sum("kl" in title for title in titles) == 1
+    assert any(title.startswith("kl\n= kl behaviour") for title in titles)
 
 
 def test_a_bar_of_a_distribution_filters_the_table(page, table):
@@ -732,8 +802,10 @@ def test_a_live_page_follows_its_run(live, opened):
     expect(page.locator("input[aria-label=item]")).to_be_focused()  # typing goes on
     assert "3 of 3" in page.locator("#live").inner_text()
     assert page.url == where and page.locator("article").count() == 1  # still open
-    search(page, "onerror")
+    search(page, "/on(error)/ & img")
     expect(rows_of(page)).not_to_have_count(48)
+    search(page, "/(/")
+    assert "cannot" in page.locator("#search-state").inner_text()
     clear(page)
     for place in (0, 20, 47):  # every trajectory can be opened
         rows_of(page).nth(place).click()

@@ -21,7 +21,7 @@ from test_train import SMALL, read_jsonl, run
 import rl
 import view
 from envs import make_env
-from page.live import Server, find_in
+from page.live import Server, find_in, read_search
 from page.replay import Replay
 from page.run import piece
 from trajectory import Trajectory, reply_spans
@@ -249,6 +249,9 @@ def test_a_live_page_is_for_this_machine_alone(live, tmp_path, monkeypatch):
             ("trajectory?run=0&id=99", "localhost", 400), ("search", "localhost", 400)):
         answer = requests.get(address + path, headers={"Host": host}, timeout=60)
         assert answer.status_code == status, path
+    for path, status in (("", 200), ("search?text=a", 403)):  # from a page of another site
+        answer = requests.get(address + path, headers={"Sec-Fetch-Site": "cross-site"}, timeout=60)
+        assert answer.status_code == status
     assert requests.post(address, timeout=60).status_code == 501
 
     def interrupted(server):
@@ -264,10 +267,12 @@ def test_a_live_page_is_for_this_machine_alone(live, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, where, found", [
     ("red", "anything", "A Red door."), ("red", "replies", ""), ("go", "replies", "go"),
-    ("go", "environment", ""), ("ok", "anything", "")])
+    ("go", "environment", ""), ("ok", "anything", ""), ("go & red", "anything", "go"),
+    ("go & blue", "anything", ""), ("/red|x&y/ & /^A/", "environment", "A Red door."),
+    ("a red", "anything", "A Red door."), ("(", "anything", ""), (" & ", "anything", "")])
 def test_a_search_says_where_a_text_stands(text, where, found):
     messages = of_texts("babyai_88", "Play.", "OK", "A Red door.", "go").messages
-    assert find_in(messages, text, where) == found
+    assert find_in(messages, read_search(text), where) == found
 
 
 # ---- damaged files ----
