@@ -93,7 +93,7 @@ function plot(name, equal, lines, legend = false) {
   const last = Math.max(...steps, first + 1);
 
   const {height, left, right, top, bottom} = BOX;
-  const width = legend ? BOX.wide : BOX.width;
+  const width = legend && innerWidth >= 700 ? BOX.wide : BOX.width;
   const x = step => left + (step - first) / (last - first) * (width - left - right);
   const y = value => height - bottom - (value - low) / (high - low) * (height - top - bottom);
   for (const line of lines) line.drawn = smooth(line.values, line.counts);

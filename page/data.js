@@ -82,9 +82,11 @@ function segmentsOf(trajectory) {
     while (end < ids.length && Boolean(mask[end]) === sampled && !starts.includes(end)) end++;
     const place = starts.indexOf(start);
     const part = {sampled, start, end, turn};
-    found.push(place > 0
-      ? {...part, segment: place + 1, known: knownUntil(ids, starts[place - 1], found.at(-1), part)}
-      : part);
+    if (place > 0) {
+      part.segment = place + 1;
+      part.known = knownUntil(trajectory, starts[place - 1], found.at(-1), part);
+    }
+    found.push(part);
     if (sampled) turn += 1;
     start = end;
   }
@@ -92,14 +94,18 @@ function segmentsOf(trajectory) {
 }
 
 // What is new in the prompt of a segment stands after the last reply or, if the prompt does not show
-// it, after what both segments begin with.
-function knownUntil(ids, before, reply, {start, end}) {
+// it, after the lines that both segments begin with. What stands before a reply tells it from an
+// equal text in a list of actions.
+function knownUntil({ids, pieces}, before, reply, {start, end}) {
   const said = ids.slice(reply.start, reply.end - 1);  // without the token that ended it
   for (let at = end - said.length; said.length && at > start; at--) {
-    if (said.every((id, k) => ids[at + k] === id)) return at + said.length;
+    const isReply = ids[at - 1] === ids[reply.start - 1]
+      && said.every((id, k) => ids[at + k] === id);
+    if (isReply) return at + said.length;
   }
   let same = 0;
   while (start + same < end && ids[before + same] === ids[start + same]) same++;
+  while (same && pieces && !pieces[start + same - 1].includes("\n")) same--;
   return start + same;
 }
 

@@ -30,6 +30,9 @@ const HELP_OF_RANGES = "Numbers: 5 or >0.5 or <=3 or 15-25, or several with comm
   + "two steps (20, 80) are compared.";
 const HELP_OF_SEARCH = "pickup & blue: both in a trajectory; /pick ?up (red|blue)/: a regular "
   + "expression";
+const GROUPS = {"": "trajectories", item: "by item", category: "by category", goal: "by goal",
+                last_reply: "by last reply", invalid_action: "by invalid action",
+                colour: "by colour", step: "by step", status: "by status", run: "by run"};
 let order = {by: "step", up: false};
 let shown = [];  // rows that pass the filters, in the order shown
 let listed = [];  // what the table lists: rows, or groups of rows
@@ -80,10 +83,8 @@ function makeFilters() {
     ["environment", "in the environment's text"]], () => find());
   text.onchange = () => find();
   text.onsearch = () => find();
-  const groups = ["item", "category", "goal", "last_reply", "invalid_action", "colour", "step",
-    "status", "run"].filter(name => name !== "run" || runs.length > 1);
-  const list = menu("group by", [["", "trajectories"],
-    ...groups.map(name => [name, `by ${title(name)}`])], value => {
+  const groups = Object.entries(GROUPS).filter(([name]) => name !== "run" || runs.length > 1);
+  const list = menu("group by", groups, value => {
     groupBy = value;
     // What happened most often comes first; items, categories, goals: the least successful.
     const byNumber = ["last_reply", "invalid_action", "colour"].includes(value);
@@ -283,19 +284,25 @@ function valueOf(held, name, all) {
 }
 
 // The column by which the table is sorted, or the success, of its first groups over the steps.
+let lineOf = new Map();  // key of a group -> the number of its line
 function drawGroupCurves(rowsOfAllSteps) {
+  lineOf = new Map();
   $("group-curves").replaceChildren();
   if (!groupBy || groupBy === "step") return;
   const name = VALUES.includes(order.by) ? order.by : "success";
   const bySteps = Map.groupBy(rowsOfAllSteps(), row => row.step);
   const steps = [...bySteps.keys()].sort((a, b) => a - b);
   if (steps.length < 2) return;
-  const lines = listed.slice(0, LINES).map(({key}, number) => {
+  const isNumber = ["trajectories", "share"].includes(name);
+  // How many do not have what the table is about would leave no height for the others.
+  const keys = listed.map(group => group.key).filter(key => !isNumber || key !== "(none)");
+  const lines = keys.slice(0, LINES).map((key, number) => {
+    lineOf.set(key, number);
     const held = steps.map(step => bySteps.get(step).filter(row => nameOf(row, groupBy) === key));
-    return {name: key.slice(0, 40), number, steps, counts: held.map(part => part.length),
+    const counts = isNumber ? undefined : held.map(part => part.length);
+    return {name: key.slice(0, 40), number, steps, counts,
       values: held.map((part, k) => valueOf(part, name, bySteps.get(steps[k]).length))};
   });
-  if (["trajectories", "share"].includes(name)) for (const line of lines) delete line.counts;
   $("group-curves").append(plot(`${title(name)} by ${title(groupBy)}`, [], lines, true));
 }
 
@@ -338,9 +345,9 @@ function tableRow(row, index, names) {
       return make("td", {textContent: name === "reward" ? "not finite" : ""});
     }
     const isNumber = typeof value === "number";
-    const hasLine = !place && index < LINES && $("group-curves").children.length;
-    return make("td", {
-      className: `${TEXT.has(name) ? "text" : ""}${hasLine ? ` swatch run${index}` : ""}`,
+    const line = place ? undefined : lineOf.get(row.key);
+    const colour = line === undefined ? "" : `swatch run${line}`;
+    return make("td", {className: `${TEXT.has(name) ? "text" : ""} ${colour}`,
       textContent: isNumber ? short(value) : String(value), title: isNumber ? "" : String(value)});
   });
   return make("tr", {

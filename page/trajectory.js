@@ -155,13 +155,14 @@ function article(trajectory, row, marks) {
   let before = "";  // the text of the environment before the last reply
   for (const [place, segment] of segments.entries()) {
     const next = segments[place + 1];
+    const differing = marks?.[place]?.some(differs => differs) ? marks[place] : null;
     const box = segment.sampled
-      ? reply(trajectory, row, segment, marks?.[place])
-      : environment(trajectory, row, segment, next, marks?.[place], before);
+      ? reply(trajectory, row, segment, differing)
+      : environment(trajectory, row, segment, next, differing, before);
     if (!segment.sampled) {
       before = trajectory.pieces.slice(segment.known ?? segment.start, segment.end).join("");
     }
-    if (marks?.[place] && !marks[place].some(differs => differs)) box.classList.add("same");
+    if (marks?.[place] && !differing) box.classList.add("same");
     element.append(box);
   }
   // An episode's last observation has no tokens, as no reply follows it.

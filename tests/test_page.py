@@ -430,6 +430,10 @@ def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, 
             assert t["messages"][2 * place + 1]["content"] not in text  # the reply before
     borders.first.locator("summary").click()
     assert instructions in borders.first.inner_text()
+    # The reply [8, 9] of the first segment, in a list of actions (after 2) or as a reply (after 5).
+    known = """end => segmentsOf({ids: [1, 5, 8, 9, 1, ...end], mask: [0, 0, 1, 1],
+                                  starts: [0, 4]}).at(-1).known"""
+    assert [page.evaluate(known, end) for end in ([2, 8, 9, 5], [5, 8, 9, 3, 2, 8, 9])] == [5, 7]
 
 
 def test_tokens_are_coloured_and_say_their_probability_and_entropy(page):
