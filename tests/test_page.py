@@ -508,7 +508,7 @@ def test_curves_have_axes_say_their_values_and_choose_steps(page, folder):
     at = [{"x": width * (34 + step / 2 * 260) / 300, "y": 40} for step in (0, 1, 2)]
     for step, row in enumerate(read_jsonl(folder / "metrics.jsonl")):
         picture.hover(position=at[step])
-        begin, shown = figure.locator("span").first.inner_text().split(": ")
+        begin, shown = figure.locator("span").last.inner_text().split(": ")
         assert begin == f"step {step}" and abs(float(shown) - row["success"]) < 5e-3
     picture.click(position=at[1])
     assert set(column(page, "step")) == {"1"}
@@ -694,7 +694,7 @@ def test_question_when_invalid_actions_grow_and_which(ask):
     assert actions == ["(none)", "fly", "pickup blue ball 1"]
     label, lines = ask.lines()
     assert label.startswith("trajectories by first invalid action")
-    assert lines[1] == pytest.approx([0, 0, 1, 2]) and lines[2] == pytest.approx([0, 0, 1, 0])
+    assert lines == [pytest.approx([0, 0, 1, 2]), pytest.approx([0, 0, 1, 0])]  # not of (none)
 
 
 def test_question_the_longest_success(ask):
