@@ -79,8 +79,8 @@ function curve([name, ...equal]) {
   return plot(name, equal, lines);
 }
 
-// lines: [{name, number, steps, values, counts}]; number: of the colour. legend: whether their names
-// are shown.
+// lines: [{name, number, steps, values, counts}]; number: of the colour. legend: whether the names
+// of the lines are shown.
 function plot(name, equal, lines, legend = false) {
   const values = lines.flatMap(line => line.values.filter(value => value !== null));
   const steps = lines.flatMap(line => line.steps);
@@ -139,9 +139,9 @@ function plot(name, equal, lines, legend = false) {
   const range = make("span", {className: "dim"});
   const showRange = () => {
     const finite = lines[0].drawn.filter(value => value !== null);
-    if (legend) range.replaceChildren(...lines.flatMap(({name, number}) => [swatch(number, name), " "]));
-    else range.textContent = lines.length > 1 ? ""
-      : `${short(finite[0])} → ${short(finite.at(-1))}`;
+    const names = lines.map(({name, number}) => swatch(number, name));
+    range.replaceChildren(...(legend ? names : lines.length > 1 ? []
+      : [`${short(finite[0])} → ${short(finite.at(-1))}`]));
     cursor.setAttribute("opacity", 0);
   };
   const stepAt = event => {
@@ -273,7 +273,7 @@ function advantageChart() {
     [Math.min(0, ...values), Math.max(0, ...values)]);
 }
 
-// Horizontal bars from 0. bars: [{key, value, count, onclick}]; low and high: the ends of the scale.
+// Horizontal bars from 0. bars: [{key, value, count, onclick}]; low, high: the ends of the scale.
 function barChart(name, note, bars, [low, high]) {
   const height = Math.max(1, bars.length) * 16 + 18;
   const {width} = BOX;

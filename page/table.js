@@ -22,7 +22,7 @@ const TEXT = new Set(["category", "item", "status", "env", "last_reply", "goal",
 // Columns that are shown only if the rows differ in them.
 const OPTIONAL = ["run", "env", "category", "advantage", "kl", "logprob", "invalid_action", "goal"];
 const LINES = 6;  // groups whose curves are drawn
-const MAX_ROWS = 500;
+const MAX_ROWS = 400;
 const MENUS = ["status", "success", "env", "category", "run"];  // columns with a menu
 const RANGES = {step: "step: 15-25", reward: "reward: >0.5", turns: "turns: <=3",
                 invalid: "invalid: 1"};
@@ -48,7 +48,7 @@ const nameOf = (row, name) =>
   (name === "run" ? runs[row.run].name : String(row[name] ?? "")) || "(none)";
 
 function columns() {
-  const several = name => new Set(rows.map(row => nameOf(row, name))).size > 1;
+  const several = name => rows.some(row => row[name] !== rows[0][name]);
   return COLUMNS.filter(name => !OPTIONAL.includes(name) || several(name));
 }
 
@@ -141,7 +141,8 @@ async function find() {
     say("searching");
     try {
       result = await search(text, where, share => say(`searching: ${Math.round(100 * share)} %`));
-      ending = `search ended: found in ${result.size} of ${rows.filter(isHeld).length} trajectories`;
+      const all = rows.filter(isHeld).length;
+      ending = `search ended: found in ${result.size} of ${all} trajectories`;
     } catch (error) {
       ending = `cannot be searched: ${error.message}`;
     }
@@ -239,19 +240,23 @@ function drawTrajectories() {
 // One row for each group of trajectories. With two steps, or parts of the run, in the step filter
 // the success of both is shown, and its change.
 function drawGroups() {
-  const pair = comparedSteps();
+  const pair = comparedSteps()?.map(([text, test]) => {
+    const steps = new Set(shown.map(row => row.step).filter(test));
+    const number = shown.reduce((count, row) => count + steps.has(row.step), 0);
+    return [text, row => steps.has(row.step), number];
+  });
   const groups = [...Map.groupBy(shown, row => nameOf(row, groupBy))];
   listed = groups.map(([key, held]) => {
-    const group = {key};
-    for (const name of VALUES) group[name] = valueOf(held, name, shown.length);
+    const group = {key, trajectories: held.length, share: held.length / shown.length};
+    for (const name of MEANS) group[name] = meanOf(held, name);
     group[groupBy] = groupBy === "step" ? Number(key) : key;
     if (pair) {
       let weight = 0;
-      for (const [text, test] of pair) {
-        const part = held.filter(row => test(row.step));
+      for (const [text, test, number] of pair) {
+        const part = held.filter(test);
         group[`number, ${text}`] = part.length;
-        group[`success, ${text}`] = valueOf(part, "success");
-        weight += part.length / shown.filter(row => test(row.step)).length / 2;
+        group[`success, ${text}`] = meanOf(part, "success");
+        weight += part.length / number / 2;
       }
       const [before, after] = pair.map(([text]) => group[`success, ${text}`]);
       group.change = before === null || after === null ? null : after - before;
@@ -273,14 +278,16 @@ function drawGroups() {
   return names;
 }
 
-// What is said of a group: a number, or the mean of those whose environment did not fail.
-const VALUES = ["trajectories", "share", "success", "reward", "turns", "invalid", "advantage", "kl",
-                "logprob"];
-function valueOf(held, name, all) {
-  if (name === "trajectories") return held.length;
-  if (name === "share") return held.length / all;
-  return mean(played(held).map(row => name === "success" ? Number(row.success) : row[name])
-    .filter(value => value !== null));
+// The mean of a column, of the trajectories that have a value and whose environment did not fail.
+const MEANS = ["success", "reward", "turns", "invalid", "advantage", "kl", "logprob"];
+function meanOf(held, name) {
+  let [sum, count] = [0, 0];
+  for (const row of held) {
+    if (row.status === "env_error" || row[name] === null) continue;
+    sum += Number(row[name]);
+    count += 1;
+  }
+  return count ? sum / count : null;
 }
 
 // The column by which the table is sorted, or the success, of its first groups over the steps.
@@ -289,19 +296,31 @@ function drawGroupCurves(rowsOfAllSteps) {
   lineOf = new Map();
   $("group-curves").replaceChildren();
   if (!groupBy || groupBy === "step") return;
-  const name = VALUES.includes(order.by) ? order.by : "success";
-  const bySteps = Map.groupBy(rowsOfAllSteps(), row => row.step);
-  const steps = [...bySteps.keys()].sort((a, b) => a - b);
-  if (steps.length < 2) return;
-  const isNumber = ["trajectories", "share"].includes(name);
+  const isNumber = ["trajectories", "share"].includes(order.by);
+  const name = isNumber || MEANS.includes(order.by) ? order.by : "success";
   // How many do not have what the table is about would leave no height for the others.
   const keys = listed.map(group => group.key).filter(key => !isNumber || key !== "(none)");
-  const lines = keys.slice(0, LINES).map((key, number) => {
-    lineOf.set(key, number);
-    const held = steps.map(step => bySteps.get(step).filter(row => nameOf(row, groupBy) === key));
-    const counts = isNumber ? undefined : held.map(part => part.length);
-    return {name: key.slice(0, 40), number, steps, counts,
-      values: held.map((part, k) => valueOf(part, name, bySteps.get(steps[k]).length))};
+  for (const key of keys.slice(0, LINES)) lineOf.set(key, lineOf.size);
+  const all = new Map();  // step -> number of trajectories
+  const held = [...lineOf].map(() => new Map());  // of each line: step -> trajectories
+  for (const row of rowsOfAllSteps()) {
+    all.set(row.step, (all.get(row.step) ?? 0) + 1);
+    const parts = held[lineOf.get(nameOf(row, groupBy))];
+    if (!parts) continue;
+    if (!parts.has(row.step)) parts.set(row.step, []);
+    parts.get(row.step).push(row);
+  }
+  const steps = [...all.keys()].sort((a, b) => a - b);
+  if (steps.length < 2) {
+    lineOf = new Map();
+    return;
+  }
+  const lines = [...lineOf].map(([key, number]) => {
+    const parts = steps.map(step => held[number].get(step) ?? []);
+    const values = parts.map((part, k) => name === "trajectories" ? part.length
+      : name === "share" ? part.length / all.get(steps[k]) : meanOf(part, name));
+    const counts = isNumber ? undefined : parts.map(part => part.length);
+    return {name: key.slice(0, 40), number, steps, counts, values};
   });
   $("group-curves").append(plot(`${title(name)} by ${title(groupBy)}`, [], lines, true));
 }

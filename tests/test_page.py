@@ -341,7 +341,7 @@ def test_each_trajectory_has_an_address_and_back_goes_back(page, opened):
 
 def test_instructions_and_what_an_observation_repeats_are_folded(opened, played_run):
     """A mark of time that only the newest observation has stays; `o` unfolds all."""
-    page = opened(f"{(played_run / 'view.html').as_uri()}#0/{DOOR[0]}/0")
+    page = opened(f"{(played_run / 'view.html').as_uri()}#0/{DOOR[0]}/1")
     seen = page.locator("article .turn.user")
     first, second, _ = seen.all_inner_texts()
     assert "Play." not in first and OBSERVATION.strip() in first
@@ -609,8 +609,9 @@ def played_run(folder, tmp_path_factory):
 
 
 def episode(encode, number, step, item, goal, actions, reward, invalid, valid, other, logprob):
-    t = Trajectory(item, "babyai", step, group=number, reward=reward, success=reward == 1,
-                   status="done" if reward == 1 else "horizon", invalid_turns=invalid, advantage=[])
+    t = Trajectory(item, "babyai", step, int(item == DOOR[0]), number, reward=reward,
+                   success=reward == 1, status="done" if reward == 1 else "horizon",
+                   invalid_turns=invalid, advantage=[])
     observations = [f"Your goal: {goal}\n{OBSERVATION}", *(OBSERVATION + f"Turn {k}."
                     for k, _ in enumerate(actions, 1))]
     t.messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"}]
@@ -754,7 +755,7 @@ def test_question_success_by_category_over_time(ask):
     ask.choose("group by", "category")
     assert column(ask.page, "category") == ["GoToDoor", "GoToRedBallGrey"]
     label, lines = ask.lines()
-    assert label.endswith("GoToDoor: 1 at first, 0.500 at last; GoToRedBallGrey: 1 at first, 0 at last")
+    assert label.endswith("Door: 1 at first, 0.500 at last; GoToRedBallGrey: 1 at first, 0 at last")
     assert lines == [pytest.approx([1, .5, 0, .5]), pytest.approx([1, 1, .5, 0])]
     ask.choose("smoothing", "5")  # two steps on each side; a step counts as it has trajectories
     assert ask.lines()[1] == [*lines, pytest.approx([2 / 4, 3 / 6, 3 / 6, 2 / 5]),
