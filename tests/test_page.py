@@ -582,7 +582,7 @@ EPISODES = [
     (40, *BALL, ["pickup blue ball 1", "go to red ball 1"], 1.0, [1], 0.5, -2, -.1),
     (40, *BALL, ["pickup blue ball 1", "fly"], 0.25, [2], 0.5, -2, -3.0),
     (40, *DOOR, ["turn left", "turn right"], 0.0, [], 0.5, 0, -.1),
-    (90, *BALL, ["fly", "pickup blue box 1"], 0.0, [1], -0.5, -1, -.1),
+    (90, *BALL, ["fly", "pickup blue box 1"], 0.0, [1, 2], 0.5, -1, -.1),
     (90, *BALL, ["fly", "fly"], 0.0, [1, 2], 0.5, -1, -.1),
     (90, *DOOR, ["go to grey door 1"], 1.0, [], 0.5, 0, -.1),
     (90, *DOOR, ["go to red door 1"], 0.0, [], 0.5, 0, -.1)]
@@ -726,7 +726,7 @@ def test_question_rewards_in_a_step(ask):
 def test_question_advantage_of_a_turn_against_validity(ask):
     ask.click("#distributions summary")
     assert ask.chart("advantage of a turn") == [
-        "18 valid: advantage 0.333 of 18", "5 invalid: advantage -1.40 of 5"]
+        "17 valid: advantage 0.382 of 17", "6 invalid: advantage -1.33 of 6"]
 
 
 def test_question_who_replied_a_text(ask):
