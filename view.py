@@ -30,7 +30,6 @@ from trajectory import write_atomically
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("elements", "data", "curves", "table", "trajectory", "scenes", "main")
 CHUNK = 16  # trajectories in a compressed chunk
-MAX_DRAWN = 2000  # about how many trajectories of a run have their states drawn
 MAX_TOKENS = 5_000_000  # about how many tokens a page holds of a run
 
 
@@ -40,9 +39,8 @@ def compress(value: object) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def choose_groups(rows: list[dict], most: int) -> tuple[int, int]:
-    """-> (every, every_drawn): the tokens of one group in `every` are in the page, and of those one
-    in `every_drawn` has its states drawn.
+def choose_groups(rows: list[dict], most: int) -> int:
+    """-> every: the tokens of one group in `every` are in the page.
 
     rows: of metrics. most: about how many trajectories the page may hold. Raises ValueError if it
     is not positive.
@@ -51,8 +49,7 @@ def choose_groups(rows: list[dict], most: int) -> tuple[int, int]:
         raise ValueError(f"--most must be positive, not {most}")
     trajectories, tokens = (int(sum(row[name] for row in rows if is_number(row.get(name))))
                             for name in ("trajectories", "tokens"))
-    every = max(1, -(-trajectories // most), -(-tokens // MAX_TOKENS))
-    return every, max(1, -(-trajectories // (every * MAX_DRAWN)))
+    return max(1, -(-trajectories // most), -(-tokens // MAX_TOKENS))
 
 
 def contents(folder: str | Path, most: int) -> dict:
@@ -65,22 +62,19 @@ def contents(folder: str | Path, most: int) -> dict:
     run.find_files()
     if not run.unread:
         raise ValueError(f"{folder} has not ended its first step")
-    every, every_drawn = choose_groups(run.metrics, most)
+    every = choose_groups(run.metrics, most)
     chunks, chunk = [], []
-    held = num_drawn = 0
+    held = 0
     vocabulary = {}
     for file in tqdm(run.unread, desc="view", unit="step"):
         first = len(run.rows)
         for row, t in enumerate(run.read_file(file), first):
-            number = t.group + t.step
-            if number % every:
+            if (t.group + t.step) % every:
                 run.rows[row]["held"] = -1
                 continue
             run.rows[row]["held"] = held
             held += 1
-            is_drawn = (number // every) % every_drawn == 0
-            num_drawn += is_drawn
-            chunk.append(run.tokens_of(t, is_drawn))
+            chunk.append(run.tokens_of(t))
             run.add_pieces(shown_ids(t), vocabulary)
             # A policy may sample ids that its tokenizer does not have: some models have more.
             run.left_out["texts of token ids that the tokenizer does not have"] += sum(
@@ -95,8 +89,6 @@ def contents(folder: str | Path, most: int) -> dict:
     if held < len(run.rows):
         found["note"] += (f"; tokens of {held} of {len(run.rows)} trajectories: one group in "
                           f"{every} (--most, or --live for all)")
-    if num_drawn < held and run.replay.worlds:
-        found["note"] += f"; states drawn for {num_drawn} (--live: for all)"
     return found
 
 

@@ -24,9 +24,12 @@ async function decompress(base64) {
 function addRows(run, columns) {
   const names = Object.keys(columns);
   const first = run.count ?? 0;
+  // The KL is known of a step, not of its trajectories.
+  const kl = new Map(run.steps.map((step, place) => [step, run.metrics.kl?.[place] ?? null]));
   for (let i = 0; i < columns.step.length; i++) {
     const row = {run: runs.indexOf(run), id: first + i};
     for (const name of names) row[name] = columns[name][i];
+    row.kl = kl.get(row.step) ?? null;
     items.add(row.item);
     rows.push(row);
   }
@@ -79,9 +82,11 @@ function segmentsOf(trajectory) {
     while (end < ids.length && Boolean(mask[end]) === sampled && !starts.includes(end)) end++;
     const place = starts.indexOf(start);
     const part = {sampled, start, end, turn};
-    found.push(place > 0
-      ? {...part, segment: place + 1, known: knownUntil(ids, starts[place - 1], found.at(-1), part)}
-      : part);
+    if (place > 0) {
+      part.segment = place + 1;
+      part.known = knownUntil(trajectory, starts[place - 1], found.at(-1), part);
+    }
+    found.push(part);
     if (sampled) turn += 1;
     start = end;
   }
@@ -89,44 +94,61 @@ function segmentsOf(trajectory) {
 }
 
 // What is new in the prompt of a segment stands after the last reply or, if the prompt does not show
-// it, after what both segments begin with.
-function knownUntil(ids, before, reply, {start, end}) {
+// it, after the lines that both segments begin with. What stands before a reply tells it from an
+// equal text in a list of actions.
+function knownUntil({ids, pieces}, before, reply, {start, end}) {
   const said = ids.slice(reply.start, reply.end - 1);  // without the token that ended it
   for (let at = end - said.length; said.length && at > start; at--) {
-    if (said.every((id, k) => ids[at + k] === id)) return at + said.length;
+    const isReply = ids[at - 1] === ids[reply.start - 1]
+      && said.every((id, k) => ids[at + k] === id);
+    if (isReply) return at + said.length;
   }
   let same = 0;
   while (start + same < end && ids[before + same] === ids[start + same]) same++;
+  while (same && pieces && !pieces[start + same - 1].includes("\n")) same--;
   return start + same;
 }
 
 // ---- search ----
 
-// Find `text` in all trajectories, upper and lower case alike. where: "anything", "replies",
-// "environment". -> Map: row -> the text around the first match.
+// The terms of a search, with "&" between them: texts, or regular expressions between slashes. Upper
+// and lower case are alike. Throws SyntaxError for a regular expression that cannot be read.
+function readSearch(text) {
+  const terms = text.match(/\s*\/(?:\\.|[^\/\\])+\/\s*(?=&|$)|[^&]+/g) ?? [];
+  return terms.map(term => term.trim()).filter(term => term).map(term =>
+    RegExp(/^\/.+\/$/.test(term) ? term.slice(1, -1)
+      : term.replace(/[\\^$.*+?()[\]{}|\/]/g, "\\$&"), "i"));
+}
+
+// Find the trajectories in which all terms of `text` stand. where: "anything", "replies",
+// "environment". -> Map: row -> the text around the first term.
 async function search(text, where, progress) {
   const found = new Map();
+  const terms = readSearch(text);
   if (data.live) {
-    const query = new URLSearchParams({text, where});
-    const hits = await (await fetch(`/search?${query}`)).json();
+    const answer = await fetch(`/search?${new URLSearchParams({text, where})}`);
+    if (!answer.ok) throw Error(await answer.text());
     const byKey = new Map(rows.map(row => [`${row.run} ${row.id}`, row]));
-    for (const [run, id, snippet] of hits) found.set(byKey.get(`${run} ${id}`), snippet);
+    for (const [run, id, snippet] of await answer.json()) {
+      found.set(byKey.get(`${run} ${id}`), snippet);
+    }
     return found;
   }
-  const wanted = text.toLowerCase();
   const held = rows.filter(isHeld);
   for (const [count, row] of held.entries()) {
     if (count % 200 === 0) progress(count / held.length);
     const trajectory = await load(row);
     trajectory.pieces ??= texts(trajectory.ids, trajectory.vocabulary);
+    const matches = terms.map(() => null);
     for (const {sampled, start, end} of segmentsOf(trajectory)) {
       if (where !== "anything" && sampled !== (where === "replies")) continue;
       const written = trajectory.pieces.slice(start, end).join("");
-      const place = written.toLowerCase().indexOf(wanted);
-      if (place >= 0) {
-        found.set(row, written.slice(Math.max(0, place - 30), place + text.length + 50));
-        break;
-      }
+      for (const [k, term] of terms.entries()) matches[k] ??= term.exec(written);
+      if (matches.every(match => match)) break;
+    }
+    if (terms.length && matches.every(match => match)) {
+      const [{0: match, index, input}] = matches;
+      found.set(row, input.slice(Math.max(0, index - 30), index + match.length + 50));
     }
   }
   return found;

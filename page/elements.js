@@ -24,6 +24,7 @@ function svg(tag, attributes, ...children) {
 function short(x) {
   if (x === null || x === undefined) return "not finite";
   if (Number.isInteger(x)) return String(x);
+  if (Math.abs(x) < 1e-9) return "0";  // an error of rounding
   if (Math.abs(x) >= 1000) return Math.round(x).toLocaleString("en");
   if (Math.abs(x) < 0.001) return x.toExponential(1);
   return x.toPrecision(3);
@@ -38,6 +39,14 @@ const mean = values =>
 
 // Those of some trajectories whose environment did not fail. Only they count in a mean.
 const played = held => held.filter(row => row.status !== "env_error");
+
+// Whether a click is one with Shift. A touch has no Shift: a box stands for it, for one touch.
+function hasShift(event) {
+  const box = $("shift");
+  const isWith = event.shiftKey || box.checked;
+  box.checked = false;
+  return isWith;
+}
 
 // A menu. options: [[value, text], ...].
 function menu(label, options, onchange) {

@@ -5,6 +5,7 @@ the hits of searches.
 """
 
 import json
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -59,9 +60,11 @@ class LiveRun(Run):
         return found
 
     def search(self, text: str, where: str) -> list[tuple[int, str]]:
-        """-> (number of the row, what stands around the text) for each trajectory whose messages
-        have `text`. where: "replies", "environment" or "anything"."""
-        found = (find_in(t.messages, text.lower(), where)
+        """-> (number of the row, what stands around the first term) for each trajectory whose
+        messages have all terms of `text`. where: "replies", "environment" or "anything". Raises
+        re.error for a regular expression that cannot be read."""
+        terms = read_search(text)
+        found = (find_in(t.messages, terms, where)
                  for file in self.read for t in shown_in(file))
         return [(number, snippet) for number, snippet in enumerate(found) if snippet][:MAX_HITS]
 
@@ -81,15 +84,27 @@ def shown_in(file: Path) -> list[Trajectory]:
     return shown
 
 
-def find_in(messages: list[dict], text: str, where: str) -> str:
-    """What stands around the first `text` (lower case) in the messages; "" if it is not there."""
+def read_search(text: str) -> list[re.Pattern]:
+    """The terms of a search, with "&" between them: texts, or regular expressions between slashes.
+
+    >>> [term.pattern for term in read_search("go & /red|b&w/")]
+    ['go', 'red|b&w']
+    """
+    terms = map(str.strip, re.findall(r"\s*/(?:\\.|[^/\\])+/\s*(?=&|$)|[^&]+", text))
+    return [re.compile(term[1:-1] if re.fullmatch("/.+/", term) else re.escape(term), re.IGNORECASE)
+            for term in terms if term]
+
+
+def find_in(messages: list[dict], terms: list[re.Pattern], where: str) -> str:
+    """What stands around the first term in the messages; "" if they lack a term."""
     roles = {"replies": ("assistant",), "environment": ("user",)}.get(where, ("assistant", "user"))
-    for message in messages[:1] + messages[2:]:  # without the fixed reply to the instructions
-        content = str(message.get("content"))
-        place = content.lower().find(text)
-        if place >= 0 and message.get("role") in roles:
-            return content[max(0, place - 30):place + len(text) + 50] or " "
-    return ""
+    # Without the fixed reply to the instructions.
+    texts = [str(m.get("content")) for m in messages[:1] + messages[2:] if m.get("role") in roles]
+    found = [next(filter(None, map(term.search, texts)), None) for term in terms]
+    if not found or None in found:
+        return ""
+    start, end = found[0].span()
+    return found[0].string[max(0, start - 30):end + 50] or " "
 
 
 class Server(ThreadingHTTPServer):
@@ -126,10 +141,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         # DNS rebinding: a site whose name points to this machine must not read the runs.
         name = (self.headers.get("Host") or "").partition(":")[0]  # port 80 is left out
-        if name not in LOCAL_NAMES:
+        address = urlsplit(self.path)
+        # Nor may it make this process search: a regular expression may take long.
+        is_foreign = self.headers.get("Sec-Fetch-Site") == "cross-site" and address.path != "/"
+        if name not in LOCAL_NAMES or is_foreign:
             self.reply(403, "text/plain", "open this page under 127.0.0.1")
             return
-        address = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(address.query).items()}
         answers = {"/": self.page, "/update": self.update, "/trajectory": self.trajectory,
                    "/search": self.search}

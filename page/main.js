@@ -10,6 +10,7 @@ const KEYS = [
   ["c", "next colour of the tokens"],
   ["d", "mark differences of two trajectories, or not"],
   ["f", "go to the first difference"],
+  ["o", "fold instructions and repeated observations, or not"],
   ["Escape", "close"],
   ["Alt ← →", "back, forward (the browser's own keys)"],
 ];
@@ -44,6 +45,7 @@ function onKey(event) {
     },
     d: () => $("differences").querySelector("input").click(),
     f: showFirstDifference,
+    o: () => $("folds").click(),
   };
   if (actions[event.key]) {
     event.preventDefault();
@@ -108,6 +110,7 @@ async function begin() {
   drawHeader();
   drawCurves();
   makeFilters();
+  makeSmoothing();
   makeTools();
   makeHelp();
   draw();

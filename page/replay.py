@@ -6,7 +6,7 @@ run in this process and give the same episode for the same item and actions.
 
 from typing import Any
 
-from agent import AGENTS, PLAN, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
+from agent import AGENTS, PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, category_of, make_env, split_item
 from trajectory import Trajectory
 from worlds.agentgym import LENIENT
@@ -14,6 +14,7 @@ from worlds.agentgym import LENIENT
 # A cell as the simulator encodes it is (kind of object, colour, state).
 DOOR = 4
 LETTERS = {2: "#", 5: "k", 6: "o", 7: "b"}  # wall, key, ball, box; other kinds are a space
+MAX_REMEMBERED = 64  # episodes
 DOOR_LETTERS = "dcl"  # by state: open, closed, locked
 
 
@@ -54,6 +55,7 @@ class Replay:
         self.config = config
         self.arguments = str(config.get("env_args"))
         self.worlds = {}
+        self.drawn: dict[tuple, list[dict] | None] = {}  # episodes of late steps are often equal
         # How replies were read must be known.
         if not config.get("env_url") and "action_format" in config:
             self.worlds = {name: self._make(name) for name in DRAW if name in str(config["env"])}
@@ -69,8 +71,22 @@ class Replay:
         own_tasks = "questions=" in self.arguments or "tasks=" in self.arguments
         return "" if self.config.get("env_url") or own_tasks else category_of(item)
 
+    def action(self, env: str, reply: str) -> str:
+        """The action that the world `env` took from a reply, "" if it found none."""
+        action_format = str(self.config.get("action_format"))
+        choose = LENIENT.get(env) if self.config.get("parse") == "lenient" else None
+        return parse(reply, action_format, choose) if action_format in READERS else ""
+
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
+        episode = (t.env, t.item, str(t.messages))
+        if episode not in self.drawn:
+            if len(self.drawn) == MAX_REMEMBERED:
+                self.drawn.clear()
+            self.drawn[episode] = self._draw(t)
+        return self.drawn[episode]
+
+    def _draw(self, t: Trajectory) -> list[dict] | None:
         world = self.worlds.get(t.env)
         if world is None or self.config.get("agent", "react") not in {*AGENTS, "choose"}:
             return None  # what a user's own agent did is not known
@@ -81,7 +97,6 @@ class Replay:
                 return None
         except (ValueError, IndexError, KeyError, TypeError):
             return None
-        choose = LENIENT.get(t.env) if self.config.get("parse") == "lenient" else None
         draw = DRAW[t.env]
         drawn = [draw(world)]
         for observation, reply in zip(t.messages[2::2], t.messages[3::2]):
@@ -89,6 +104,6 @@ class Replay:
             if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
                 world.reset(number)
             elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
-                world.step(parse(reply["content"], self.config["action_format"], choose))
+                world.step(self.action(t.env, reply["content"]))
             drawn.append(draw(world))
         return drawn

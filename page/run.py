@@ -4,10 +4,12 @@ Damaged data is left out and counted.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -18,14 +20,18 @@ from checkpoint import named, step_in
 from metrics import all_columns, horizon_changes, is_number
 from page.replay import Replay
 from rl import location, model_path
-from trajectory import Trajectory, read_objects
+from trajectory import Trajectory, read_objects, reply_spans
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour",
           "grad_norm", "valid_actions", "zero_gradient_groups", "tokens_per_second")
 SFT_CURVES = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second")
 LAST_REPLY = 100  # characters of the last reply in the table
 COPIED = ("step", "env", "item", "group", "sample", "status", "turns")
-COLUMNS = (*COPIED, "category", "reward", "success", "tokens", "invalid", "last_reply")
+COLUMNS = (*COPIED, "category", "reward", "success", "tokens", "invalid", "invalid_action",
+           "invalid_count", "advantage", "invalid_advantage", "logprob", "goal", "colour",
+           "last_reply")
+GOAL = re.compile(r"\b(goal|task|question|objective)\b", re.IGNORECASE)
+COLOURS = re.compile(r"\b(red|green|blue|purple|yellow|gr[ea]y|orange|pink|black|white|brown)\b")
 
 # ---- the files of a run ----
 
@@ -130,10 +136,37 @@ def curves_of(rows: list[dict], left_out: Counter) -> dict[str, list[float | Non
 # ---- trajectories ----
 
 
-def last_reply(messages: list[dict]) -> str:
-    """The end of the last message of the agent; "" if there is none."""
-    replies = [str(m.get("content")) for m in messages[3:] if m.get("role") == "assistant"]
-    return " ".join(replies[-1].split())[-LAST_REPLY:] if replies else ""
+def mean_of(values: list) -> float | None:
+    """The mean; None of no values, or if one is not finite."""
+    return round(fmean(values), 4) if values and all(map(is_number, values)) else None
+
+
+def first_observation(messages: list[dict]) -> str:
+    """What the agent was shown after the instructions; "" if there is no such message."""
+    return str(messages[2].get("content")).strip() if len(messages) > 2 else ""
+
+
+def goal_of(observation: str) -> str:
+    """What stands after the colon in the first line that names a goal, task, question or objective.
+
+    >>> goal_of("Two rooms.\\nYour goal: go to the red ball\\nYou see a wall.")
+    'go to the red ball'
+    """
+    line = next((line for line in observation.splitlines() if GOAL.search(line)), "")
+    return line.partition(":")[2].strip()[:LAST_REPLY] or line.strip()[:LAST_REPLY]
+
+
+def compare_colours(goal: str, actions: Iterable[str]) -> str:
+    """Whether the goal names the colours of the last action that names one: "right" or "wrong"; ""
+    if the goal or all actions name none.
+
+    >>> compare_colours("go to the red ball", ["go to blue key 1", "turn left"])
+    'wrong'
+    """
+    wanted = {*COLOURS.findall(goal)}
+    named = ({*COLOURS.findall(action)} for action in reversed([*actions]))
+    last = next(filter(None, named), set()) if wanted else set()
+    return "" if not last else "right" if last <= wanted else "wrong"
 
 
 class Run:
@@ -177,13 +210,26 @@ class Run:
         numbers = [t.reward, *t.logprobs, *t.rewards, *t.advantage]
         self.left_out["numbers of trajectories that are not finite"] += (
             len(numbers) - sum(map(is_number, numbers)))
+        replies = [str(m.get("content")) for m in t.messages[3:] if m.get("role") == "assistant"]
+        actions = [self.replay.action(t.env, reply) for reply in replies]
+        turns = [mean_of(t.advantage[start:end]) for start, end in reply_spans(t.mask)[:t.turns]]
+        invalid = [turn for turn in t.invalid_turns if 0 < turn <= len(replies)]
+        goal = goal_of(first_observation(t.messages))
         return {name: getattr(t, name) for name in COPIED} | {
             "category": self.replay.category(t.item),
             "reward": number_or_none(t.reward),
             "success": t.success,
             "tokens": len(t.tokens),
             "invalid": min(t.invalid_turns, default=None),
-            "last_reply": last_reply(t.messages),
+            "invalid_action": (actions[min(invalid) - 1] or "(no action)") if invalid else "",
+            "invalid_count": len(invalid),
+            "advantage": mean_of(turns),
+            "invalid_advantage": (
+                mean_of([turns[k - 1] for k in invalid]) if len(turns) == t.turns else None),
+            "logprob": mean_of([x for x, sampled in zip(t.logprobs, t.mask) if sampled and x]),
+            "goal": goal,
+            "colour": compare_colours(goal, actions),
+            "last_reply": " ".join(replies[-1].split())[-LAST_REPLY:] if replies else "",
         }
 
     def about(self) -> dict:
@@ -214,14 +260,15 @@ class Run:
         names = (*COLUMNS, "held") if self.rows and "held" in self.rows[0] else COLUMNS
         return {name: [row[name] for row in self.rows[first:]] for name in names}
 
-    def tokens_of(self, t: Trajectory, draws: bool = True) -> dict:
-        """A trajectory as the page shows it. draws: with the states that its world can draw."""
+    def tokens_of(self, t: Trajectory) -> dict:
+        """A trajectory as the page shows it, with the states that its world can draw."""
         # Replies that are not learnt (sft.py's random actions) are not told from the environment's
         # text. The turns of such a trajectory cannot be numbered.
         replies = sum(bool(b) and not a for a, b in zip([0, *t.mask], t.mask))
         has_all_turns = replies in (t.turns, t.turns + 1)
         found = {
             "ids": t.tokens,
+            "first": first_observation(t.messages)[:80],  # where the instructions end
             "starts": t.starts or [0],
             "mask": [int(sampled) for sampled in t.mask],
             "logprobs": rounded(t.logprobs, 5),
@@ -231,7 +278,7 @@ class Run:
             "error": t.error,
             "invalid_turns": t.invalid_turns if has_all_turns else [],
             "cut_turns": t.cut_turns if has_all_turns else [],
-            "scenes": self.replay.scenes(t) if draws and has_all_turns else None,
+            "scenes": self.replay.scenes(t) if has_all_turns else None,
             "has_all_turns": has_all_turns,
         }
         if t.choices:  # where a reply begins -> the ids of each that was allowed; None: then any

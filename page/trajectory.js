@@ -53,6 +53,7 @@ async function followAddress() {
 
 let colouring = "mask";
 let marksDifferences = true;
+let folds = true;  // whether instructions and what was shown before are folded
 
 function makeTools() {
   const colour = menu("colour of tokens", [["mask", "colour: sampled or not"],
@@ -64,13 +65,16 @@ function makeTools() {
     make("input", {type: "checkbox", checked: true, style: "width: auto",
       onchange: event => { marksDifferences = event.target.checked; render() }}),
     " mark differences ");
+  const folding = make("label", {title: "instructions, and what the observation before said (o)"},
+    make("input", {type: "checkbox", checked: true, id: "folds", style: "width: auto",
+      onchange: event => { folds = event.target.checked; render() }}), " fold what is known ");
   const button = (textContent, titleText, onclick) =>
     make("button", {textContent, title: titleText, onclick});
   $("tools").replaceChildren(
     button("‹", "previous in the table (k)", () => neighbour(-1)),
     button("›", "next in the table (j)", () => neighbour(1)),
     button("×", "close (Escape)", close),
-    colour, differences, make("button", {id: "first-difference", hidden: true,
+    colour, folding, differences, make("button", {id: "first-difference", hidden: true,
       textContent: "first difference", onclick: showFirstDifference}));
 }
 
@@ -134,6 +138,7 @@ function heading(trajectory, row) {
     title: "the address of this trajectory"});
   return [
     make("h3", {}, `${name}${row.item}, step ${row.step}, sample ${row.sample} `),
+    make("div", {}, row.goal ? `goal: ${row.goal}` : ""),
     make("div", {className: "dim"}, row.category ? `${row.category}: ` : "", outcome, " · ", link),
     make("div", {className: "group"}, buttons.length ? "its group (sample: reward): " : "",
       ...buttons),
@@ -147,12 +152,17 @@ function article(trajectory, row, marks) {
       + "stand in the environment's text: turns count the learnt ones."}));
   }
   const segments = segmentsOf(trajectory);
+  let before = "";  // the text of the environment before the last reply
   for (const [place, segment] of segments.entries()) {
     const next = segments[place + 1];
+    const differing = marks?.[place]?.some(differs => differs) ? marks[place] : null;
     const box = segment.sampled
-      ? reply(trajectory, row, segment, marks?.[place])
-      : environment(trajectory, row, segment, next, marks?.[place]);
-    if (marks?.[place] && !marks[place].some(differs => differs)) box.classList.add("same");
+      ? reply(trajectory, row, segment, differing)
+      : environment(trajectory, row, segment, next, differing, before);
+    if (!segment.sampled) {
+      before = trajectory.pieces.slice(segment.known ?? segment.start, segment.end).join("");
+    }
+    if (marks?.[place] && !differing) box.classList.add("same");
     element.append(box);
   }
   // An episode's last observation has no tokens, as no reply follows it.
@@ -166,25 +176,50 @@ function article(trajectory, row, marks) {
   return element;
 }
 
-// The text of the environment before a reply; of a new segment, first what is known already.
-function environment(trajectory, row, {start, end, turn, segment, known}, next, marks) {
+const folded = (textContent, text) => make("details", {}, make("summary", {textContent}), ...text);
+
+// What `text` says that `before` does not: the sentences, lines and parts of lists that are new,
+// with "…" for others. null: nothing can be saved by showing them alone.
+function newIn(text, before) {
+  const cut = written => written.split(/(?<=[.!?,:\]]\s)|(?<=\n)/);
+  const known = new Set(cut(before).map(part => part.trim()));
+  let added = "";
+  for (const part of cut(text)) {
+    if (!known.has(part.trim())) added += part;
+    else if (!added.endsWith("… ")) added += "… ";
+  }
+  return added.length < .7 * text.length ? added : null;
+}
+
+// The text of the environment before a reply: first what is new, then what is known already.
+function environment(trajectory, row, {start, end, turn, segment, known}, next, marks, before) {
   const box = make("div", {className: "turn user"},
     make("div", {className: "who", textContent: "environment"}));
   if (segment) {
     box.classList.add("segment");
-    box.append(make("details", {},
-      make("summary", {textContent: `segment ${segment} begins: ${known - start} tokens that the `
-        + "model was shown before"}),
-      trajectory.pieces.slice(start, known).join("")));
+    box.append(folded(`segment ${segment} begins: ${known - start} tokens that the model was shown `
+      + "before", [trajectory.pieces.slice(start, known).join("")]));
   }
-  const written = trajectory.pieces.slice(known ?? start, end).join("");
+  let written = trajectory.pieces.slice(known ?? start, end).join("");
+  const instructions = folds && !before && !marks ? written.indexOf(trajectory.first) : -1;
+  if (instructions > 0) {
+    box.append(folded("instructions", [written.slice(0, instructions)]));
+    written = written.slice(instructions);
+  }
   if (marks) {
     for (const [k, word] of words(written).entries()) {
       box.append(marks[k] ? make("span", {className: "differs", textContent: word}) : word);
     }
   } else {
     const reply = next ? trajectory.pieces.slice(next.start, next.end).join("") : "";
-    box.append(...withElement(row.env, written, reply));
+    const added = folds && before ? newIn(written, before) : null;
+    const whole = withElement(row.env, written, reply);
+    const isLost = whole.length > 1 && withElement(row.env, added ?? "", reply).length === 1;
+    if (added === null || isLost) box.append(...whole);
+    else {
+      box.append(...withElement(row.env, added, reply),
+        folded("the whole observation", whole));
+    }
   }
   const scene = trajectory.scenes?.[turn - 1];
   if (scene) box.append(...sceneElements(scene));

@@ -8,15 +8,17 @@ import shutil
 import time
 
 import pytest
+from conftest import ROOT
 from test_train import read_jsonl
 from test_view import EVIL, damaged, played_in, run_of, write_rows
 from test_view import copied as copied  # fixtures
 from test_view import folder as folder
 from test_view import live as live
 
+import rl
 import view
 from rollout import rollout
-from trajectory import reply_spans
+from trajectory import Trajectory, reply_spans
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -93,7 +95,7 @@ def group_by(page, name):
 def search(page, text):
     page.fill("#search", text)
     page.keyboard.press("Enter")
-    expect(page.locator("#count")).not_to_contain_text("searching")
+    expect(page.locator("#search-state")).to_contain_text(re.compile("ended|cannot"))
 
 
 def clear(page):
@@ -236,6 +238,36 @@ def test_search_finds_a_text_in_replies_or_in_the_environments_text(page, table,
         assert bool(expected) == (text == "Grey")
 
 
+def test_search_takes_several_texts_and_regular_expressions_and_says_its_end(opened, played_run):
+    page = opened(played_run / "view.html")
+    page.select_option("select[aria-label='search in']", "replies")
+    for text, expected in (("pickup & FLY", 2), ("pickup fly", 0), ("/blue (ball|box)/", 3),
+                           ("/^action: fly$/ & /b.x/", 1), ("fly & (", 0), (" & ", 0)):
+        search(page, text)
+        expect(rows_of(page)).to_have_count(expected)
+        said = page.locator("#search-state").inner_text()
+        assert said == f"search ended: found in {expected} of {len(EPISODES)} trajectories"
+    search(page, "/(/")
+    assert "cannot be searched" in page.locator("#search-state").inner_text()
+    expect(rows_of(page)).to_have_count(len(EPISODES))
+
+
+def test_a_filter_that_cannot_be_read_and_one_without_a_field_are_said(opened, played_run):
+    page = opened(played_run / "view.html")
+    forms, field = page.locator("#forms"), page.locator("input[aria-label=turns]")
+    for text, wrong in (("x>", "x>"), ("2,", ""), ("2, 1-", "1-"), (">1", "")):
+        filter_by(page, "turns", text)
+        assert field.get_attribute("aria-invalid") == str(bool(wrong)).lower()
+        assert (f'turns: "{wrong}" cannot be read' in forms.inner_text()) == bool(wrong)
+        assert "15-25" in forms.inner_text()
+    clear(page)
+    group_by(page, "goal")
+    rows_of(page).filter(has_text=DOOR[1]).click()
+    assert set(column(page, "goal")) == {DOOR[1]}
+    forms.get_by_role("button", name=f"goal: {DOOR[1]}").click()
+    expect(rows_of(page)).to_have_count(len(EPISODES))
+
+
 def test_failed_environments_do_not_count_in_means(copied, opened):
     rows = [t | {"env": "babyai", "status": "done", "reward": 1.0} for t in played_in(copied, 2)]
     for t in rows[::2]:
@@ -307,6 +339,39 @@ def test_each_trajectory_has_an_address_and_back_goes_back(page, opened):
         expect(shown.locator("article h3")).to_have_text(titles)
 
 
+def test_instructions_and_what_an_observation_repeats_are_folded(opened, played_run):
+    """A mark of time that only the newest observation has stays; `o` unfolds all."""
+    page = opened(f"{(played_run / 'view.html').as_uri()}#0/{DOOR[0]}/1")
+    seen = page.locator("article .turn.user")
+    first, second, _ = seen.all_inner_texts()
+    assert "Play." not in first and OBSERVATION.strip() in first
+    assert "Turn 1." in second and "wall" not in second
+    seen.nth(1).locator("summary").click()
+    assert seen.nth(1).inner_text().endswith(f"{OBSERVATION}Turn 1.")
+    page.keyboard.press("o")
+    expect(seen.first).to_contain_text("Play.")
+    assert [OBSERVATION.strip() in text for text in seen.all_inner_texts()] == [True] * 3
+    assert page.locator("article details").count() == 0
+
+
+def test_on_a_phone_the_table_comes_first_and_a_touch_has_a_shift(browser, opened, played_run):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True,
+                                  is_mobile=True)
+    page = context.new_page()
+    page.goto((played_run / "view.html").as_uri())
+    rows_of(page).first.wait_for()
+    heights = [page.locator(f"#{name}").bounding_box()["y"] for name in ("list", "training")]
+    assert heights == sorted(heights)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for number, articles in enumerate((1, 1, 2)):
+        if number == 2:
+            page.locator("#touch").tap()
+        rows_of(page).nth(number).tap()
+        wait_for_articles(page, articles)
+    assert not page.locator("#shift").is_checked()  # it holds for one touch
+    assert opened(played_run / "view.html").locator("#touch").is_hidden()  # with a mouse
+
+
 def test_turns_have_their_reward_advantage_marks_and_rooms(page, folder):
     t = next(t for t in played_in(folder)
              if t["invalid_turns"] and t["item"].startswith("babyai") and t["turns"] > 1)
@@ -351,6 +416,7 @@ def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, 
     assert len(t["starts"]) > 2
     page = opened(view.write_page(copied))
     go_to(page, t)
+    page.keyboard.press("o")  # what an observation repeats is not folded
     borders = page.locator("article .turn.segment")
     assert borders.count() == len(t["starts"]) - 1
     instructions = t["messages"][0]["content"][:40]
@@ -364,6 +430,10 @@ def test_a_segments_border_is_drawn_and_what_is_new_in_it(copied, opened, tiny, 
             assert t["messages"][2 * place + 1]["content"] not in text  # the reply before
     borders.first.locator("summary").click()
     assert instructions in borders.first.inner_text()
+    # The reply [8, 9] of the first segment, in a list of actions (after 2) or as a reply (after 5).
+    known = """end => segmentsOf({ids: [1, 5, 8, 9, 1, ...end], mask: [0, 0, 1, 1],
+                                  starts: [0, 4]}).at(-1).known"""
+    assert [page.evaluate(known, end) for end in ([2, 8, 9, 5], [5, 8, 9, 3, 2, 8, 9])] == [5, 7]
 
 
 def test_tokens_are_coloured_and_say_their_probability_and_entropy(page):
@@ -438,13 +508,20 @@ def test_curves_have_axes_say_their_values_and_choose_steps(page, folder):
     at = [{"x": width * (34 + step / 2 * 260) / 300, "y": 40} for step in (0, 1, 2)]
     for step, row in enumerate(read_jsonl(folder / "metrics.jsonl")):
         picture.hover(position=at[step])
-        begin, shown = figure.locator("span").first.inner_text().split(": ")
+        begin, shown = figure.locator("span").last.inner_text().split(": ")
         assert begin == f"step {step}" and abs(float(shown) - row["success"]) < 5e-3
     picture.click(position=at[1])
     assert set(column(page, "step")) == {"1"}
     picture.click(position=at[2], modifiers=["Shift"])
     assert page.input_value("input[aria-label=step]") == "1, 2"
     assert column(page, "success, 1") and column(page, "success, 2")
+
+
+def test_curves_that_are_equal_are_shown_once(opened, played_run):
+    page = opened(played_run / "view.html")
+    titles = page.locator("#curves figure").all_inner_texts()
+    assert sum("kl" in title for title in titles) == 1
+    assert any(title.startswith("kl\n= kl behaviour") for title in titles)
 
 
 def test_a_bar_of_a_distribution_filters_the_table(page, table):
@@ -489,6 +566,209 @@ def test_two_runs_are_in_one_page_and_those_of_one_name_are_told_apart(folder, c
     assert column(page, "run") == [str(copied), str(other)]
 
 
+# ---- questions of a newcomer ----
+
+OBSERVATION = "You see a wall. There is a key. "
+# What was played: (step, item, goal, actions, reward, numbers of the invalid turns, advantage of
+# the valid turns and of the others, log-prob of each token).
+BALL, DOOR = ("babyai_0", "go to the red ball"), ("babyai_9", "go to the grey door")
+EPISODES = [
+    (0, *BALL, ["go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (0, *DOOR, ["turn left", "turn left", "go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *BALL, ["go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *BALL, ["turn left", "go to red ball 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *DOOR, ["turn left", "go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (30, *DOOR, ["go to red door 1", "turn left"], 0.0, [], -0.5, 0, -.1),
+    (40, *BALL, ["pickup blue ball 1", "go to red ball 1"], 1.0, [1], 0.5, -2, -.1),
+    (40, *BALL, ["pickup blue ball 1", "fly"], 0.25, [2], 0.5, -2, -3.0),
+    (40, *DOOR, ["turn left", "turn right"], 0.0, [], 0.5, 0, -.1),
+    (90, *BALL, ["fly", "pickup blue box 1"], 0.0, [1, 2], 0.5, -1, -.1),
+    (90, *BALL, ["fly", "fly"], 0.0, [1, 2], 0.5, -1, -.1),
+    (90, *DOOR, ["go to grey door 1"], 1.0, [], 0.5, 0, -.1),
+    (90, *DOOR, ["go to red door 1"], 0.0, [], 0.5, 0, -.1)]
+KL = {0: .01, 30: .02, 40: .09, 90: .01}
+
+
+@pytest.fixture(scope="module")
+def played_run(folder, tmp_path_factory):
+    """A run whose answers are known, its page written."""
+    out = tmp_path_factory.mktemp("runs") / "asked"
+    shutil.copytree(folder, out, ignore=lambda *_: ["trajectories", "view.html"])
+    (out / "trajectories").mkdir()
+    (row, *_), encode = read_jsonl(out / "metrics.jsonl"), rl.load_tokenizer("tiny").encode
+    played = [episode(encode, number, *values) for number, values in enumerate(EPISODES)]
+    lines = []
+    for step, kl in KL.items():
+        held = [t for t in played if t.step == step]
+        write_rows(out, [t.to_json() for t in held], step)
+        lines.append(row | {"step": step, "kl": kl, "kl_behaviour": kl, "horizon": 3,
+                            "success": sum(t.success for t in held) / len(held)})
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view.write_page(out)
+    return out
+
+
+def episode(encode, number, step, item, goal, actions, reward, invalid, valid, other, logprob):
+    t = Trajectory(item, "babyai", step, int(item == DOOR[0]), number, reward=reward,
+                   success=reward == 1, status="done" if reward == 1 else "horizon",
+                   invalid_turns=invalid, advantage=[])
+    observations = [f"Your goal: {goal}\n{OBSERVATION}", *(OBSERVATION + f"Turn {k}."
+                    for k, _ in enumerate(actions, 1))]
+    t.messages = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "OK"}]
+    t.append(encode("Play. "))
+    for turn, action in enumerate(actions, 1):
+        reply = f"Action: {action}"
+        t.messages += [{"role": "user", "content": observations[turn - 1]},
+                       {"role": "assistant", "content": reply}]
+        t.append(encode(observations[turn - 1]))
+        t.advantage += [0.0] * (len(t.tokens) - len(t.advantage))
+        t.append(encode(reply), [logprob] * len(encode(reply)), [.1] * len(encode(reply)))
+        t.advantage += [other if turn in invalid else valid] * len(encode(reply))
+    t.turns = len(actions)
+    return t
+
+
+class Asker:
+    """Answers a question on a newly opened page, and counts the clicks: a choice in a menu is a
+    click, and so is a text that is written into a field."""
+
+    def __init__(self, page):
+        self.page, self.clicks = page, 0
+
+    def click(self, target, **how):
+        (self.page.locator(target) if isinstance(target, str) else target).click(**how)
+        self.clicks += 1
+
+    def head(self, name):
+        self.click(self.page.get_by_role("button", name=name, exact=True))
+
+    def choose(self, menu, value):
+        self.page.select_option(f"select[aria-label='{menu}']", value)
+        self.clicks += 1
+
+    def write(self, field, text):
+        self.page.fill(f"input[aria-label={field}]", text)
+        self.clicks += 1
+
+    def curve(self, name, step, **how):
+        """Click on a step of a curve of the run, whose steps go from 0 to 90."""
+        picture = self.page.locator("#curves figure", has_text=name).first.locator("svg")
+        width = picture.bounding_box()["width"]
+        place = {"x": width * (34 + step / 90 * 260) / 300, "y": 40}
+        self.click(picture, position=place, **how)
+
+    def chart(self, title):
+        """The titles of a distribution's bars."""
+        titles = self.page.locator(f"#charts figure:has(b:text-is('{title}')) title")
+        titles.first.wait_for(state="attached")
+        return titles.all_text_contents()
+
+    def lines(self):
+        """What the picture of the groups says, and the values of each of its lines."""
+        picture = self.page.locator("#group-curves svg")
+        texts = picture.locator("text[text-anchor=end]")
+        (low, top), *_, (high, bottom) = [(float(t.text_content()), float(t.get_attribute("y")))
+                                          for t in texts.all()]
+        points = [p.get_attribute("points").split() for p in picture.locator("polyline").all()]
+        return picture.get_attribute("aria-label"), [
+            [low + (float(p.split(",")[1]) - top + 3) / (bottom - top) * (high - low) for p in line]
+            for line in points]
+
+
+@pytest.fixture
+def ask(opened, played_run):
+    asker = Asker(opened(played_run / "view.html"))
+    yield asker
+    assert 0 < asker.clicks <= 4
+
+
+def test_question_share_of_failures_by_a_wrong_colour(ask):
+    ask.choose("success", "false")
+    ask.choose("group by", "colour")
+    rows = list(zip(column(ask.page, "colour of the last action"), column(ask.page, "share")))
+    assert rows == [("wrong", "0.667"), ("(none)", "0.333")]
+
+
+def test_question_when_invalid_actions_grow_and_which(ask):
+    ask.choose("group by", "invalid_action")
+    actions = column(ask.page, "first invalid action")
+    assert actions == ["(none)", "fly", "pickup blue ball 1"]
+    label, lines = ask.lines()
+    assert label.startswith("trajectories by first invalid action")
+    assert lines == [pytest.approx([0, 0, 1, 2]), pytest.approx([0, 0, 1, 0])]  # not of (none)
+
+
+def test_question_the_longest_success(ask):
+    ask.choose("success", "true")
+    ask.head("turns")
+    ask.head("turns")
+    assert column(ask.page, "turns")[:2] == ["3", "2"] and column(ask.page, "item")[0] == DOOR[0]
+
+
+def test_question_which_items_flip_between_two_steps(ask):
+    ask.write("step", "30, 90")
+    ask.choose("group by", "item")
+    check_column(ask.page, "item", [BALL[0], DOOR[0]])  # what made the drop first
+    check_column(ask.page, "change", [-1, 0])
+
+
+def test_question_rewards_in_a_step(ask):
+    """The bars stand where their rewards are: 0.25 is a quarter of the way from 0 to 1."""
+    ask.write("step", "40")
+    ask.click("#distributions summary")
+    assert [title.split(",")[0] for title in ask.chart("reward")] == [
+        "reward 0: 1", "reward 0.250: 1", "reward 1: 1"]
+    bars = ask.page.locator("svg[aria-label=reward] g.bar rect:first-of-type")
+    first, second, third = (float(bar.get_attribute("x")) for bar in bars.all())
+    assert (second - first) / (third - first) == pytest.approx(.25)
+
+
+def test_question_advantage_of_a_turn_against_validity(ask):
+    ask.click("#distributions summary")
+    assert ask.chart("advantage of a turn") == [
+        "17 valid: advantage 0.382 of 17", "6 invalid: advantage -1.33 of 6"]
+
+
+def test_question_who_replied_a_text(ask):
+    ask.choose("search in", "replies")
+    ask.write("search", "pickup blue")
+    ask.page.keyboard.press("Enter")
+    expect(rows_of(ask.page)).to_have_count(3)
+    assert ask.page.locator("td.found mark").all_inner_texts() == ["pickup blue"] * 3
+
+
+def test_question_what_made_the_peak_of_the_kl(ask):
+    ask.curve("kl", 40)
+    assert set(column(ask.page, "KL")) == {"0.0900"}
+    ask.head("log-prob")  # the least probable replies first
+    assert column(ask.page, "log-prob")[0] == "-3" and column(ask.page, "reward")[0] == "0.250"
+
+
+def test_question_which_category_made_a_drop(ask):
+    ask.curve("success", 30)
+    ask.curve("success", 90, modifiers=["Shift"])
+    check_column(ask.page, "category", ["GoToRedBallGrey", "GoToDoor"])
+    check_column(ask.page, "part of the change", [-.5, 0])  # of a drop from 3/4 to 1/4
+
+
+def test_question_success_by_category_over_time(ask):
+    ask.choose("group by", "category")
+    assert column(ask.page, "category") == ["GoToDoor", "GoToRedBallGrey"]
+    label, lines = ask.lines()
+    assert label.endswith("Door: 1 at first, 0.500 at last; GoToRedBallGrey: 1 at first, 0 at last")
+    assert lines == [pytest.approx([1, .5, 0, .5]), pytest.approx([1, 1, .5, 0])]
+    ask.choose("smoothing", "5")  # two steps on each side; a step counts as it has trajectories
+    assert ask.lines()[1] == [*lines, pytest.approx([2 / 4, 3 / 6, 3 / 6, 2 / 5]),
+                              pytest.approx([4 / 5, 4 / 7, 4 / 7, 3 / 6])]
+
+
+def test_the_questions_of_the_documentation_are_tested():
+    """A row of the table for each test, and every test is in it."""
+    text = (ROOT / "docs/view.md").read_text().split("## Ten more questions")[1].split("##")[0]
+    asked = [name for name in globals() if name.startswith("test_question_")]
+    assert len(re.findall(r"^\| .*\? \|", text, re.MULTILINE)) == len(asked) == 10
+
+
 # ---- size, and a live run ----
 
 
@@ -527,8 +807,10 @@ def test_a_live_page_follows_its_run(live, opened):
     expect(page.locator("input[aria-label=item]")).to_be_focused()  # typing goes on
     assert "3 of 3" in page.locator("#live").inner_text()
     assert page.url == where and page.locator("article").count() == 1  # still open
-    search(page, "onerror")
+    search(page, "/on(error)/ & img")
     expect(rows_of(page)).not_to_have_count(48)
+    search(page, "/(/")
+    assert "cannot" in page.locator("#search-state").inner_text()
     clear(page)
     for place in (0, 20, 47):  # every trajectory can be opened
         rows_of(page).nth(place).click()
