@@ -136,6 +136,7 @@ SPEEDRUNS = {
     "steps_12": ("babyai", "--steps 12"),
     "steps_16": ("babyai", "--steps 16"),
     "gigpo_50": ("textcraft", "--algo gigpo --steps 50"),
+    "gigpo_60": ("textcraft", "--algo gigpo --steps 60"),
 }
 
 
