@@ -24,10 +24,14 @@ async function decompress(base64) {
 function addRows(run, columns) {
   const names = Object.keys(columns);
   const first = run.count ?? 0;
+  const number = runs.indexOf(run);
+  // Browsers read an object slowly if its many properties were added one by one.
+  const blank = JSON.parse(JSON.stringify(Object.fromEntries(
+    ["run", "id", "kl", ...names].map(name => [name, null]))));
   // The KL is known of a step, not of its trajectories.
   const kl = new Map(run.steps.map((step, place) => [step, run.metrics.kl?.[place] ?? null]));
   for (let i = 0; i < columns.step.length; i++) {
-    const row = {run: runs.indexOf(run), id: first + i};
+    const row = {...blank, run: number, id: first + i};
     for (const name of names) row[name] = columns[name][i];
     row.kl = kl.get(row.step) ?? null;
     items.add(row.item);
