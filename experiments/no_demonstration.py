@@ -1,18 +1,22 @@
 """SmolLM2 without a demonstration: keep and draw the rows.
 
     python experiments/no_demonstration.py add NAME COMMIT RESULT.json [RUN]
+    python experiments/no_demonstration.py hidden RUN ...
     python experiments/no_demonstration.py
 
 RESULT: what eval.py wrote to --out: of a checkpoint or of final/ of RUN, a train.py run, or of the
 model before training. NAME: of the route and the seed, such as babyai_warmup_s0; before training
 babyai_before. Evaluations of one run are kept together, by the environment turns after which they
-were made. Without arguments: the table, and docs/no_demonstration.png.
+were made. hidden: of runs in BabyAI's go-to levels, by blocks of ten steps, success where the first
+observation offers to go to the goal and where it does not, and how often the agent turns while it
+does not. Without arguments: the table, and docs/no_demonstration.png.
 """
 
 import json
 import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -23,6 +27,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from experiments.pretrained import command_of  # noqa: E402
 from experiments.studies import play, rows  # noqa: E402
+from trajectory import read_trajectories  # noqa: E402
+from worlds import goal_line  # noqa: E402
 
 STUDY = "no_demonstration"
 ROUTES = {  # what a name says -> how the picture calls it
@@ -53,6 +59,27 @@ def add(name, commit, result, run=""):
                 "seconds": round(play.seconds(metrics)),
                 "environment_turns": round(play.turns_played(metrics))}
     rows.keep(STUDY, {name: [*map(play.training_row, metrics), row]})
+
+
+def hidden(*runs):
+    """Print what the file's docstring says of `hidden`."""
+    for run in map(Path, runs):
+        files = sorted(run.glob("trajectories/step_*.jsonl"))
+        for first in range(0, len(files), 10):
+            played = [t for file in files[first:first + 10] for t in read_trajectories(file)
+                      if t.status != "env_error"]
+            success, turned = {True: [], False: []}, []
+            for t in played:
+                said = [m["content"] for m in t.messages[2:]]
+                *_, colour, thing = goal_line(said[0]).split()  # "... go to the grey door"
+                offer = re.compile(f'"go to {colour} [^"]*{thing} ')  # "go to grey locked door 1"
+                offered = [bool(offer.search(observation)) for observation in said[::2]]
+                success[offered[0]].append(t.success)
+                turned += [reply.startswith("turn ") for is_there, reply
+                           in zip(offered, said[1::2]) if not is_there]
+            print(f"{run.name} from step {first}: goal offered {fmean(success[True]):.2f} of "
+                  f"{len(success[True])}, hidden {fmean(success[False]):.2f} of "
+                  f"{len(success[False])}; turns while hidden {fmean(turned):.2f}")
 
 
 def draw():
@@ -89,6 +116,8 @@ def draw():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["add"]:
         add(*sys.argv[2:])
+    elif sys.argv[1:2] == ["hidden"]:
+        sys.exit(hidden(*sys.argv[2:]))
     elif sys.argv[1:]:
         sys.exit(__doc__)
     draw()

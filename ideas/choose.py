@@ -10,24 +10,21 @@ the restricted distribution; a token that is the only one possible has log-prob 
 policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the line of the first observation
-that names the goal, task, question or objective is repeated after each observation. done: so are
-all earlier replies, a short memory where few turns are shown. free: replies are not restricted, to
-see what a trained policy does without its choice set. docs/ideas.md has what they do to a small
-pretrained model. Not to offer again what left the world's state as it was showed no gain (45 steps
-in BabyAI, one seed; commit fb06535).
+that names the goal (`worlds.goal_line`) is repeated after each observation. done: all earlier
+replies are listed before it, a short memory where few turns are shown. free: replies are not
+restricted, to see what a trained policy does without its choice set. docs/ideas.md has what they do
+to a small pretrained model, and what was taken out.
 """
 
-import re
-
 from agent import Agent, Choice, Play, assistant, user
+from worlds import goal_line
 
 
 def agent(play: Play, keep: int = 1000, task: bool = False, done: bool = False,
           free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
     observation, start = play.reset(), play.start()
-    named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
-    repeated = f"\n\n{named[0]}" if task and named else ""
+    repeated = f"\n\n{goal_line(observation)}" if task else ""
     turns, replies = [user(observation + repeated)], []
     while True:
         texts = [] if free else play.replies()

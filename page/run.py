@@ -21,6 +21,7 @@ from metrics import all_columns, horizon_changes, is_number
 from page.replay import Replay
 from rl import location, model_path
 from trajectory import Trajectory, read_objects, reply_spans
+from worlds import goal_line
 
 CURVES = ("success", "score", "reward", "turns", "entropy", "kl", "kl_behaviour",
           "grad_norm", "valid_actions", "zero_gradient_groups", "tokens_per_second")
@@ -30,7 +31,6 @@ COPIED = ("step", "env", "item", "group", "sample", "status", "turns")
 COLUMNS = (*COPIED, "category", "reward", "success", "tokens", "invalid", "invalid_action",
            "invalid_count", "advantage", "invalid_advantage", "logprob", "goal", "colour",
            "last_reply")
-GOAL = re.compile(r"\b(goal|task|question|objective)\b", re.IGNORECASE)
 COLOURS = re.compile(r"\b(red|green|blue|purple|yellow|gr[ea]y|orange|pink|black|white|brown)\b")
 
 # ---- the files of a run ----
@@ -147,13 +147,13 @@ def first_observation(messages: list[dict]) -> str:
 
 
 def goal_of(observation: str) -> str:
-    """What stands after the colon in the first line that names a goal, task, question or objective.
+    """What stands after the colon in the line of an observation that names its goal, else the line.
 
-    >>> goal_of("Two rooms.\\nYour goal: go to the red ball\\nYou see a wall.")
-    'go to the red ball'
+    >>> goal_of("Your goal: go to the red ball\\nA wall."), goal_of("Your task is to boil it.")
+    ('go to the red ball', 'Your task is to boil it.')
     """
-    line = next((line for line in observation.splitlines() if GOAL.search(line)), "")
-    return line.partition(":")[2].strip()[:LAST_REPLY] or line.strip()[:LAST_REPLY]
+    line = goal_line(observation)
+    return (line.partition(":")[2].strip() or line)[:LAST_REPLY]
 
 
 def compare_colours(goal: str, actions: Iterable[str]) -> str:

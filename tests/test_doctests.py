@@ -21,7 +21,7 @@ def module_names():
 MODULES = module_names()
 
 
-@pytest.mark.parametrize("name", [*MODULES, "page.run", "page.live"])
+@pytest.mark.parametrize("name", [*MODULES, "worlds", "page.run", "page.live"])
 def test_the_examples_in_docstrings_are_true(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 

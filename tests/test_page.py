@@ -681,6 +681,44 @@ def ask(opened, played_run):
     assert 0 < asker.clicks <= 4
 
 
+def test_the_first_ten_questions(opened, played_run, copied):
+    """Of each, the clicks of docs/view.md and what shows the answer."""
+    address = (played_run / "view.html").as_uri()
+    asks = [Asker(opened(address)) for _ in range(9)]
+    items, hard, first_wrong, says, changed, other, unsure, out_of_turns, ever = asks
+    items.choose("group by", "item")
+    assert column(items.page, "item")[0] == DOOR[0]
+    hard.click("#distributions summary")
+    assert hard.chart("success by category")[0].startswith("GoToRedBallGrey: success 0.571 of 7")
+    first_wrong.click("#distributions summary")
+    assert first_wrong.chart("first invalid turn")[0].startswith("first invalid turn 1: 3")
+    says.choose("success", "false")
+    says.choose("group by", "last_reply")
+    assert column(says.page, "trajectories")[0] == "2" != column(says.page, "trajectories")[1]
+    changed.curve("success", 0)
+    changed.curve("success", 90, modifiers=["Shift"])
+    assert column(changed.page, "change") == ["-1", "-0.500"]
+    other.click(rows_of(other.page).first)
+    other.click(other.page.locator("article .group button").first)
+    wait_for_articles(other.page, 2)
+    other.click("#first-difference")
+    assert other.page.locator(".turn.here .differs").count()
+    unsure.click(rows_of(unsure.page).first)
+    unsure.choose("colour of tokens", "entropy")
+    unsure.page.locator(".t.m[style]").first.wait_for()
+    out_of_turns.choose("group by", "status")
+    assert "horizon" in column(out_of_turns.page, "status")
+    ever.choose("search in", "replies")
+    ever.write("search", "toggle")
+    ever.page.keyboard.press("Enter")
+    expect(ever.page.locator("#search-state")).to_contain_text("found in 0 of")
+    better = Asker(opened(view.write_page([played_run, copied])))
+    better.choose("run", "asked")
+    better.choose("group by", "category")
+    assert column(better.page, "category") == ["GoToDoor", "GoToRedBallGrey"]
+    assert all(0 < asker.clicks <= 4 for asker in [*asks, better])
+
+
 def test_question_share_of_failures_by_a_wrong_colour(ask):
     ask.choose("success", "false")
     ask.choose("group by", "colour")
