@@ -16,9 +16,9 @@ BUDGETS = {
     "rollout.py": (330, 430), "envs.py": (260, 320), "algos.py": (180,), "update.py": (310,),
     "sft.py": (210, 275), "rl.py": (230, 294), "schedule.py": (60,), "engine.py": (300,),
     "config.py": (180, 265), "checkpoint.py": (100, 116), "parallel.py": (180,),
-    "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 524),
+    "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 520),
 }
-TOTALS = {"core": (4050, 4927), "without tests": (19_000,), "tests": (12_000,)}
+TOTALS = {"core": (4050, 4920), "without tests": (19_000,), "tests": (12_000,)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]
