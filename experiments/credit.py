@@ -69,6 +69,7 @@ VARIANTS = {
     "gigpo": ["", "gamma=1 compare=rloo"],
     "hgpo": ["", "gamma=1 normalize_std=false"],
     "gagpo": ["", "gamma=1 lam=0 normalize=false", "gamma=1 lam=0.9 normalize=false"],
+    "tree": ["branches=2"],
     "vine": ["continuations=2", "continuations=4", "continuations=8"],
     "reinforce_pp": ["gamma=1", "gamma=0.95", "gamma=0.9"],
     "ppo": ["lam=1", "lam=0.95", "lam=0.9"],
@@ -313,7 +314,7 @@ def measure(args, policy, names_of):
     facts["gradient_again"] = torch.cosine_similarity(*of_batches, dim=0).item()
     again = once_more(played, companions, continuations, {
         name: function for name, (function, steps) in wanted.items()
-        if steps is None and not name.startswith("vine")})
+        if steps is None and not getattr(function, "needs_continuations", False)})
 
     rows = []
     for (name, advantages), gradient in zip(estimates.items(), own_gradients):

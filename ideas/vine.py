@@ -33,3 +33,6 @@ def advantage(step, continuations: int = 4) -> Tensor:
                 reward = sum(t.rewards[start:end])
                 advantages[b, start:end] = reward + known[k + 1] - known[k]
     return advantages * step.mask
+
+
+advantage.needs_continuations = True

@@ -23,12 +23,13 @@ from test_train import ENV, SMALL, TINIEST, completed, metrics, refused
 from test_update import check_small_micro_batches
 from transformers import AutoModelForCausalLM
 
+import algos
 import rl
 import update
 from algos import aggregate, grpo_advantage, rloo_advantage
 from config import parse_config
 from envs import UserError, category_of
-from ideas import distill, gagpo, gigpo, gspo, hgpo, information, turns, vine
+from ideas import distill, gagpo, gigpo, gspo, hgpo, information, tree, turns, vine
 from ideas.gigpo import turn_advantage, turn_returns
 from rollout import rollout
 from trajectory import Status, Trajectory, read_trajectories, reply_spans
@@ -411,6 +412,40 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
             expected = t.rewards[4 * k + 3] + values[k + 1] - values[k]
             expected = 0.0 if math.isnan(expected) else expected
             assert found[b, 4 * k + 2:4 * k + 4].tolist() == pytest.approx([expected] * 2)
+
+
+def test_a_turn_of_a_tree_is_judged_by_the_leaves_that_follow_it():
+    """The second branch fails. In `TURNS` a reply has two tokens, after two of its prompt."""
+    played = [copy.deepcopy(t) for t in TURNS]
+    for t in played:
+        t.turns = len(t.states)
+    grown = []  # (the trajectory, the turn before which it branches, the return)
+
+    def play_on(after, samples):
+        found = [copy.deepcopy(t) for t, _ in after]
+        for n, (new, (t, k)) in enumerate(zip(found, after)):
+            new.group, new.reward = n, 0.1 * n
+            if n == 1:
+                new.status = Status.ENV_ERROR
+            else:
+                grown.append((played.index(t), k, new.reward))
+        return found
+
+    step = update.gather_step(played, play_on=play_on)
+    close(tree.advantage(step, branches=0), algos.grpo(step))
+    found = tree.advantage(step, branches=2)
+    leaves = [(b, 0, t.reward) for b, t in enumerate(played)] + grown
+    trees, begins, returns = zip(*leaves)
+    assert len(grown) == 2 + 2 + 1 + 1 + 2 - 1
+    valid = [step.valid[b] for b in trees]
+    within = [group_oracle(returns, groups, valid, grpo_of)
+              for groups in (trees, [played[b].group for b in trees])]
+    for b, t in enumerate(played):
+        for k in range(t.turns):
+            judges = [sum(rows[n] for rows in within) for n in range(len(leaves))
+                      if trees[n] == b and (n == b or begins[n] > k)]
+            expected = statistics.mean(judges) if step.valid[b] else 0.0
+            assert found[b, 4 * k + 2:4 * k + 4].tolist() == pytest.approx([expected] * 2, abs=1e-5)
 
 
 def test_a_run_counts_the_turns_that_it_plays_on(tmp_path):
