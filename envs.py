@@ -400,7 +400,7 @@ def _item_file(env, split, data):
 
 def _read_items(path, env):
     try:
-        names = [entry["item_id"] for entry in json.loads(path.read_text())]
+        names = [entry["item_id"] for entry in json.loads(path.read_text("utf-8"))]
         if {split_item(name)[0] for name in names} != {env}:
             raise ValueError("it holds no items, or another world's")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:

@@ -432,8 +432,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(tables(run(parse_eval_config(argv))))
         return 0
-    except (ValueError, ModelError, EnvError, FloatingPointError, OSError) as e:
-        print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
+    except (ValueError, ModelError, EnvError, FloatingPointError, OSError, MemoryError) as e:
+        print("eval.py: " + (" ".join(str(e).split()) or type(e).__name__), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     except KeyboardInterrupt:
         print("eval.py: stopped; with --trajectories the same command goes on", file=sys.stderr)

@@ -93,7 +93,7 @@ class OpenEnv(Env):
             raise UserError(f"{name}.observation={observation}: the observations of {self.url} "
                             f"have the fields {', '.join(known)}")
         is_file = " " not in prompt and prompt.endswith((".txt", ".md"))
-        self.prompt = Path(prompt).read_text() if is_file else prompt or description
+        self.prompt = Path(prompt).read_text("utf-8") if is_file else prompt or description
         self.success = success
         self.reset_extras = reset or {}
         self.whole_reply = whole_reply
