@@ -141,7 +141,7 @@ def newest(run: str | Path) -> tuple[Path | None, list[str]]:
 
 def read_state(folder: Path) -> dict:
     """A checkpoint's state. Raises ValueError or OSError unless it is as it was saved."""
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text("utf-8"))
     if state.pop("own", "") != digest(state):
         raise ValueError("state.json is damaged, or the tag before-4050 reads it")
     return state

@@ -141,7 +141,7 @@ ON_CPU = dict(  # training a model of 135M parameters then took 10 to 16 GB, KV 
 
 def has_bfloat16(cpuinfo: str | Path = "/proc/cpuinfo") -> bool:
     """Whether this machine computes bfloat16 faster than float32."""
-    flags = Path(cpuinfo).read_text().split() if Path(cpuinfo).exists() else []
+    flags = Path(cpuinfo).read_text("utf-8").split() if Path(cpuinfo).exists() else []
     return torch.cuda.is_available() or "avx512_bf16" in flags or "amx_bf16" in flags
 
 

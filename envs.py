@@ -67,9 +67,10 @@ class Step:
     progress: float = 0.0  # from 0 to 1, how far the task has come; --shaping pays for it
 
     def __post_init__(self):
-        # A world may return NumPy scalars, which the json module cannot write.
+        # A world may return NumPy scalars, which the json module cannot write. The sum raises
+        # TypeError for a text in the place of a number, because bool("no") is True, and for None.
         for f in fields(self):
-            setattr(self, f.name, f.type(getattr(self, f.name)))
+            setattr(self, f.name, f.type(f.type() + getattr(self, f.name)))
 
 
 class Env:
@@ -399,7 +400,7 @@ def _item_file(env, split, data):
 
 def _read_items(path, env):
     try:
-        names = [entry["item_id"] for entry in json.loads(path.read_text())]
+        names = [entry["item_id"] for entry in json.loads(path.read_text("utf-8"))]
         if {split_item(name)[0] for name in names} != {env}:
             raise ValueError("it holds no items, or another world's")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:

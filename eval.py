@@ -103,8 +103,9 @@ def parse_eval_config(argv: list[str] | None = None) -> EvalConfig:
     values = default | given | {"env": env}
     cfg = EvalConfig(**{f.name: values[f.name] for f in fields(EvalConfig) if f.name in values})
 
-    if cfg.out and Path(cfg.out).absolute() == Path(cfg.trajectories).absolute():
-        raise ValueError(f"--out and --trajectories are both {cfg.out}")
+    out = Path(cfg.out)
+    if cfg.out and (out.is_dir() or out.absolute() == Path(cfg.trajectories).absolute()):
+        raise ValueError(f"--out {cfg.out} is a folder, or the file of --trajectories")
     if not is_served(cfg) and cfg.base_url:
         raise ValueError("--base_url is for --model openai:NAME")
     if is_served(cfg):
@@ -182,9 +183,8 @@ class Record:
         """Append a trajectory."""
         if self.path:
             try:
-                with self.path.open("a") as file:
-                    row = trajectory.to_json() | {"evaluation": self.evaluation}
-                    print(to_text(row), file=file)
+                with self.path.open("a") as f:
+                    print(to_text(trajectory.to_json() | {"evaluation": self.evaluation}), file=f)
             except OSError as e:  # of a full disk, it does not name the file
                 raise OSError(f"{e}; the whole lines of {self.path} are kept, and the same command "
                               "goes on from them") from e
@@ -432,8 +432,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(tables(run(parse_eval_config(argv))))
         return 0
-    except (ValueError, ModelError, EnvError, FloatingPointError, OSError) as e:
-        print("eval.py: " + " ".join(str(e).split()), file=sys.stderr)
+    except (ValueError, ModelError, EnvError, FloatingPointError, OSError, MemoryError) as e:
+        print("eval.py: " + (" ".join(str(e).split()) or type(e).__name__), file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     except KeyboardInterrupt:
         print("eval.py: stopped; with --trajectories the same command goes on", file=sys.stderr)

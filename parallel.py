@@ -14,7 +14,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TextIO
@@ -358,6 +358,7 @@ def run_command(script: str, parse: Callable[[], Any], command: Callable[[Any], 
         if rank != "0":
             time.sleep(5)  # if rank 0 has the same error, torchrun ends this process before
             script += f": rank {rank}"
-        print(f"{script}: " + " ".join(str(e).split()), file=sys.stderr)
+        with suppress(OSError):  # stderr is full
+            print(f"{script}: " + (" ".join(str(e).split()) or type(e).__name__), file=sys.stderr)
         sys.exit(2)
     end_process()

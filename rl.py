@@ -113,7 +113,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     if moved:
         raise ValueError(f"{file} gives an added token an id that is another's: {moved[0]!r}")
     if chat_template:
-        tokenizer.chat_template = Path(chat_template).read_text()
+        tokenizer.chat_template = Path(chat_template).read_text("utf-8")
     return tokenizer
 
 

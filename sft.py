@@ -194,12 +194,12 @@ def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Tr
                 and t.longest_segment() <= longest and max(t.tokens) < len(chat.tokenizer)]
         for t in kept:
             check_demonstration(t, chat, cfg.action_format)
-    except (LookupError, TypeError, AttributeError) as e:
+    except (LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if not kept:
         raise ValueError(f"no trajectory of {path} is left to learn from")
     held_out = set()
-    for world in {t.env for t in kept}:
+    for world in {split_item(t.item)[0] for t in kept}:
         with suppress(envs.UserError):  # a world without a list of them
             held_out.update(envs.items(world, "test", cfg.data or None))
     learnt = held_out.intersection(t.item for t in kept)

@@ -84,7 +84,7 @@ def _send_texts(tokenizer: Tokenizer, tried: dict[str, Any], sender: connection.
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     try:
         with suppress(OSError, ValueError):  # only Linux has /proc; there is a smaller limit
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         names = {text for _, kind, text in Environment().lex(tried["template"]) if kind == "name"}
         if unknown := tried["arguments"].keys() - names:

@@ -41,7 +41,7 @@ def read_config(run: Path) -> dict:
     if not (run / "config.json").exists():
         raise ValueError(f"{run} has no trajectories; give the folder of a run, runs/NAME")
     try:
-        config = json.loads((run / "config.json").read_text())
+        config = json.loads((run / "config.json").read_text("utf-8"))
         return config | {"model": str(config["model"])}
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f"{run}/config.json is damaged: {type(e).__name__}: {e}") from e

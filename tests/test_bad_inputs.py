@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, run_script
@@ -85,6 +86,10 @@ def test_an_error_says_its_rank_and_one_on_a_later_rank_waits_for_that_of_the_fi
     assert capsys.readouterr().err == said and bool(waited) == (rank == "1")
     with pytest.raises(SystemExit, match="2"):
         run_command("x.py", lambda: 2**60, bytearray)  # more memory than any machine has
+    assert "MemoryError" in capsys.readouterr().err
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr("sys.stderr", Mock(write=Mock(side_effect=OSError("full"))))
+        run_command("x.py", lambda: "no", open_file)
     with pytest.raises(ValueError):  # a bug keeps its traceback
         run_command("x.py", lambda: "no number", int)
 

@@ -246,7 +246,7 @@ def test_the_hash_of_a_gguf_model_is_that_of_its_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error, code", [(OSError("full"), 1), (envs.UserError("bad"), 2),
-                                         (KeyboardInterrupt(), 130)])
+                                         (MemoryError(), 1), (KeyboardInterrupt(), 130)])
 def test_what_ends_an_evaluation_is_one_line(error, code, monkeypatch, capsys):
     def fail(*_):
         raise error
@@ -255,6 +255,7 @@ def test_what_ends_an_evaluation_is_one_line(error, code, monkeypatch, capsys):
     assert evaluation.main(["--items", "2"]) == code
     said = capsys.readouterr().err
     assert said.startswith("eval.py: ") and said.count("\n") == 1 and str(error) in said
+    assert len(said) > 12
 
 
 # ---- the command ----

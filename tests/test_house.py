@@ -82,6 +82,12 @@ def test_every_line_has_at_most_100_columns():
             if len(line) > 100] == []
 
 
+def test_the_encoding_of_a_text_does_not_depend_on_the_locale():
+    sources = {name: path.read_text("utf-8") for name, path in MODULES.items()
+               if not name.startswith(("benches", "experiments", "websites"))}
+    assert [name for name, text in sources.items() if "read_text()" in text] == []
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     prose = [line for line in re.sub("```.*?```", "", text, flags=re.S).splitlines()

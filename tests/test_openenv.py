@@ -65,13 +65,13 @@ def ask(ws, message):
 
 
 @contextmanager
-def stand_in(answer, schema=SCHEMA, described="Go."):
+def stand_in(answer, schema=SCHEMA, described="Go.", upgrade=lambda connection: None):
     """An OpenEnv server in a thread -> its address. answer(message) -> what to send, a list for
     several messages, or None to break the connection off. GET /schema gives `schema` (a dict, or
-    the text to send), /metadata a description."""
+    the text to send), /metadata a description. upgrade: what /ws gives, or None to connect."""
     def http(connection, request):
         if request.path == "/ws":
-            return None
+            return upgrade(connection)
         body = schema if request.path == "/schema" else {"description": described}
         return connection.respond(200, body if isinstance(body, str) else json.dumps(body))
 
@@ -265,6 +265,23 @@ def test_our_server_ends_within_ten_seconds_of_sigterm_with_an_open_connection()
 
 # ---- against servers that do everything wrong ----
 
+
+@pytest.mark.parametrize("status", [301, 303, 307, 308])
+@pytest.mark.parametrize("location", ["OTHER/ws", "/ws", "http://[::1", "ws://h:port/"])
+def test_a_connection_is_made_to_no_other_address(location, status):
+    def upgrade(connection):
+        reply = connection.respond(status, "")
+        reply.headers["Location"] = location.replace("OTHER", other)
+        return reply
+
+    got = []
+    with (stand_in(lambda message: got.append(message) or healthy(message)) as other,
+          stand_in(healthy, upgrade=upgrade) as url):
+        with pytest.raises(EnvError, match=url.replace("ws", "http")):
+            make_env("openenv", url=url).reset(0)
+    assert got == []
+
+
 FIELDS = {"score": 1, "success": False, "valid": True, "progress": 0.5}
 EXTRA = reply_with(observation={"place": "elsewhere"}, reward=1, done=False)
 
@@ -336,7 +353,7 @@ def test_a_server_that_ignores_the_seed_is_found_by_the_first_two_items(begin, i
                   {"success": "yes"}, {"success": 1}, {"valid": None})),
     reply_with(observation={"metadata": "text"}, reward=0, done=False),
     reply_with(observation="text", reward=0, done=False),
-    reply_with(observation={}, reward="1", done=False),
+    *(reply_with(observation={}, reward=reward, done=False) for reward in ("1", "", [], {})),
     reply_with(observation={}, reward=float("nan"), done=False),
     reply_with(observation={}, reward=1e300, done=False),
     reply_with(observation={}, reward=0), reply_with(observation={}, reward=0, done="no"),
@@ -424,6 +441,7 @@ CALL = {"type": "call_tool", "tool_name": "guess", "arguments": {"word": "$"}}
     (fields(move=NUMBER), {}, "3", {"move": 3}),
     (fields(move={"anyOf": [NUMBER, {"type": "null"}]}), {}, "3", {"move": 3}),
     (fields(move={"anyOf": [NUMBER, TEXT]}), {}, "up", {"move": "up"}),
+    (fields(move={"type": ["integer", "null"]}), {}, "3", {"move": 3}),
     (fields(move={"$ref": "#/$defs/Move"}), {}, "UP", {"move": "UP"}),
     (fields(a=TEXT, b=NUMBER), {"action": "b"}, "3", {"b": 3}),
     ({}, {"action": "b"}, "3", {"b": "3"}),
@@ -490,6 +508,16 @@ def test_arguments_that_do_not_fit_the_server_are_refused():
             options = envs.env_options(env_args, ["openenv"]).get("openenv", {})
             with pytest.raises(UserError, match=names):
                 envs.check_env("openenv", [url], **options)
+
+
+@pytest.mark.parametrize("schema", [
+    "[]", "null", '{"action": 3}', '{"action": {"properties": [1]}}', fields(move=3),
+    fields(move={"anyOf": 3}), {"action": {"required": 3}}, SCHEMA | {"observation": [1]},
+    SCHEMA | {"observation": {"properties": 3}}])
+def test_a_malformed_description_is_one_line(schema):
+    with stand_in(healthy, schema if isinstance(schema, str) else json.dumps(schema)) as url:
+        with pytest.raises(UserError, match=url.replace("ws", "http")):
+            envs.check_env("openenv", [url])
 
 
 def test_a_server_that_is_not_there_silent_or_malformed_is_named():

@@ -71,11 +71,26 @@ def test_weights_that_the_files_lack_are_not_filled_with_random_numbers(folder, 
 
 @pytest.mark.parametrize("name, text", [
     ("tokenizer.json", "{}"), ("generation_config.json", "["), ("model.safetensors", "cut"),
+    ("tokenizer.json", "[]"), ("tokenizer.json", '{"added_tokens": null}'),
+    ("model.safetensors", "\x7f" * 8 + "{}"),
     ("config.json", '{"model_type": "qwen2", "hidden_act": "nope"}')])
 def test_a_broken_file_of_a_model_is_one_line(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=r"\Acannot load the .*model '.*/model': .+\Z"):
         rl.load_policy(str(folder))
+
+
+@pytest.mark.parametrize("count, is_said", [(10_001, True), (10, False)])
+def test_many_added_tokens_are_said_before_they_are_read(folder, count, is_said, capsys):
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    last = content["added_tokens"][-1]
+    first = max(last["id"], *content["model"]["vocab"].values()) + 1
+    content["added_tokens"] += [last | {"id": number, "content": f"<|{number}|>"}
+                                for number in range(first, first + count)]
+    file.write_text(json.dumps(content))
+    rl.load_tokenizer(str(folder))
+    assert (f"{len(content['added_tokens'])} added tokens" in capsys.readouterr().err) == is_said
 
 
 def test_a_head_of_its_own_is_saved_though_the_config_calls_it_tied(folder, tmp_path):

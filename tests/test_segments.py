@@ -501,6 +501,11 @@ def test_a_bug_of_an_agent_ends_the_run(tiny, echoes, function, says, is_instant
         rollout(*tiny, echoes, ["echo_1"], 4, agent=function, max_tokens=5)
 
 
+IMPOSSIBLE = {4: {"reward": float("nan")}, 7: {"reward": 1e308}, 8: {"reward": "1"},
+              9: {"success": "no"}, 10: {"done": "False"}, 11: {"observation": None},
+              12: {"score": 7}, 13: {"progress": float("inf")}, 14: {"valid": None}}
+
+
 class Faulty(Echo):
     def reset(self, item):
         self.item = item
@@ -509,8 +514,8 @@ class Faulty(Echo):
         return None if item == 2 else "Go."
 
     def step(self, action):
-        if self.item == 4:
-            return Step("x", reward=float("nan"))
+        if self.item in IMPOSSIBLE:
+            return Step(**{"observation": "x"} | IMPOSSIBLE[self.item])
         raise KeyError("the world's")
 
 
@@ -525,7 +530,7 @@ def deaf(play):
 
 
 @pytest.mark.parametrize("item, player", [
-    *((f"echo_{number}", "window") for number in (2, 3, 4, 5, 6)), ("echo_3", deaf)])
+    *((f"echo_{number}", "window") for number in (2, 3, 5, 6, *IMPOSSIBLE)), ("echo_3", deaf)])
 def test_a_fault_of_the_world_is_an_env_error_under_any_agent_also_if_it_is_caught(
         tiny, item, player):
     with EnvPool(make=lambda _: Faulty()) as pool:

@@ -211,6 +211,10 @@ def test_tokens_and_mask_are_those_of_the_messages(tiny, tmp_path, change, messa
     (lambda row: {"tokens": [*row["tokens"][:-1], 99999]}, "is left to learn from"),
     (lambda row: {"mask": [False] * len(row["mask"])}, "left to learn"),
     (lambda row: {"status": "env_error"}, "left to learn"),
+    # A held-out item by another name, or as another world's.
+    *((lambda row, item=item: {"item": item}, "item id")
+      for item in ("babyai_08", "babyai_8\n", "babyai_\u0668")),
+    (lambda row: {"item": "babyai_8", "env": "textcraft"}, "held-out items"),
     *((lambda row, broken=broken: broken, "line 1 of") for broken in BROKEN),
 ])
 def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, message):
@@ -228,6 +232,7 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 
 
 @pytest.mark.parametrize("data, message", [
+    (b"[" * 100_000, "holds no"),
     (b"{", "line 1"), (b"[[]]", "holds no"), (b"\x1f\x8b\x08\x00", "holds no"),
     (b'[{"item_id": "babyai_1", "conversations": [{"from": "system", "value": "x"}]}]', "system"),
     (b'{"item_id": "babyai_1", "messages": [], "rewards": 1}', "rewards"),

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     registry, table = ROOT / "envs.py", 'WORLDS = {  # name -> "module:class"\n'
     row = f'    "{name}": "worlds.{name}:{name.title()}",\n'
-    registry.write_text(registry.read_text().replace(table, table + row, 1))
+    registry.write_text(registry.read_text("utf-8").replace(table, table + row, 1), "utf-8")
     file.write_text(TEMPLATE.format(name=name, Name=name.title()))
     lists = {"train": ROOT / f"data/AgentItemId/{name}_train.json",
              "test": ROOT / f"data/AgentEval/{name}/{name}_test.json"}

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.sync import client
 from websockets.sync.client import ClientConnection, connect
 
 from envs import Env, EnvError, Step, UserError, items, split_item
@@ -37,6 +38,7 @@ NOT_SHOWN = ("metadata", "reward", "done")
 STEP_FIELDS = ("score", "success", "valid", "progress")  # in the metadata of our own server
 SLOT = '"$"'  # in a template of an action, a JSON text: the place of the agent's text
 ASK_STATE = json.dumps({"type": "state"})
+client.MAX_REDIRECTS = 1  # connections tried: a server must not choose who gets a request
 STARTS = defaultdict(dict)  # address -> how the first two items that were played there begin
 
 
@@ -81,14 +83,17 @@ class OpenEnv(Env):
         """
         self.url = re.sub("^ws", "http", url).rstrip("/")
         schema, description = describe(self.url)
-        self.template, self.kinds = self._read_action(action, schema.get("action", {}))
         self.paths = [path for path in observation.split(",") if path]
-        known = schema.get("observation", {}).get("properties")
-        if known and not {path.split(".")[0] for path in self.paths} <= known.keys():
+        try:
+            self.template, self.kinds = self._read_action(action, schema.get("action", {}))
+            known = list(schema.get("observation", {}).get("properties", {}))
+        except (AttributeError, TypeError) as e:
+            raise EnvError(f"{self.url}/schema has no JSON schemas: {e}") from e
+        if known and not {path.split(".")[0] for path in self.paths} <= {*known}:
             raise UserError(f"{name}.observation={observation}: the observations of {self.url} "
                             f"have the fields {', '.join(known)}")
         is_file = " " not in prompt and prompt.endswith((".txt", ".md"))
-        self.prompt = Path(prompt).read_text() if is_file else prompt or description
+        self.prompt = Path(prompt).read_text("utf-8") if is_file else prompt or description
         self.success = success
         self.reset_extras = reset or {}
         self.whole_reply = whole_reply
@@ -156,7 +161,8 @@ class OpenEnv(Env):
                             f"give openenv.action=FIELD, or an object with {SLOT} in the place of "
                             "the agent's text")
         field = fields.get(names[0], {})
-        kinds = {kind.get("type") for kind in field.get("anyOf", [field])}
+        kinds = [kind.get("type") for kind in field.get("anyOf", [field])]
+        kinds = {part for kind in kinds for part in (kind if isinstance(kind, list) else [kind])}
         return json.dumps({names[0]: "$"}), kinds
 
     def _action(self, text):
@@ -220,7 +226,7 @@ class OpenEnv(Env):
                 raise InvalidAction(text)
             raise EnvError(f"{text}; lower --slots" if code == "CAPACITY_REACHED" else text)
         observation = data["observation"]
-        reward = data.get("reward") or 0.0  # null: the world gives none here
+        reward = 0.0 if data.get("reward") is None else data["reward"]  # null: none here
         is_number = isinstance(reward, (int, float)) and abs(reward) < 1e9  # no nan, no inf
         if (reply["type"] != "observation" or not isinstance(observation, dict) or not is_number
                 or type(data["done"]) is not bool):
@@ -259,10 +265,11 @@ def describe(url: str) -> tuple[dict, str]:
                    for path in ("schema", "metadata")]
         schema, metadata = (json.loads(read_body(reply, url)) if reply.ok else {}
                             for reply in replies)
-    except (OSError, ValueError, RecursionError) as e:  # requests' exceptions are OSErrors
+        return schema, str(metadata.get("description") or "")
+    # requests' exceptions are OSErrors; an AttributeError: a reply is no object.
+    except (OSError, ValueError, RecursionError, AttributeError) as e:
         raise EnvError(f"no OpenEnv server answers at {url} ({type(e).__name__}); "
                        "start one or drop --env_url") from e
-    return schema, metadata.get("description") or ""
 
 
 def text_of(observation: dict, paths: list[str]) -> str:
