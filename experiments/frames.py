@@ -61,7 +61,7 @@ def draw(run, picture):
               if t.success and t.valid_actions == t.turns <= MOST_FRAMES]
     t = max(played, key=lambda t: t.turns)
     scenes = Replay(read_json(run / "config.json")).scenes(t)
-    figure, axes = plt.subplots(1, t.turns + 1, figsize=(2.3 * t.turns + 2.5, 4.8),
+    figure, axes = plt.subplots(1, t.turns + 1, figsize=(2.3 * t.turns + 2.5, 4.5),
                                 width_ratios=[1] * t.turns + [1.05])
     for turn, (start, end) in enumerate(reply_spans(t.mask)):
         draw_room(axes[turn], *scenes[turn]["room"])
@@ -70,7 +70,7 @@ def draw(run, picture):
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
         axes[turn].text(0, -0.04, f"it sees: {shortened(told, 6)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
-        axes[turn].text(0, -0.52, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
+        axes[turn].text(0, -0.55, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
                         fontsize=9.5, color="#0b6b3a", weight="bold",
                         transform=axes[turn].transAxes)
     success = [row["success"] for row in rows]
@@ -79,8 +79,9 @@ def draw(run, picture):
     axes[-1].plot(success, alpha=0.3, color="#1f77b4")
     axes[-1].plot(smooth, color="#1f77b4")
     axes[-1].set(ylim=(0, 1.03), xlabel="training step", title="success while training")
-    axes[-1].spines[["top", "right"]].set_visible(False)
-    figure.subplots_adjust(left=0.02, right=0.98, top=0.92, bottom=0.44, wspace=0.16)
+    axes[-1].yaxis.tick_right()
+    axes[-1].spines[["top", "left"]].set_visible(False)
+    figure.subplots_adjust(left=0.02, right=0.965, top=0.93, bottom=0.43, wspace=0.16)
     figure.savefig(picture, dpi=110)
     print(f"{picture}: {t.item}, step {t.step}, sample {t.sample}")
 
