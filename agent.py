@@ -315,10 +315,10 @@ class Play:
         return self._of_environment(lambda: self.env.step(action))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
-        """Credit a reward to the last reply, where no environment here gives one. The score is the
-        same within 0 and 1. success: by default, whether the reward is positive."""
-        self._credited(replace(self.turn, reward=reward, score=min(max(reward, 0.0), 1.0),
-                               success=reward > 0 if success is None else success))
+        """Credit a reward to the last reply. Success and score stay the environment's. success: of
+        an episode that no environment here judges; its score is the reward within 0 and 1."""
+        judged = dict(success=success, score=min(max(reward, 0.0), 1.0))
+        self._credited(replace(self.turn, reward=reward, **judged if success is not None else {}))
 
     def _credited(self, step: Step) -> Step:
         """Add a step to what the last reply has earned -> the step."""

@@ -214,16 +214,16 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
     """argv (default: sys.argv) -> the flags that it gives, and their values. Raises ValueError for
     an unknown one. --help has a group of flags for each class that `config_class` inherits from,
     after the flags that are marked as those to know first."""
-    of_worlds = [f"{world}: {class_of(world).real}; with tiny: {class_of(world).tiny}"
-                 for world in envs.WORLDS]
+    of_worlds = [f"{world}: {class_of(world).real}; tiny: {class_of(world).tiny}"
+                 for world in envs.WORLDS if class_of(world).real or class_of(world).tiny]
     parser = CommandParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]",
         description=description, allow_abbrev=False,
-        epilog="\n".join([f"--model tiny: {TINY}", f"others on a CPU: {ON_CPU}", *of_worlds]),
+        epilog="\n  ".join(["other defaults:", f"tiny: {TINY}", f"on CPUs: {ON_CPU}", *of_worlds]),
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     to_know_first = parser.add_argument_group("the flags to know first")
     groups = {c: parser.add_argument_group(c.__doc__) for c in config_class.__mro__[:-1]}
-    of_studies = parser.add_argument_group("--set FIELD=VALUE, for studies")
+    of_studies = parser.add_argument_group("for studies")
     of_studies.add_argument("--set", nargs="+", action="extend", metavar="FIELD=VALUE")
     flags = {f.name: f for f in fields(config_class) if f.metadata}
     for owner, group in groups.items():

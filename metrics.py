@@ -275,8 +275,8 @@ def draw_curves(run: str | Path) -> None:
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.axes[0].legend()
     figure.supxlabel("training step", fontsize=10)
-    figure.suptitle(f"{run.name}; dark: mean of 5 steps; light: each step; dots: held-out items; "
-                    "vertical lines: the horizon changes", fontsize=11)
+    dots = "; dots: held-out items" * any(c.startswith(("eval/", "held_out")) for c in columns)
+    figure.suptitle(f"{run.name}; dark: mean of 5 steps{dots}; vertical: new horizon", fontsize=11)
     figure.savefig(run / "curves.png", dpi=110)
 
 

@@ -34,7 +34,7 @@ BENCHES = ("rollout", "update", "limit", "growth", "memory", "check", "peers")
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags; `measure` is the function of benches/ that the command names."""
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(description=__doc__, formatter_class=as_written)
+    parser = CommandParser("python -m benches", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(dest="what", required=True, metavar=" | ".join(BENCHES))
     for name in BENCHES:
         bench = importlib.import_module(f"benches.{name}")

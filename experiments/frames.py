@@ -41,16 +41,16 @@ def draw_room(axes, width, cells, agent):
             axes.add_patch(plt.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, color="#5b636c"))
         elif kind in MARKERS:
             edge = COLOURS[int(colour)]
-            axes.plot(*at, MARKERS[kind], markersize=14, markeredgecolor=edge, markeredgewidth=2.5,
+            axes.plot(*at, MARKERS[kind], markersize=10, markeredgecolor=edge, markeredgewidth=2,
                       markerfacecolor="none" if kind in "bd" else edge)
-    axes.plot(x, y, marker=(3, 0, -90 - 90 * direction), markersize=17, color="#111")
+    axes.plot(x, y, marker=(3, 0, -90 - 90 * direction), markersize=12, color="#111")
     axes.set(xlim=(left - 0.5, right + 0.5), ylim=(bottom + 0.5, top - 0.5), aspect="equal")
     axes.axis("off")
 
 
 def shortened(text, lines):
-    """The text in at most so many lines of 40 columns."""
-    return "\n".join(textwrap.wrap(" ".join(text.split()), 40, max_lines=lines, placeholder=" ..."))
+    """The text in at most so many lines of 28 columns."""
+    return "\n".join(textwrap.wrap(" ".join(text.split()), 28, max_lines=lines, placeholder=" ..."))
 
 
 def draw(run, picture):
@@ -61,8 +61,8 @@ def draw(run, picture):
               if t.success and t.valid_actions == t.turns <= MOST_FRAMES]
     t = max(played, key=lambda t: t.turns)
     scenes = Replay(read_json(run / "config.json")).scenes(t)
-    figure, axes = plt.subplots(1, t.turns + 1, figsize=(3.0 * t.turns + 4, 5.2),
-                                width_ratios=[3] * t.turns + [3.6])
+    figure, axes = plt.subplots(1, t.turns + 1, figsize=(2.3 * t.turns + 2.5, 4.5),
+                                width_ratios=[1] * t.turns + [1.05])
     for turn, (start, end) in enumerate(reply_spans(t.mask)):
         draw_room(axes[turn], *scenes[turn]["room"])
         told, said = (t.messages[2 + 2 * turn + k]["content"] for k in (0, 1))
@@ -70,7 +70,7 @@ def draw(run, picture):
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
         axes[turn].text(0, -0.04, f"it sees: {shortened(told, 6)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
-        axes[turn].text(0, -0.52, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
+        axes[turn].text(0, -0.55, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
                         fontsize=9.5, color="#0b6b3a", weight="bold",
                         transform=axes[turn].transAxes)
     success = [row["success"] for row in rows]
@@ -79,8 +79,9 @@ def draw(run, picture):
     axes[-1].plot(success, alpha=0.3, color="#1f77b4")
     axes[-1].plot(smooth, color="#1f77b4")
     axes[-1].set(ylim=(0, 1.03), xlabel="training step", title="success while training")
-    axes[-1].spines[["top", "right"]].set_visible(False)
-    figure.subplots_adjust(left=0.02, right=0.98, top=0.92, bottom=0.44, wspace=0.16)
+    axes[-1].yaxis.tick_right()
+    axes[-1].spines[["top", "left"]].set_visible(False)
+    figure.subplots_adjust(left=0.02, right=0.965, top=0.93, bottom=0.43, wspace=0.16)
     figure.savefig(picture, dpi=110)
     print(f"{picture}: {t.item}, step {t.step}, sample {t.sample}")
 

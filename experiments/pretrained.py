@@ -141,7 +141,7 @@ def draw(axes, kept, worlds):
             axes.bar(x, success, 0.22, color=f"C{number}", label=label)
             axes.errorbar(x, success, [[success - low], [high - success]], fmt="none",
                           color="black", capsize=3, label="95 % interval over items")
-            axes.text(x, high + 0.02, f"{success:.3f}", ha="center", va="bottom",
+            axes.text(x, high + 0.02, f"{success:.3f}", ha="center", va="bottom", size=8,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
         horizon = kept[f"{world}_rl"][-1]["evaluation"]["config"]["horizon"]
         words = map(in_words, world.removeprefix(MIXTURE).split())

@@ -437,6 +437,20 @@ def test_advantages_walk_over_the_sampled_tokens_of_all_segments(
 # ---- agents and their faults ----
 
 
+def test_what_an_agent_earns_changes_success_and_score_only_where_it_says_so():
+    def paid(play, **judged):
+        play.act((yield [user(play.reset())]))
+        play.turn.success = True  # as the world says
+        play.earn(-0.75)
+        play.earn(0.25, **judged)
+
+    for judged, expected in (({}, (0.0, 0.5, True)), ({"success": False}, (0.0, 0.25, False))):
+        episode = Play(Echo(), "echo_1", 5, agent.load_agent(partial(paid, **judged)))
+        episode.send()
+        assert episode.send("stop") is None and episode.turn.done
+        assert (episode.turn.reward, episode.turn.score, episode.turn.success) == expected
+
+
 def test_what_an_agent_does_between_two_replies_is_the_last_replys():
     def several(play):
         reply = yield [user(play.reset())]
@@ -449,7 +463,7 @@ def test_what_an_agent_does_between_two_replies_is_the_last_replys():
     episode = Play(Echo(), "echo_1", 5, agent.load_agent(several))
     episode.send()
     episode.send("look")
-    assert episode.turn.reward == 1.25 and episode.turn.score == 0.25 and episode.turns == 1
+    assert episode.turn.reward == 1.25 and episode.turn.score == 0.5 and episode.turns == 1
     assert not episode.turn.valid
     assert episode.send("stop") is None
     assert (episode.turn.reward, episode.turn.done) == (0.5, True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from envs import WORLDS, CommandParser
 
 ROOT = Path(__file__).parent.parent
-ITEMS = {"train": (0, 64), "test": (1000, 1016)}
+ITEMS = {"train": (0, 400), "test": (1000, 1016)}
 TEMPLATE = '''import random
 from envs import Env, EnvError, ItemError, Step
 
@@ -24,7 +24,7 @@ class {Name}(Env):
         if item < 0:
             raise ItemError(f"{name} has items 0, 1, 2 ...; got {{item}}")
         # The same item is the same episode everywhere.
-        self.number = random.Random(item).randint(1, 20)
+        self.number, self.low, self.high = random.Random(item).randint(1, 20), 1, 20
         return "Your first guess?"
 
     def step(self, action: str) -> Step:
@@ -35,7 +35,14 @@ class {Name}(Env):
         guess = int(action)
         if guess == self.number:
             return Step("Right.", reward=1.0, score=1.0, done=True, success=True)
-        return Step("Higher." if guess < self.number else "Lower.")
+        if guess < self.number:
+            self.low = max(self.low, guess + 1)
+            return Step("Higher.")
+        self.high = min(self.high, guess - 1)
+        return Step("Lower.")
+
+    def expert(self) -> str:  # what sft.py imitates; may be left out
+        return str((self.low + self.high) // 2)
 '''
 
 
@@ -62,6 +69,6 @@ def main(argv: list[str] | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         items = [{"item_id": f"{name}_{n}"} for n in range(*ITEMS[split])]
         path.write_text(json.dumps(items, indent=1) + "\n")
-    print(f"worlds/{name}.py is a game to change; envs.py has its row, data/ its items. Try: "
-          f"python envs.py play --env {name}; python train.py --env {name} --horizon 4,8")
+    print(f"worlds/{name}.py is a game to change; envs.py has its row, data/ its items. Try:\n"
+          f"python envs.py play --env {name} --hint\npython train.py --env {name} --horizon 4,8")
     return 0

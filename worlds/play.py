@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command -> its exit code: 2 for bad flags, or a world or item that does not exist."""
     parser = CommandParser(prog="envs.py", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("command", choices=["play", "serve"], help="serve: see python envs.py serve --help")
+    add("command", choices=["play", "serve", "new"],
+        help="serve, new: see python envs.py serve --help, python envs.py new --help")
     add("--env", help=f"{', '.join(WORLDS)}; default: the item's, else babyai")
     add("--item", help="a number, or a name such as textcraft_3; default: the first of the "
                        "held-out set")
