@@ -98,6 +98,15 @@ class Trajectory:
         """The tokens of the newest segment."""
         return self.tokens[self.starts[-1] :]
 
+    def observed(self) -> list[bool]:
+        """[T], True: appended after a reply of the same segment, and not sampled: what the
+        environment said, and the template around it."""
+        found, replied = [], False
+        for place, sampled in enumerate(self.mask):
+            replied = sampled or (replied and place not in self.starts)
+            found.append(replied and not sampled)
+        return found
+
     def longest_segment(self) -> int:
         """The number of tokens of the longest segment."""
         return max((end - start for start, end in self.spans()), default=0)

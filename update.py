@@ -279,7 +279,8 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
     """
     # A trajectory of advantage 0 has a gradient only if the loss has another term.
     has_kl = "ref_logprobs" in batch and settings.kl_in == "loss"
-    has_other_term = settings.entropy_coef > 0 or has_kl
+    needs_observations = getattr(settings.loss_function, "needs_observations", False)
+    has_other_term = settings.entropy_coef > 0 or has_kl or needs_observations
     has_gradient = ((batch["advantages"] != 0).any(1) | has_other_term).tolist()
     sums: Counter[str] = Counter()
     gap = 0.0
@@ -291,7 +292,8 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         with_gradient = [i for i in rows if has_gradient[i]]
         if number == 0 and not with_gradient:
             with_gradient = rows[:1]  # one trajectory, to measure `logprob_gap`
-        loss_of = partial(policy_objective, policy, settings, denominator)
+        observed = batch["observed"][rows].sum() if needs_observations else 0
+        loss_of = partial(policy_objective, policy, settings, denominator, observed=observed)
         stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
                                settings.microbatch_tokens, settings.max_grad_norm)
         if math.isfinite(stats["grad_norm"]):
@@ -316,6 +318,8 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         "padding": max(0.0, 1 - fed / computed),
         "computed_per_fed": computed / fed,
     }
+    if sums["observed"]:
+        metrics["observation_loss"] = sums["observation_loss"] / sums["observed"]
     if critic is not None:
         valid = torch.tensor([t.status != "env_error" for t in trajectories])
         metrics["value_loss"] = sums["value_loss"] / len(parts)
@@ -351,16 +355,18 @@ def loss_denominator(mask: Tensor, aggregation: str) -> int:
     return max(1, int(counted.sum()))
 
 
-def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int,
-                     part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. -> loss,
-    stats, which are sums over its tokens."""
+def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, part: Batch,
+                     observed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. observed:
+    the number of the mini-batch's tokens of observations, if the loss needs their log-probs.
+    -> loss, stats, which are sums over its tokens."""
     mask = part["mask"]
     with rl.compute_in(settings.dtype, part["ids"].device):
-        logp, entropy = rl.token_logprobs(policy, part["ids"], mask, settings.temperature,
-                                          settings.entropy_coef > 0, part.get("allowed"))
-    loss, stats = settings.loss_function(part | {"logprobs": logp})
-    stats["gap"] = (logp.detach() - part["old_logprobs"]).abs().sum()
+        logp, entropy = rl.token_logprobs(
+            policy, part["ids"], mask | part["observed"] if observed else mask,
+            settings.temperature, settings.entropy_coef > 0, part.get("allowed"))
+    loss, stats, *of_observations = settings.loss_function(part | {"logprobs": logp})
+    stats["gap"] = ((logp.detach() - part["old_logprobs"]) * mask).abs().sum()
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], settings.kl_type, mask)
         stats["kl"] = kl.detach().sum()
@@ -368,8 +374,13 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int,
             loss = loss + settings.kl_coef * kl
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * entropy
-    return algos.aggregate(loss, mask, settings.aggregation, denominator,
-                           part["num_sampled"]), stats
+    objective = algos.aggregate(loss, mask, settings.aggregation, denominator,
+                                part["num_sampled"])
+    for other in of_observations:
+        objective = objective + algos.aggregate(other, part["observed"], denominator=observed)
+        stats["observed"] = part["observed"].sum()
+        stats["observation_loss"] = -(logp.detach() * part["observed"]).sum()
+    return objective, stats
 
 
 def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
@@ -409,6 +420,7 @@ def collate(trajectories: Sequence[Trajectory],
                 for t in trajectories]
     batch = {"ids": column([t.tokens for t in trajectories], torch.long),
              "mask": column([t.decided() for t in trajectories], torch.bool),
+             "observed": column([t.observed() for t in trajectories], torch.bool),
              "segments": column(segments, torch.long),
              "old_logprobs": column([t.logprobs for t in trajectories])}
     if any(t.choices for t in trajectories):

@@ -188,7 +188,8 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt, pe
 
 
 @pytest.mark.parametrize("flags", [
-    "--loss gspo --set aggregation=sequence", "--algo gigpo", "--loss gspo --loss_args per=turn"])
+    "--loss gspo --set aggregation=sequence", "--algo gigpo", "--loss gspo --loss_args per=turn",
+    "--loss echo"])
 def test_the_update_of_a_step_is_the_same_however_small_its_micro_batches(
         tiny, trajectories, flags):
     check_small_micro_batches(tiny, trajectories, flags)
@@ -456,6 +457,45 @@ def test_a_run_counts_the_turns_that_it_plays_on(tmp_path):
         assert row["trajectories"] <= row["continued_turns"] <= 2 * played * row["horizon"]
 
 
+# ---- the observations' tokens ----
+
+
+def test_echo_adds_the_cross_entropy_of_what_follows_a_reply(tiny, trajectories):
+    """Of the model's plain forward pass, over a loop. The second half of an episode is a segment:
+    the observation that begins it does not count."""
+    played = copy.deepcopy(trajectories)
+    for t in played[:2]:
+        spans = reply_spans(t.mask)
+        t.starts = [0, spans[1][1]] if len(spans) > 2 else [0]
+    played[2].status = Status.ENV_ERROR
+    expected = []
+    for t in played:
+        if t.status == "env_error":
+            continue
+        for start, end in t.spans():
+            ids = torch.tensor([t.tokens[start:end]])
+            logp, _ = plain_logprobs(tiny[0], ids, torch.ones_like(ids, dtype=torch.bool))
+            replied = False
+            for n in range(end - start):
+                if t.mask[start + n]:
+                    replied = True
+                elif replied:
+                    expected.append(-logp[0, n].item())
+    assert len({len(t.starts) for t in played}) == 2 and len(expected) > 50
+
+    def row_of(played, flags):
+        model = copy.deepcopy(tiny[0])
+        cfg = parse_config([*NO_RUN, *f"--kl_coef 0 --minibatches 1 --loss {flags}".split()])
+        batch = update.advantages_of(played, cfg, "cpu")
+        return update.update(played, batch, cfg, 0, model, torch.optim.SGD(model.parameters(), 0.1))
+
+    without, row = row_of(played, "ppo"), row_of(played, "echo --loss_args weight=0.5")
+    assert row["observation_loss"] == pytest.approx(statistics.mean(expected), rel=1e-4)
+    assert row["loss"] - without["loss"] == pytest.approx(0.5 * row["observation_loss"], rel=1e-4)
+    assert row["grad_norm"] > 2 * without["grad_norm"] and "observation_loss" not in without
+    assert row_of(trajectories, "echo")["logprob_gap"] < 1e-4  # of the replies alone
+
+
 # ---- a teacher ----
 
 
@@ -597,13 +637,13 @@ def test_the_command_prints_the_information_of_each_checkpoints_next_step(tmp_pa
 
 
 @pytest.mark.parametrize("ideas, more", [
-    ("--algo gigpo --loss_args per=turn", ["--shard", "true"]),
-    pytest.param("--algo vine --loss_args per=turn", [], marks=pytest.mark.slow),
-    pytest.param("--algo distill --set aggregation=sequence --algo_args", [],
+    ("gspo --algo gigpo --loss_args per=turn", ["--shard", "true"]),
+    pytest.param("echo --algo vine", [], marks=pytest.mark.slow),
+    pytest.param("gspo --algo distill --set aggregation=sequence --algo_args", [],
                  marks=pytest.mark.slow)])
 def test_credit_by_state_and_a_teacher_are_those_of_one_process(tiny, ideas, more, tmp_path):
     flags = [*DEALT, "--items_per_step", "4", "--minibatches", "2", "--steps", "1", "--loss",
-             "gspo", *ideas.split()]
+             *ideas.split()]
     has_teacher = "distill" in ideas
     if has_teacher:
         random_model("qwen2").save_pretrained(tmp_path / "teacher")
