@@ -4,7 +4,7 @@ import itertools
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 from serving import serving, stand_in_server
@@ -58,18 +58,19 @@ def test_no_client_follows_a_redirect(name, status, location):
 
 
 @pytest.mark.parametrize("path", ["reset", "step"])
-@pytest.mark.parametrize("location", ["OTHER/step", "http://[::1"])
-def test_a_redirect_in_an_episode_is_a_fault(path, location):
+@pytest.mark.parametrize("status, location", [
+    *((status, "OTHER/step") for status in (301, 302, 303, 307)), (307, "http://[::1")])
+def test_a_redirect_in_an_episode_is_a_fault(path, status, location):
     good = {"/create": {"id": 0}, "/reset": {"observation": "Your goal: go"}, "/close": True}
     with stand_in_server(lambda *_: (200, GOOD)) as (other, seen):
         def answer(request):
             if request.path == f"/{path}":
-                return 307, {"Location": location.replace("OTHER", other)}, ""
+                return status, {"Location": location.replace("OTHER", other)}, ""
             return 200, {}, json.dumps(good[request.path])
 
         with serving(answer, protocol_version="HTTP/1.1") as port:
             env = RemoteEnv("babyai", f"http://127.0.0.1:{port}")
-            with pytest.raises(EnvError, match="status 307"):
+            with pytest.raises(EnvError, match=f"status {status}"):
                 env.reset(0)
                 env.step("turn left")
         assert seen == []
@@ -127,6 +128,17 @@ def test_a_reply_has_a_limit_in_bytes_and_time(kind, name, monkeypatch):
         thread.join(8)
         stop.set()
         assert failed and failed[0] < 1
+
+
+@pytest.mark.parametrize("times, is_good", [(100, True), (3000, False)])  # 2.5 and 75 kB
+def test_a_head_has_a_limit_in_bytes(times, is_good):
+    def answer(request):
+        request.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * times)
+        return 200, {}, json.dumps({"id": 0} if request.path == "/create" else True)
+
+    with serving(answer) as port:
+        with nullcontext() if is_good else pytest.raises(EnvError, match=f":{port}"):
+            RemoteEnv("babyai", f"http://127.0.0.1:{port}").close()
 
 
 def test_a_model_server_that_names_a_time_next_week_is_asked_before(monkeypatch):
