@@ -261,6 +261,7 @@ class Play:
         self.tools: list[dict] | None = None
         self.turns = 0
         self.turn = Step("")
+        self.began = False  # an episode of the environment
         self.forgets = False
         self.kind = ""
         self.cut = False
@@ -289,7 +290,7 @@ class Play:
         to show an episode of it before the own one begins. Raises ItemError if there is no such
         item."""
         def begin():
-            self.turn.progress = 0.0
+            self.began, self.turn.progress = True, 0.0
             return readable(self.env.reset(self.number if number is None else number))
 
         return self._of_environment(begin)
@@ -315,10 +316,14 @@ class Play:
         return self._of_environment(lambda: self.env.step(action))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
-        """Credit a reward to the last reply. Success and score stay the environment's. success: of
-        an episode that no environment here judges; its score is the reward within 0 and 1."""
-        judged = dict(success=success, score=min(max(reward, 0.0), 1.0))
-        self._credited(replace(self.turn, reward=reward, **judged if success is not None else {}))
+        """Credit a reward to the last reply. After `reset`, success and score stay the
+        environment's. Without an environment, or with `success`: the score is the reward within 0
+        and 1, and success by default whether the reward is positive."""
+        judged: dict[str, Any] = {}
+        if success is not None or not self.began:
+            judged = {"score": min(max(reward, 0.0), 1.0),
+                      "success": reward > 0 if success is None else success}
+        self._credited(replace(self.turn, reward=reward, **judged))
 
     def _credited(self, step: Step) -> Step:
         """Add a step to what the last reply has earned -> the step."""

@@ -174,7 +174,7 @@ def agent(play: Play, run: str = "", command: str = "") -> Agent:
                 request.reply.cancel()  # unless it has one
         if isinstance(request, BaseException) or not play.turns:
             raise EnvError(f"the program failed: {request!r} after {play.turns} requests")
-        play.earn(request, success=request > 0)
+        play.earn(request)
     finally:  # also when the horizon is reached, or the run stops
         del host.episodes[name]
         while not inbox.empty():
