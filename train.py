@@ -17,10 +17,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from models.check import find_paths
 from models.packed import common_prefix_length
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
 from parallel import of_rank_0, run_command, shard, unsharded, user_errors
-from rollout import make_engine, rollout
+from rollout import Episode, make_engine, rollout
 from trajectory import Trajectory, read_objects, to_text, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
 
@@ -113,7 +112,7 @@ def training_loop(run: Run) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
-            trajectories, decoded = play_items(run, items, horizons, cfg.rollouts_per_item, step)
+            trajectories, decoded = play_items(run, horizons, step, items, cfg.rollouts_per_item)
             if all(t.status == "env_error" for t in trajectories):
                 if step:
                     save_checkpoint(run)
@@ -122,9 +121,12 @@ def training_loop(run: Run) -> None:
             shape_rewards(trajectories, cfg.shaping, cfg.turn_cost)
             seconds_rollout = time.perf_counter() - began
 
-            # Advantages, over the trajectories of all ranks.
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models,
-                                  partial(play_on, run, horizons, step, decoded))
+            # Advantages, over the trajectories of all ranks. Some algorithms play more episodes.
+            def play(*args):
+                return play_items(run, horizons, step, *args)[0]
+
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic,
+                                  models=run.models, play=play, columns=decoded)
 
             # Update.
             changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
@@ -357,11 +359,11 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
             group["lr"] = lr * factor
 
 
-def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: int, step: int,
-               after: Sequence[tuple[Trajectory, int]] = ()) -> tuple[list[Trajectory], dict]:
+def play_items(run: Run, horizons: dict[str, int], step: int, items: list[str], samples: int,
+               episode_class: Callable[..., Episode] = Episode) -> tuple[list[Trajectory], dict]:
     """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and the
-    columns of a row of metrics that describe decoding. after: see `rollout`. Raises Terminated, on
-    every rank, if a stop signal came on any."""
+    columns of a row of metrics that describe decoding. episode_class: see `rollout`. Raises
+    Terminated, on every rank, if a stop signal came on any."""
     own, stats, count = [], Counter(), len(items) * samples
     kind = FirstComeDealer if run.cfg.arrival_order else Dealer
     dealer = kind(count, run.signals) if run.num_ranks > 1 else None
@@ -372,8 +374,8 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
                 rl.compute_in(run.cfg.dtype, run.device), \
                 metrics.rollout_bar(count // run.num_ranks, run.rank == 0) as on_step:
             own = rollout(run.policy, run.tokenizer, run.pool, items, horizons, run.cfg,
-                          samples=samples, after=after, step=step, engine=run.engine,
-                          stats=stats, on_step=on_step, dealer=dealer)
+                          samples=samples, step=step, engine=run.engine, stats=stats,
+                          episode_class=episode_class, on_step=on_step, dealer=dealer)
     except Terminated:
         if dealer:
             dealer.leave()
@@ -396,16 +398,6 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
         **(shares if len(shares) > 1 else {})}
 
 
-def play_on(run: Run, horizons: dict[str, int], step: int, columns: dict[str, float],
-            after: Sequence[tuple[Trajectory, int]], samples: int) -> list[Trajectory]:
-    """Play on after recorded turns, for algorithms that measure values: see `Gathered.play_on`. The
-    number of new turns is added to the column "continued_turns"."""
-    played, _ = play_items(run, [t.item for t, _ in after], horizons, samples, step, after)
-    turns = sum(max(0, t.turns - after[t.group][1]) for t in played)
-    columns["continued_turns"] = columns.get("continued_turns", 0) + turns
-    return played
-
-
 def evaluate_held_out(run: Run) -> dict[str, float]:
     """Play EVAL_ITEMS held-out items of each world once, at its last horizon -> "eval/success" and
     so on, for several worlds "eval/success/babyai" ...
@@ -416,7 +408,7 @@ def evaluate_held_out(run: Run) -> dict[str, float]:
     items = [item for world in worlds
              for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
     horizons = {world: own.rounds[-1] for world, own in worlds.items()}
-    played, _ = play_items(run, items, horizons, samples=1, step=0)
+    played, _ = play_items(run, horizons, 0, items, samples=1)
     by_world = metrics.world_metrics(played, horizons)
     return metrics.world_columns(by_world, metrics.HELD_OUT_METRICS, "eval/")
 

@@ -106,10 +106,6 @@ class Trajectory:
         """(start, end) of each segment in `tokens`, `end` excluded."""
         return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
 
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """The tokens before the reply of each turn."""
-        return [tuple(self.tokens[:start]) for start, _ in reply_spans(self.mask)[: self.turns]]
-
     def record_turn(self, reply: str, turn: Any, forgets: bool = False,
                     invalid_penalty: float = 0.0) -> None:
         """Credit what a reply has earned to it.

@@ -187,23 +187,11 @@ class Gathered:
     # Of the sampled tokens -> [B, T].
     logprobs_of: Callable[[PreTrainedModel], Tensor] | None = None
     models: dict[str, PreTrainedModel] = field(default_factory=dict)  # setting -> its model
-    # (after, samples) -> trajectories: `rollout` with `after`, `samples` for each entry of it.
-    play_on: Callable[[Sequence[tuple[Trajectory, int]], int], list[Trajectory]] | None = None
+    # (items, samples, episode_class) -> trajectories: see `rollout`.
+    play: Callable[..., list[Trajectory]] | None = None
+    columns: dict[str, float] = field(default_factory=dict)  # of the step's row of metrics
     values: Tensor | None = None  # [B, T], with a critic
     returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
-
-    def continuations(self, samples: int) -> dict[tuple[str, tuple[int, ...]], list[Trajectory]]:
-        """Play on `samples` times before every reply -> (item, the tokens before the reply) -> the
-        trajectories that begin with them, without those whose environment failed. Trajectories that
-        begin alike are played on together."""
-        after = {(t.item, tokens): (t, k) for t in self.trajectories
-                 for k, tokens in enumerate(t.prefixes())}
-        keys = list(after)
-        found = {key: [] for key in keys}
-        for t in self.play_on(list(after.values()), samples):
-            if t.status != "env_error":
-                found[keys[t.group]].append(t)
-        return found
 
 
 def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
@@ -217,17 +205,16 @@ def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
 
 def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
-                  models: dict[str, PreTrainedModel] | None = None,
-                  play_on: Callable[..., list[Trajectory]] | None = None) -> Batch:
+                  **more: Any) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
     device: where the critic computes; the batch stays on the CPU. reference: the model that the KL
-    refers to; with LoRA the policy itself, with its adapters switched off. models, play_on: see
+    refers to; with LoRA the policy itself, with its adapters switched off. more: further fields of
     `Gathered`.
     -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
     "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
-    step = gather_step(trajectories, models=models or {}, play_on=play_on)
+    step = gather_step(trajectories, **more)
     batch = step.batch
     step.logprobs_of = partial(logprobs_of, batch=batch, settings=settings)
 

@@ -135,17 +135,12 @@ def play_ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS
         engine = Ragged(model, slots)
     items = [f"told_{i}" for i in range(trajectories)]
     stats = {}
-    original_episode = ro.Episode
-    ro.Episode = ScriptedEpisode
-    try:
-        with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
-            start = time.perf_counter()
-            played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
-                                action_format="plain", engine=engine,
-                                arrival_order=workload == "slow", stats=stats)
-            seconds = time.perf_counter() - start
-    finally:
-        ro.Episode = original_episode
+    with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
+        start = time.perf_counter()
+        played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
+                            action_format="plain", engine=engine, episode_class=ScriptedEpisode,
+                            arrival_order=workload == "slow", stats=stats)
+        seconds = time.perf_counter() - start
     for i, t in enumerate(played):
         lengths, _ = script(workload, i)
         assert t.mask.count(True) == sum(lengths[k % TURNS] for k in range(t.turns))

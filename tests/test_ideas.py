@@ -388,8 +388,10 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
         t.turns = len(t.states)
     asked, returns = [], {}
 
-    def play_on(after, samples):
+    def play(items, samples, episode_class):
         rng, found = random.Random(0), []
+        (after,) = episode_class.args
+        assert items == [t.item for t, _ in after]
         for group, (t, k) in enumerate(after):
             asked.append((t.item, tuple(t.tokens[: 4 * k + 2])))
             for sample in range(samples):
@@ -402,7 +404,9 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
                 found.append(new)
         return found
 
-    found = vine.advantage(update.gather_step(played, play_on=play_on), continuations=3)
+    step = update.gather_step(played, play=play)
+    found = vine.advantage(step, continuations=3)
+    assert step.columns["continued_turns"] > 0
     assert len(asked) == len(set(asked)) == 2 + 1 + 2 + 1  # the first prompts are shared
     for b, t in enumerate(played):
         values = [returns.get((t.item, tuple(t.tokens[: 4 * k + 2]))) for k in range(t.turns)]
