@@ -202,7 +202,7 @@ def values_after(policy, steps_wanted, trajectories, names_of):
         algos.ppo(data)
         batch = data.batch | {"old_values": data.values, "returns": data.returns}
         for rows in update.minibatches(played, cfg, step, 0):
-            count = update.loss_denominator(batch["mask"][rows], cfg.aggregation)
+            count = algos.loss_denominator(batch["mask"][rows], cfg.aggregation)
             update.optimizer_step(critic, optimizer, batch, rows,
                                   partial(update.value_objective, critic, cfg, count),
                                   cfg.microbatch_tokens, cfg.max_grad_norm)

@@ -27,11 +27,12 @@ import rl
 import update
 from algos import aggregate, grpo_advantage, rloo_advantage
 from config import parse_config
-from envs import UserError, category_of
+from envs import UserError
 from ideas import distill, gagpo, gigpo, gspo, hgpo, information, turns, vine
 from ideas.gigpo import turn_advantage, turn_returns
 from rollout import rollout
 from trajectory import Status, Trajectory, read_trajectories, reply_spans
+from worlds import category_of
 
 NO_RUN = ["--out", "runs/never-made"]
 IDEAS = sorted((ROOT / "ideas").glob("*.py"))
