@@ -173,9 +173,7 @@ class Trajectory:
             setattr(t, name, getattr(t, name) or [0.0] * count)
         if {count} != {len(t.mask), len(t.logprobs), len(t.entropies), len(t.rewards)}:
             raise ValueError("tokens, mask and the like have different lengths")
-        if set(map(type, t.tokens + t.starts)) - {int}:
-            raise ValueError("tokens or starts are not whole numbers")
-        if count and (t.starts != sorted({0, *t.starts}) or t.starts[-1] >= count
+        if count and (t.starts[0] or t.starts != sorted({*t.starts}) or t.starts[-1] >= count
                       or any(t.mask[start] for start in t.starts)):
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
         return t
