@@ -39,6 +39,7 @@ import schedule
 from engine import Ragged
 from models.check import find_paths
 from models.packed import common_prefix_length
+from page.curves import draw_curves
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
 from parallel import of_rank_0, run_command, shard, unsharded, user_errors
 from rollout import Episode, make_engine, rollout
@@ -465,7 +466,7 @@ def save_checkpoint(run: Run) -> None:
                      "run_id": run.cfg.run_id}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
-        metrics.draw_curves(run.folder)
+        draw_curves(run.folder)
 
 
 def until_stopped(run: Run, loop: Callable, *args: object) -> None:

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from envs import CommandParser
-from metrics import draw_curves
 from page.build import contents, render
+from page.curves import draw_curves
 from page.live import HOST, Server
 from trajectory import write_atomically
 
