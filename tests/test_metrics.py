@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import metrics
 from metrics import explained_variance, held_out_summary, rollout_bar, rollout_metrics
 from page import curves
 from trajectory import Status, Trajectory, read_objects
