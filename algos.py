@@ -339,16 +339,12 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = 
         _check_mask(mask, logprobs, ref_logprobs)
         logp = torch.where(mask, logp, 0.0)
         ref = torch.where(mask, ref, 0.0)
-    if kind == "k1":
-        return logp - ref
-    if kind == "abs":
-        return (logp - ref).abs()
-    if kind == "k2":
-        return 0.5 * (logp - ref) ** 2
-    if kind == "k3":
-        difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(difference) - difference
-    raise ValueError(f"unknown KL estimator '{kind}'; choose from k1, abs, k2, k3")
+    difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
+    estimates = {"k1": logp - ref, "abs": (logp - ref).abs(), "k2": 0.5 * (logp - ref) ** 2,
+                 "k3": torch.expm1(difference) - difference}
+    if kind not in estimates:
+        raise ValueError(f"unknown KL estimator '{kind}'; choose from {', '.join(estimates)}")
+    return estimates[kind]
 
 
 def entropy(logprobs: Tensor) -> Tensor:

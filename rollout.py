@@ -410,10 +410,7 @@ class TrajectoryQueue:
         kept = {e: token for e, *token in zip(episodes, *columns.tolist()) if e not in dropped}
         if not math.isfinite(sum(logprob for _, logprob, _ in kept.values())):
             raise FloatingPointError("the policy's logits are not finite")
-        unfinished = len(self.todo) + len(self.alive)
-        # Trajectories that are not dealt yet could fill every slot.
-        usable = min(self.slots, unfinished) if self.is_dealt() else self.slots
-        self.stats.update(steps=1, busy=len(kept), usable=usable)
+        self.stats.update(steps=1, busy=len(kept))
         self.on_step(self)
         return {e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()}
 
@@ -471,8 +468,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     engine: of `make_engine`, for this policy: its memory is reused.
     episode_class: a class that inherits from `Episode`, to play in another way.
     stats: gets these counts: "forwarded" (token positions computed, padding included), "steps"
-        (forward passes that were sampled from), "busy" (slots fed, over all steps) and "usable"
-        (slots that could have been fed: at most the unfinished trajectories).
+        (forward passes that were sampled from) and "busy" (slots fed, over all steps).
     on_end: called with each trajectory when it has ended.
     on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
