@@ -362,7 +362,6 @@ class TrajectoryQueue:
     dealer they are shared out among ranks while they play."""
 
     trajectories: list[Trajectory]  # of all ranks
-    slots: int
     make_episode: Callable[[Trajectory], Episode]
     config: Rollouts
     on_end: Callable[[Trajectory], object]
@@ -500,7 +499,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
     engine = engine or make_engine(policy, min(config.slots, len(trajectories)), config)
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(trajectories, slots, make_episode, config, on_end, on_step, dealer)
+    queue = TrajectoryQueue(trajectories, make_episode, config, on_end, on_step, dealer)
     try:
         with unsharded(policy):
             if engine == "hf":

@@ -138,7 +138,7 @@ def play_ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS
     usable = []  # in each step: slots that could have been fed
 
     def on_step(queue):
-        usable.append(min(queue.slots, len(queue.todo) + len(queue.alive)))
+        usable.append(min(engine.slots, len(queue.todo) + len(queue.alive)))
 
     with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
         start = time.perf_counter()
