@@ -233,12 +233,13 @@ class Conversation:
             t.reward = math.fsum(t.rewards)
         return False
 
-    def give_back(self, pool: EnvPool, worker: Worker, broken: bool) -> None:
-        """Close the agent, in the thread of its environment, and give the environment back. A
-        broken one is dropped, and a hung thread is left behind."""
+    def give_back(self, pool: EnvPool, worker: Worker) -> None:
+        """Close the agent, in the thread of its environment, and give the environment back. One
+        that has failed, or whose episode has not ended, is dropped, and a hung thread is left
+        behind."""
         if self.play is not None:
             worker.call(lambda env: self.play.close())
-        if broken:
+        if self.trajectory.status in (Status.ENV_ERROR, Status.RUNNING):
             pool.drop(worker)
         else:
             pool.give_back(self.trajectory.env, worker)
@@ -332,8 +333,7 @@ class Episode(Conversation):
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids
             self.reply, self.options = [], self.new_options
             return True
-        has_failed = self.trajectory.status == Status.ENV_ERROR
-        self.give_back(self.pool, self.worker, broken=has_failed)
+        self.give_back(self.pool, self.worker)
         return False
 
 
@@ -512,7 +512,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
-            episode.give_back(envs, episode.worker, broken=True)
+            episode.give_back(envs, episode.worker)
     if stats is not None:
         stats.update(queue.stats, forwarded=forwarded)
     return [queue.finished[key] for key in sorted(queue.finished)]
