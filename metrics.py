@@ -1,5 +1,5 @@
 """What a run reports: the lines at its start, a bar for a long rollout, a step's row of metrics,
-and when training cannot go on."""
+and when training ends, cannot go on or does not learn."""
 
 import math
 import resource
@@ -170,6 +170,10 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+# ---- when a run ends, or should ----
+
+IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
+MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 # About 1e-6 in float32 and 0.01 in bfloat16. More means that a cache or a mask is wrong.
 MAX_LOGPROB_GAP = 0.1
 
@@ -188,6 +192,29 @@ def alarm(row: dict, cfg: Any) -> str:
         if row[name] > cfg.max_kl:
             return f"{name} is {row[name]:.3g}, above max_kl={cfg.max_kl:g}: too large steps"
     return ""
+
+
+def warn(rows: list[dict]) -> None:
+    """Warn of what keeps a run from learning, in the first step that shows it.
+
+    rows: the metrics of all steps so far.
+    """
+    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
+    idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
+    if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
+        tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "
+                   "(sft.py), easier items or more --rollouts_per_item", file=sys.stderr)
+    many_cut = [row["truncated/length"] > MANY_CUT for row in rows]
+    if many_cut[-1] and sum(many_cut) == 1:
+        tqdm.write(f"warning: --max_length cut more than {MANY_CUT:.0%} of a step's trajectories "
+                   "before the horizon. A larger one takes more memory", file=sys.stderr)
+
+
+def turns_are_played(cfg: Any, rows: list[dict]) -> bool:
+    """Whether `turns` is set and less than half of the last step's environment turns are left.
+    cfg: has `turns`."""
+    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
+    return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
 
 
 def reporter(cfg: Any, step: int = 0) -> Callable[[dict], object]:

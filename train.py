@@ -27,7 +27,6 @@ from pathlib import Path
 from config import EVAL_ITEMS, RUN_FILE, Config, RunConfig, items_per_world, parse_config, run_of
 from config import servers
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 import agent
@@ -45,9 +44,6 @@ from parallel import of_rank_0, run_command, shard, unsharded, user_errors
 from rollout import Episode, make_engine, rollout
 from trajectory import Trajectory, read_objects, to_text, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
-
-IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
-MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 
 
 @dataclass
@@ -99,7 +95,7 @@ def training_loop(run: Run) -> None:
     with metrics.step_bar(run.step, cfg.steps, run.rank) as bar:
         for step in bar:
             run.step = step
-            if turns_are_played(cfg, run.rows):
+            if metrics.turns_are_played(cfg, run.rows):
                 break
 
             # Evaluation, now and then.
@@ -143,7 +139,7 @@ def training_loop(run: Run) -> None:
                    "memory_gb": metrics.memory_gb(run.device), **metrics.world_columns(by_world)}
             log_step(run, row, trajectories)
             if run.rank == 0:
-                warn(run.rows)
+                metrics.warn(run.rows)
             metrics.show(bar, row, run.rank)
 
             # Save, unless training cannot go on.
@@ -192,7 +188,7 @@ def is_finished(cfg: RunConfig) -> bool:
     if final.get("run_id", "") != cfg.run_id:
         raise envs.UserError(f"{cfg.out}/final is of another run")
     # sft.py has no --steps: its last step never changes.
-    if taken >= getattr(cfg, "steps", 0) or turns_are_played(cfg, rows_before(cfg, taken)):
+    if taken >= getattr(cfg, "steps", 0) or metrics.turns_are_played(cfg, rows_before(cfg, taken)):
         if os.environ.get("RANK", "0") == "0":
             print(f"{cfg.out} is finished ({taken} steps)")
         return True
@@ -332,12 +328,6 @@ def prepare(run: Run) -> None:
 # ---- the parts of a training step ----
 
 
-def turns_are_played(cfg: Config, rows: list[dict]) -> bool:
-    """Whether `turns` is set and less than half of the last step's environment turns are left."""
-    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
-    return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
-
-
 def horizons_at(run: Run, step: int) -> dict[str, int]:
     """World -> its horizon at this step."""
     return {world: own.rounds[run.adaptive[world]["stage"]] if run.adaptive
@@ -436,22 +426,6 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
         with (run.folder / "metrics.jsonl").open("a") as f:
             f.write(to_text(row) + "\n")
         run.report(row)
-
-
-def warn(rows: list[dict]) -> None:
-    """Warn of what keeps a run from learning, in the first step that shows it.
-
-    rows: the metrics of all steps so far.
-    """
-    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
-    idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
-    if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
-        tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "
-                   "(sft.py), easier items or more --rollouts_per_item", file=sys.stderr)
-    many_cut = [row["truncated/length"] > MANY_CUT for row in rows]
-    if many_cut[-1] and sum(many_cut) == 1:
-        tqdm.write(f"warning: --max_length cut more than {MANY_CUT:.0%} of a step's trajectories "
-                   "before the horizon. A larger one takes more memory", file=sys.stderr)
 
 
 def save_checkpoint(run: Run) -> None:
