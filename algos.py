@@ -339,16 +339,12 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None = 
         _check_mask(mask, logprobs, ref_logprobs)
         logp = torch.where(mask, logp, 0.0)
         ref = torch.where(mask, ref, 0.0)
-    if kind == "k1":
-        return logp - ref
-    if kind == "abs":
-        return (logp - ref).abs()
-    if kind == "k2":
-        return 0.5 * (logp - ref) ** 2
-    if kind == "k3":
-        difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(difference) - difference
-    raise ValueError(f"unknown KL estimator '{kind}'; choose from k1, abs, k2, k3")
+    difference = (ref - logp).clamp(max=MAX_LOG_RATIO)
+    estimates = {"k1": logp - ref, "abs": (logp - ref).abs(), "k2": 0.5 * (logp - ref) ** 2,
+                 "k3": torch.expm1(difference) - difference}
+    if kind not in estimates:
+        raise ValueError(f"unknown KL estimator '{kind}'; choose from {', '.join(estimates)}")
+    return estimates[kind]
 
 
 def entropy(logprobs: Tensor) -> Tensor:
@@ -366,6 +362,13 @@ def entropy(logprobs: Tensor) -> Tensor:
     return -(logp.exp() * finite_logp).sum(-1)
 
 
+def loss_denominator(mask: Tensor, mode: str) -> int:
+    """What a loss is divided by: the number of sampled tokens (mode "token"), or of the rows that
+    have one ("sequence"); at least 1. mask [B, T] bool."""
+    counted = {"token": mask, "sequence": mask.any(1)}[mode]
+    return max(1, int(counted.sum()))
+
+
 def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
               denominator: float | Tensor | None = None,
               num_sampled: Tensor | None = None) -> Tensor:
@@ -377,9 +380,9 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
                    / number of sequences that have a sampled token (GRPO, arXiv 2402.03300, eq. 3)
 
     per_token [B, T] float, mask [B, T] bool -> 0-d.
-    `denominator` (a number or a 0-d tensor) replaces the number of tokens or sequences. Pass
-    mask.sum() or mask.any(1).sum(), counted over all micro-batches and ranks of an optimizer step:
-    then the losses of the micro-batches add up to that of the whole batch.
+    `denominator` (a number or a 0-d tensor) replaces the number of tokens or sequences. Pass the
+    `loss_denominator` of all micro-batches and ranks of an optimizer step: then the losses of the
+    micro-batches add up to that of the whole batch.
     `num_sampled` [B]: where a row is only a part of its sequence, the number of sampled tokens of
     the whole sequence.
     If no token was sampled, the result is 0 and still attached to the graph.
@@ -394,18 +397,13 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
     """
     _check_mask(mask, per_token)
     x = torch.where(mask, _as_float(per_token), 0.0)  # [B, T]
-    if mode == "token":
-        total = x.sum()
-        count = mask.sum()
-    elif mode == "sequence":
+    if mode == "sequence":
         counts = mask.sum(1) if num_sampled is None else num_sampled
-        sequence_means = x.sum(1) / counts.clamp(min=1)  # [B]
-        total = sequence_means.sum()
-        count = mask.any(1).sum()
-    else:
+        x = x.sum(1) / counts.clamp(min=1)  # [B], the means of the sequences
+    elif mode != "token":
         raise ValueError(f"unknown aggregation '{mode}'; choose from token, sequence")
     if denominator is None:
-        denominator = count
+        denominator = loss_denominator(mask, mode)
     denominator = torch.as_tensor(denominator, dtype=x.dtype, device=x.device)
     # A count of 0 comes with a total of 0. Dividing by 1 then gives 0 instead of NaN.
-    return total / torch.where(denominator == 0, 1.0, denominator)
+    return x.sum() / torch.where(denominator == 0, 1.0, denominator)

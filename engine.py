@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from models.packed import common_prefix_length, fits_flash_attention, flash_over_cache
@@ -458,8 +458,7 @@ class Ragged:
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
             sees_all = (sliding_window or chunk.length) >= chunk.length
             if not chunk.past and sees_all and softcap is None and sinks is None:
-                o = scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling,
-                                                 enable_gqa=H != H_kv)
+                o = masked_attention(q[None], k, v, None, scaling, is_causal=True)
             else:
                 if sliding_window not in chunk.masks:
                     last_keys = torch.arange(chunk.past, chunk.length, device=self.device)

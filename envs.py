@@ -369,19 +369,6 @@ def categories(env: str, data: str | Path | None = None) -> dict[str, str]:
             if path != test_file for name in _read_items(path, env)}
 
 
-def category_of(item: str) -> str:
-    """The kind of task that an item is, by its world in this process; "" for an unknown item or
-    world, or one that lacks its package.
-
-    >>> category_of("babyai_0")
-    'GoToRedBallGrey'
-    """
-    with suppress(ValueError, LookupError):
-        name, number = split_item(item)
-        return world_class(name).category(number)
-    return ""
-
-
 def split_item(item: str) -> tuple[str, int]:
     """"babyai_17" -> ("babyai", 17), "lmrlgym_maze_3" -> ("maze", 3). Raises UserError for
     anything else."""

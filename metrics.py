@@ -1,5 +1,5 @@
 """What a run reports: the lines at its start, a bar for a long rollout, a step's row of metrics,
-the curves of a run, and when training cannot go on."""
+and when training ends, cannot go on or does not learn."""
 
 import math
 import resource
@@ -8,18 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from trajectory import Trajectory, read_objects
+from trajectory import Trajectory
 
 # ---- what is said while a run goes on ----
 
@@ -173,6 +170,10 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+# ---- when a run ends, or should ----
+
+IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
+MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 # About 1e-6 in float32 and 0.01 in bfloat16. More means that a cache or a mask is wrong.
 MAX_LOGPROB_GAP = 0.1
 
@@ -193,6 +194,29 @@ def alarm(row: dict, cfg: Any) -> str:
     return ""
 
 
+def warn(rows: list[dict]) -> None:
+    """Warn of what keeps a run from learning, in the first step that shows it.
+
+    rows: the metrics of all steps so far.
+    """
+    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
+    idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
+    if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
+        tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "
+                   "(sft.py), easier items or more --rollouts_per_item", file=sys.stderr)
+    many_cut = [row["truncated/length"] > MANY_CUT for row in rows]
+    if many_cut[-1] and sum(many_cut) == 1:
+        tqdm.write(f"warning: --max_length cut more than {MANY_CUT:.0%} of a step's trajectories "
+                   "before the horizon. A larger one takes more memory", file=sys.stderr)
+
+
+def turns_are_played(cfg: Any, rows: list[dict]) -> bool:
+    """Whether `turns` is set and less than half of the last step's environment turns are left.
+    cfg: has `turns`."""
+    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
+    return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
+
+
 def reporter(cfg: Any, step: int = 0) -> Callable[[dict], object]:
     """-> a function that sends a step's row of metrics to where --report_to says. cfg: the run's
     flags. step: the next one; TensorBoard then hides what an earlier process wrote from there
@@ -209,20 +233,6 @@ def reporter(cfg: Any, step: int = 0) -> Callable[[dict], object]:
     return lambda row: None
 
 
-# ---- curves ----
-
-PLOTS = {  # measure -> the title of its axes
-    "success": "success (share of trajectories)", "reward": "reward of a trajectory",
-    "turns": "turns of a trajectory; grey: horizon", "entropy": "entropy (nats a token)",
-    "kl": "KL divergence (nats a token)", "valid_actions": "valid actions (share of turns)"}
-SFT_PLOTS = {
-    "loss": "loss (nats a token)", "held_out_loss": "held-out loss (nats a token)",
-    "grad_norm": "gradient norm", "eval/success": "held-out success (share of trajectories)",
-    "eval/valid_actions": "held-out valid actions (share of turns)",
-    "eval/turns": "held-out turns of a trajectory"}
-DRAWN_BESIDE = {"success": "eval/success", "turns": "horizon"}  # in the same axes
-
-
 def is_number(x: object) -> bool:
     """Whether x is a finite number.
 
@@ -232,68 +242,7 @@ def is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and abs(x) < 1e300  # false for NaN
 
 
-def all_columns(rows: list[dict]) -> list[str]:
-    """The names of the columns that any row of metrics has, in the order of their appearance."""
-    return list(dict.fromkeys(key for row in rows for key in row))
-
-
 def columns_of(name: str, columns: Iterable[str]) -> list[str]:
     """The columns of a measure: "success" for one world, "success/babyai" and so on for several."""
     of_worlds = [key for key in columns if key.startswith(f"{name}/")]
     return of_worlds or [key for key in [name] if key in columns]
-
-
-def horizon_changes(rows: list[dict]) -> list[int]:
-    """The indices of those rows of metrics whose horizon differs from that of the row before (in a
-    mixture: the horizon of any world). A missing horizon counts as unchanged."""
-    return [i for i, (before, row) in enumerate(pairwise(rows), 1)
-            if any(before.get(key, value) != value for key, value in row.items()
-                   if key.startswith("horizon"))]
-
-
-def draw_curves(run: str | Path) -> None:
-    """Draw runs/NAME/curves.png from its metrics.jsonl. The worlds of a mixture have a colour
-    each; measures on held-out items are drawn as dots. Axes of values that are not negative start
-    at 0. Rows without a step are left out."""
-    run = Path(run)
-    rows = [row for row in read_objects(run / "metrics.jsonl")[0] if is_number(row.get("step"))]
-    columns = all_columns(rows)
-    titles = PLOTS if "success" in columns else SFT_PLOTS
-    plots = [name for name in titles if columns_of(name, columns)]
-    if not plots:  # the run was stopped in its first step
-        return
-    figure = Figure(figsize=(10.5, 5.8), layout="constrained")
-    for place, name in enumerate(plots, 1):
-        ax = figure.add_subplot(-(-len(plots) // 3), min(3, len(plots)), place)
-        draw_measure(ax, rows, name)
-        draw_measure(ax, rows, DRAWN_BESIDE.get(name, ""))
-        for i in horizon_changes(rows):
-            ax.axvline(rows[i]["step"], color="0.8", lw=1, zorder=0)
-        ax.set_title(titles[name], fontsize=11)
-        if ax.dataLim.ymin >= 0:
-            ax.set_ylim(bottom=0)
-    if figure.axes[0].get_legend_handles_labels()[0]:
-        figure.axes[0].legend()
-    figure.supxlabel("training step", fontsize=10)
-    dots = "; dots: held-out items" * any(c.startswith(("eval/", "held_out")) for c in columns)
-    figure.suptitle(f"{run.name}; dark: mean of 5 steps{dots}; vertical: new horizon", fontsize=11)
-    figure.savefig(run / "curves.png", dpi=110)
-
-
-def draw_measure(ax: Axes, rows: list[dict], name: str) -> None:
-    """One measure, with a curve for each world: each step in a light colour, and the mean of five
-    steps in a dark one. A measure on held-out items, which only some rows have, is drawn as
-    dots."""
-    for i, key in enumerate(columns_of(name, all_columns(rows))):
-        steps, values = np.array([(row["step"], row[key] if is_number(row[key]) else math.nan)
-                                  for row in rows if key in row]).T
-        world, colour = key.removeprefix(name).strip("/"), f"C{i}"
-        if key.startswith(("eval/", "held_out")):
-            ax.plot(steps, values, "o-", color=colour, ms=4, lw=0.8)
-        elif name == "horizon":
-            ax.plot(steps, values, drawstyle="steps-post", color=colour if world else "0.6",
-                    ls=":" if world else "-")
-        else:
-            ax.plot(steps, values, color=colour, alpha=0.3)
-            smooth = np.convolve(np.pad(values, 2, mode="edge"), np.ones(5) / 5, "valid")
-            ax.plot(steps, smooth, color=colour, label=world or None)

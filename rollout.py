@@ -39,7 +39,7 @@ from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
 from parallel import Dealer, device_of, unsharded
 from rl import Sampling, compute_paths_of
-from trajectory import Status, Trajectory, next_ids, reply_spans
+from trajectory import Status, Trajectory, next_ids
 from worlds.agentgym import LENIENT
 
 # ---- settings ----
@@ -233,12 +233,13 @@ class Conversation:
             t.reward = math.fsum(t.rewards)
         return False
 
-    def give_back(self, pool: EnvPool, worker: Worker, broken: bool) -> None:
-        """Close the agent, in the thread of its environment, and give the environment back. A
-        broken one is dropped, and a hung thread is left behind."""
+    def give_back(self, pool: EnvPool, worker: Worker) -> None:
+        """Close the agent, in the thread of its environment, and give the environment back. One
+        that has failed, or whose episode has not ended, is dropped, and a hung thread is left
+        behind."""
         if self.play is not None:
             worker.call(lambda env: self.play.close())
-        if broken:
+        if self.trajectory.status in (Status.ENV_ERROR, Status.RUNNING):
             pool.drop(worker)
         else:
             pool.give_back(self.trajectory.env, worker)
@@ -248,21 +249,17 @@ class Episode(Conversation):
     """A trajectory while the policy plays it: its environment, its random numbers, its unfed ids.
 
     `pending`: ids that the model has not been fed yet; the whole of a new segment, if `begins`.
-    `future`: done when the environment has answered. numbers: the trajectory's random numbers. The
+    `future`: done when the environment has answered. key: of the trajectory's random numbers. The
     constructor starts the reset in the environment's thread.
-
-    after: a recorded trajectory and the number of its replies that are replayed: see `rollout`.
     """
 
     def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts, chat: Chat,
-                 pool: EnvPool, on_cpu: bool, numbers: np.random.Generator,
-                 after: tuple[Trajectory, int] | None = None):
+                 pool: EnvPool, on_cpu: bool, key: list[int]):
         super().__init__(trajectory, horizon, config, chat)
         self.pool = pool
-        self.recorded, self.num_replayed = after or (None, -1)
         self.on_cpu = on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
-        self.numbers = numbers
+        self.numbers = np.random.default_rng(key)
         self.unused: list[float] = []  # random numbers that were drawn, for tokens that are dropped
         self.pending: list[int] = []
         self.reply: list[int] = []  # the tokens of the newest reply
@@ -285,7 +282,7 @@ class Episode(Conversation):
             self.reply.append(token)
             self.options = [o[1:] for o in self.options if o[:1] == [token]]
             if self.has_to_end(self.reply):
-                self._send()
+                self.send_reply()
                 return True
             # A token that is the only one allowed next needs no forward pass of its own.
             ids = next_ids(self.options)
@@ -293,7 +290,7 @@ class Episode(Conversation):
                 return False
             token, logprob, entropy = ids[0], 0.0, 0.0
 
-    def _send(self) -> None:
+    def send_reply(self) -> None:
         """Send the complete reply to the environment."""
         t = self.trajectory
         closed = self.chat.is_ended(self.reply)
@@ -330,41 +327,14 @@ class Episode(Conversation):
     def take_answer(self) -> bool:
         """Take the environment's answer, waiting for it until its deadline. -> whether the
         trajectory goes on. Raises ItemError if there is no such item."""
-        error = self.worker.failure(self.future, *self.deadlines)
-        goes_on = not error and self.take()
-        turns = self.trajectory.turns
-        if not error and turns <= self.num_replayed and not self._is_as_recorded():
-            error = f"what follows turn {turns} is not as recorded"
-        if error:
-            goes_on = self.end(Status.ENV_ERROR, error)
-        if not goes_on:
-            self.give_back(self.pool, self.worker, broken=bool(error))
-            return False
-        self.pending = self.new_ids if self.begins else self.pending + self.new_ids
-        self.reply, self.options = [], self.new_options
-        if turns >= self.num_replayed:
+        if error := self.worker.failure(self.future, *self.deadlines):
+            self.end(Status.ENV_ERROR, error)
+        elif self.take():
+            self.pending = self.new_ids if self.begins else self.pending + self.new_ids
+            self.reply, self.options = [], self.new_options
             return True
-        self._replay()
-        return self.take_answer()
-
-    def _is_as_recorded(self) -> bool:
-        """Whether the tokens are those of the recorded trajectory up to its next reply or, if it
-        has no further reply, to its end. From there on a longer horizon may bring more."""
-        recorded, tokens = self.recorded, self.trajectory.tokens
-        spans = reply_spans(recorded.mask)
-        if self.trajectory.turns == len(spans):
-            return tokens[: len(recorded.tokens)] == recorded.tokens
-        start, _ = spans[self.trajectory.turns]
-        return tokens == recorded.tokens[:start]
-
-    def _replay(self) -> None:
-        """Append the next recorded reply, and send it to the environment."""
-        recorded = self.recorded
-        own = slice(*reply_spans(recorded.mask)[self.trajectory.turns])
-        self.reply = recorded.tokens[own]
-        self.trajectory.append(self.reply, recorded.logprobs[own], recorded.entropies[own])
-        self.pending = self.pending + self.reply
-        self._send()
+        self.give_back(self.pool, self.worker)
+        return False
 
 
 def restricted(logits: Tensor, allowed: list[list[int] | None]) -> Tensor:
@@ -392,7 +362,6 @@ class TrajectoryQueue:
     dealer they are shared out among ranks while they play."""
 
     trajectories: list[Trajectory]  # of all ranks
-    slots: int
     make_episode: Callable[[Trajectory], Episode]
     config: Rollouts
     on_end: Callable[[Trajectory], object]
@@ -440,10 +409,7 @@ class TrajectoryQueue:
         kept = {e: token for e, *token in zip(episodes, *columns.tolist()) if e not in dropped}
         if not math.isfinite(sum(logprob for _, logprob, _ in kept.values())):
             raise FloatingPointError("the policy's logits are not finite")
-        unfinished = len(self.todo) + len(self.alive)
-        # Trajectories that are not dealt yet could fill every slot.
-        usable = min(self.slots, unfinished) if self.is_dealt() else self.slots
-        self.stats.update(steps=1, busy=len(kept), usable=usable)
+        self.stats.update(steps=1, busy=len(kept))
         self.on_step(self)
         return {e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()}
 
@@ -479,8 +445,8 @@ def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragg
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int], config: Rollouts | None = None, *,
-            after: Sequence[tuple[Trajectory, int]] = (), step: int = 0,
-            engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
+            step: int = 0, engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
+            episode_class: Callable[..., Episode] = Episode,
             on_end: Callable[[Trajectory], object] = lambda t: None,
             on_step: Callable[[TrajectoryQueue], object] = lambda queue: None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
@@ -497,14 +463,11 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     items: ids such as "babyai_17".
     horizon: one number, or one for each world: {"babyai": 4, "textcraft": 8}.
     config: see `Rollouts`. Its fields may also be given as keywords: rollout(..., samples=8).
-    after: for each item a recorded trajectory of it and a number of its turns. They are replayed
-        first, with the recorded ids: the episode is the recorded one up to there. An environment
-        that answers otherwise has failed ("env_error").
     step: the training step, part of the key of each trajectory's random numbers.
     engine: of `make_engine`, for this policy: its memory is reused.
+    episode_class: a class that inherits from `Episode`, to play in another way.
     stats: gets these counts: "forwarded" (token positions computed, padding included), "steps"
-        (forward passes that were sampled from), "busy" (slots fed, over all steps) and "usable"
-        (slots that could have been fed: at most the unfinished trajectories).
+        (forward passes that were sampled from) and "busy" (slots fed, over all steps).
     on_end: called with each trajectory when it has ended.
     on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
@@ -529,16 +492,14 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
 
     def make_episode(t: Trajectory) -> Episode:
         # The key of its random numbers: no rank, slot, batch or thread. The samples of an item that
-        # is named again are further samples of it. Continuations have keys of their own.
+        # is named again are further samples of it.
         sample = items[: t.group].count(t.item) * config.samples + t.sample
-        key = [config.seed, step, zlib.crc32(t.item.encode()), sample, *[1] * bool(after)]
-        numbers = np.random.default_rng(key)
-        return Episode(t, horizons[t.env], config, chat, envs, on_cpu, numbers,
-                       after[t.group] if after else None)
+        key = [config.seed, step, zlib.crc32(t.item.encode()), sample]
+        return episode_class(t, horizons[t.env], config, chat, envs, on_cpu, key)
 
     engine = engine or make_engine(policy, min(config.slots, len(trajectories)), config)
     slots = config.slots if engine == "hf" else engine.slots
-    queue = TrajectoryQueue(trajectories, slots, make_episode, config, on_end, on_step, dealer)
+    queue = TrajectoryQueue(trajectories, make_episode, config, on_end, on_step, dealer)
     try:
         with unsharded(policy):
             if engine == "hf":
@@ -551,7 +512,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
                 engine.clear()
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
-            episode.give_back(envs, episode.worker, broken=True)
+            episode.give_back(envs, episode.worker)
     if stats is not None:
         stats.update(queue.stats, forwarded=forwarded)
     return [queue.finished[key] for key in sorted(queue.finished)]

@@ -11,7 +11,6 @@ only there. Packing, micro-batches, ranks, checkpoints and --resume are train.py
 
 import math
 import random
-import re
 import sys
 import time
 import unicodedata
@@ -36,6 +35,8 @@ from rollout import Conversation, Rollouts, make_engine
 from trajectory import Status, Trajectory, read_checked, read_trajectories, reply_spans
 from trajectory import write_trajectories
 from update import Batch, collate, map_rows, optimizer_step
+from worlds import thing_named
+from worlds.agentgym import read_conversation
 
 # ---- flags ----
 
@@ -156,23 +157,6 @@ def demonstrate(env: Env, item: str, chat: agent.Chat, cfg: SFTConfig, noise: fl
     return t
 
 
-# An action's verb, amount, thing, number or ingredients.
-ACTION = re.compile(r"(?:toggle and go through|go through|go to|pick ?up|focus on|look at|\w+)"
-                    r"(?: \d+)? (?!left|right|forward|available)(.+?)(?: \d+| using .*)?")
-
-
-def thing_named(action: str) -> str:
-    """The object of an action, which is the thought in an expert's reply.
-
-    >>> thing_named("go to red ball 1"), thing_named("craft 4 oak planks using 1 oak log")
-    ('red ball', 'oak planks')
-    >>> thing_named("turn left")
-    'nothing'
-    """
-    match = ACTION.fullmatch(action)
-    return match[1] if match else "nothing"
-
-
 # ---- recorded trajectories ----
 
 
@@ -241,32 +225,8 @@ def check_demonstration(t: Trajectory, chat: agent.Chat, action_format: str) -> 
 
 
 def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:
-    """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]}, or
-    {"item_id", "messages": [{"role", "content", "loss"}, ...]}, whose first three messages are the
-    instructions, a fixed reply and the first observation.
-
-    loss: whether a reply is learnt: true (the default), false, 1, 0 or null. An entry may have a
-    "reward" and "success"; without them it counts as a success. Raises ValueError for any other
-    field, and for messages that are not the user's and the model's in turns.
-    """
-    parts = entry["conversations"] if "conversations" in entry else entry["messages"]
-    unknown = entry.keys() - {"item_id", "conversations", "messages", "reward", "success"}
-    unknown |= {name for part in parts for name in part} - {"from", "value", "role", "content",
-                                                            "loss"}
-    roles = [{"human": "user", "gpt": "assistant"}.get(role, role)
-             for role in (part.get("from", part.get("role")) for part in parts)]
-    texts = [part.get("value", part.get("content")) for part in parts]
-    learnt = [part.get("loss") in (None, True) for part in parts]
-    reward = entry.get("reward", 1.0)
-    success = entry.get("success", reward > 0)
-    if unknown:
-        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
-    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2):
-        raise ValueError(f"the roles do not take turns: {', '.join(map(str, roles))}")
-    if not all(isinstance(text, str) for text in texts) or not isinstance(success, bool) or not all(
-            part.get("loss") in (None, True, False) for part in parts):
-        raise ValueError("a value is no text, or loss or success is neither true nor false")
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    """The trajectory of an entry of AgentTraj-L: see `worlds.agentgym.read_conversation`."""
+    messages, learnt, reward, success = read_conversation(entry)
     places = range(3, len(messages), 2)
 
     def recorded(play):
@@ -278,12 +238,13 @@ def from_conversation(entry: dict, chat: agent.Chat) -> Trajectory:
     talk.advance(Env())
     for place in places:
         talk.take()
-        ids = chat.reply(texts[place])
+        text = messages[place]["content"]
+        ids = chat.reply(text)
         t.append(ids, [0.0] * len(ids) if learnt[place] else None)
-        talk.advance(Env(), texts[place], chat.final_message(ids[:-1]))
+        talk.advance(Env(), text, chat.final_message(ids[:-1]))
     talk.take()
     t.messages += messages[len(t.messages):]  # what follows the last reply
-    t.reward, t.score, t.success = float(reward), min(max(float(reward), 0.0), 1.0), success
+    t.reward, t.score, t.success = reward, min(max(reward, 0.0), 1.0), success
     return t
 
 

@@ -17,10 +17,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from pathlib import Path
 from config import EVAL_ITEMS, RUN_FILE, Config, RunConfig, items_per_world, parse_config, run_of
 from config import servers
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 import agent
@@ -40,14 +38,12 @@ import schedule
 from engine import Ragged
 from models.check import find_paths
 from models.packed import common_prefix_length
+from page.curves import draw_curves
 from parallel import Dealer, FirstComeDealer, StopSignals, Terminated, gather, init_distributed
 from parallel import of_rank_0, run_command, shard, unsharded, user_errors
-from rollout import make_engine, rollout
+from rollout import Episode, make_engine, rollout
 from trajectory import Trajectory, read_objects, to_text, write_atomically, write_trajectories
 from update import advantages_of, shape_rewards, update
-
-IDLE_STEPS = 5  # so many steps in a row without success and gradient give a warning
-MANY_CUT = 0.05  # a larger share of trajectories cut by --max_length in a step gives a warning
 
 
 @dataclass
@@ -99,7 +95,7 @@ def training_loop(run: Run) -> None:
     with metrics.step_bar(run.step, cfg.steps, run.rank) as bar:
         for step in bar:
             run.step = step
-            if turns_are_played(cfg, run.rows):
+            if metrics.turns_are_played(cfg, run.rows):
                 break
 
             # Evaluation, now and then.
@@ -113,7 +109,7 @@ def training_loop(run: Run) -> None:
             set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
-            trajectories, decoded = play_items(run, items, horizons, cfg.rollouts_per_item, step)
+            trajectories, decoded = play_items(run, horizons, step, items, cfg.rollouts_per_item)
             if all(t.status == "env_error" for t in trajectories):
                 if step:
                     save_checkpoint(run)
@@ -122,9 +118,12 @@ def training_loop(run: Run) -> None:
             shape_rewards(trajectories, cfg.shaping, cfg.turn_cost)
             seconds_rollout = time.perf_counter() - began
 
-            # Advantages, over the trajectories of all ranks.
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic, run.models,
-                                  partial(play_on, run, horizons, step, decoded))
+            # Advantages, over the trajectories of all ranks. Some algorithms play more episodes.
+            def play(*args):
+                return play_items(run, horizons, step, *args)[0]
+
+            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic,
+                                  models=run.models, play=play, columns=decoded)
 
             # Update.
             changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
@@ -140,7 +139,7 @@ def training_loop(run: Run) -> None:
                    "memory_gb": metrics.memory_gb(run.device), **metrics.world_columns(by_world)}
             log_step(run, row, trajectories)
             if run.rank == 0:
-                warn(run.rows)
+                metrics.warn(run.rows)
             metrics.show(bar, row, run.rank)
 
             # Save, unless training cannot go on.
@@ -189,7 +188,7 @@ def is_finished(cfg: RunConfig) -> bool:
     if final.get("run_id", "") != cfg.run_id:
         raise envs.UserError(f"{cfg.out}/final is of another run")
     # sft.py has no --steps: its last step never changes.
-    if taken >= getattr(cfg, "steps", 0) or turns_are_played(cfg, rows_before(cfg, taken)):
+    if taken >= getattr(cfg, "steps", 0) or metrics.turns_are_played(cfg, rows_before(cfg, taken)):
         if os.environ.get("RANK", "0") == "0":
             print(f"{cfg.out} is finished ({taken} steps)")
         return True
@@ -329,12 +328,6 @@ def prepare(run: Run) -> None:
 # ---- the parts of a training step ----
 
 
-def turns_are_played(cfg: Config, rows: list[dict]) -> bool:
-    """Whether `turns` is set and less than half of the last step's environment turns are left."""
-    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
-    return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
-
-
 def horizons_at(run: Run, step: int) -> dict[str, int]:
     """World -> its horizon at this step."""
     return {world: own.rounds[run.adaptive[world]["stage"]] if run.adaptive
@@ -357,11 +350,11 @@ def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
             group["lr"] = lr * factor
 
 
-def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: int, step: int,
-               after: Sequence[tuple[Trajectory, int]] = ()) -> tuple[list[Trajectory], dict]:
+def play_items(run: Run, horizons: dict[str, int], step: int, items: list[str], samples: int,
+               episode_class: Callable[..., Episode] = Episode) -> tuple[list[Trajectory], dict]:
     """Play the items on all ranks -> the trajectories of all ranks, in the order of items, and the
-    columns of a row of metrics that describe decoding. after: see `rollout`. Raises Terminated, on
-    every rank, if a stop signal came on any."""
+    columns of a row of metrics that describe decoding. episode_class: see `rollout`. Raises
+    Terminated, on every rank, if a stop signal came on any."""
     own, stats, count = [], Counter(), len(items) * samples
     kind = FirstComeDealer if run.cfg.arrival_order else Dealer
     dealer = kind(count, run.signals) if run.num_ranks > 1 else None
@@ -372,8 +365,8 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
                 rl.compute_in(run.cfg.dtype, run.device), \
                 metrics.rollout_bar(count // run.num_ranks, run.rank == 0) as on_step:
             own = rollout(run.policy, run.tokenizer, run.pool, items, horizons, run.cfg,
-                          samples=samples, after=after, step=step, engine=run.engine,
-                          stats=stats, on_step=on_step, dealer=dealer)
+                          samples=samples, step=step, engine=run.engine, stats=stats,
+                          episode_class=episode_class, on_step=on_step, dealer=dealer)
     except Terminated:
         if dealer:
             dealer.leave()
@@ -396,16 +389,6 @@ def play_items(run: Run, items: list[str], horizons: dict[str, int], samples: in
         **(shares if len(shares) > 1 else {})}
 
 
-def play_on(run: Run, horizons: dict[str, int], step: int, columns: dict[str, float],
-            after: Sequence[tuple[Trajectory, int]], samples: int) -> list[Trajectory]:
-    """Play on after recorded turns, for algorithms that measure values: see `Gathered.play_on`. The
-    number of new turns is added to the column "continued_turns"."""
-    played, _ = play_items(run, [t.item for t, _ in after], horizons, samples, step, after)
-    turns = sum(max(0, t.turns - after[t.group][1]) for t in played)
-    columns["continued_turns"] = columns.get("continued_turns", 0) + turns
-    return played
-
-
 def evaluate_held_out(run: Run) -> dict[str, float]:
     """Play EVAL_ITEMS held-out items of each world once, at its last horizon -> "eval/success" and
     so on, for several worlds "eval/success/babyai" ...
@@ -416,7 +399,7 @@ def evaluate_held_out(run: Run) -> dict[str, float]:
     items = [item for world in worlds
              for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
     horizons = {world: own.rounds[-1] for world, own in worlds.items()}
-    played, _ = play_items(run, items, horizons, samples=1, step=0)
+    played, _ = play_items(run, horizons, 0, items, samples=1)
     by_world = metrics.world_metrics(played, horizons)
     return metrics.world_columns(by_world, metrics.HELD_OUT_METRICS, "eval/")
 
@@ -445,22 +428,6 @@ def log_step(run: Run, row: dict, trajectories: list[Trajectory]) -> None:
         run.report(row)
 
 
-def warn(rows: list[dict]) -> None:
-    """Warn of what keeps a run from learning, in the first step that shows it.
-
-    rows: the metrics of all steps so far.
-    """
-    # Idle steps, among as many as give a warning and the one before them, whose warning was given.
-    idle = [not (row["success"] or row["grad_norm"]) for row in rows[-IDLE_STEPS - 1:]]
-    if all(idle[-IDLE_STEPS:]) and sum(idle) == IDLE_STEPS:
-        tqdm.write(f"warning: {IDLE_STEPS} steps without success and gradient. Try a warm start "
-                   "(sft.py), easier items or more --rollouts_per_item", file=sys.stderr)
-    many_cut = [row["truncated/length"] > MANY_CUT for row in rows]
-    if many_cut[-1] and sum(many_cut) == 1:
-        tqdm.write(f"warning: --max_length cut more than {MANY_CUT:.0%} of a step's trajectories "
-                   "before the horizon. A larger one takes more memory", file=sys.stderr)
-
-
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint from which training continues at `run.step`, unless there is one, and
     redraw the curves."""
@@ -473,7 +440,7 @@ def save_checkpoint(run: Run) -> None:
                      "run_id": run.cfg.run_id}, run.trained)
     if run.rank == 0:
         checkpoint.drop_old(run.folder, run.cfg.keep)
-        metrics.draw_curves(run.folder)
+        draw_curves(run.folder)
 
 
 def until_stopped(run: Run, loop: Callable, *args: object) -> None:

@@ -115,10 +115,6 @@ class Trajectory:
         """(start, end) of each segment in `tokens`, `end` excluded."""
         return list(zip(self.starts, [*self.starts[1:], len(self.tokens)]))
 
-    def prefixes(self) -> list[tuple[int, ...]]:
-        """The tokens before the reply of each turn."""
-        return [tuple(self.tokens[:start]) for start, _ in reply_spans(self.mask)[: self.turns]]
-
     def record_turn(self, reply: str, turn: Any, forgets: bool = False,
                     invalid_penalty: float = 0.0) -> None:
         """Credit what a reply has earned to it.
@@ -186,9 +182,7 @@ class Trajectory:
             setattr(t, name, getattr(t, name) or [0.0] * count)
         if {count} != {len(t.mask), len(t.logprobs), len(t.entropies), len(t.rewards)}:
             raise ValueError("tokens, mask and the like have different lengths")
-        if set(map(type, t.tokens + t.starts)) - {int}:
-            raise ValueError("tokens or starts are not whole numbers")
-        if count and (t.starts != sorted({0, *t.starts}) or t.starts[-1] >= count
+        if count and (t.starts[0] or t.starts != sorted({*t.starts}) or t.starts[-1] >= count
                       or any(t.mask[start] for start in t.starts)):
             raise ValueError("starts do not cut the tokens into segments that begin with a prompt")
         return t

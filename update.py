@@ -123,51 +123,44 @@ class Loss(Optim):
 
 
 def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
-                  turn_cost: float = 0.0, gamma: float = 1.0) -> None:
+                  turn_cost: float = 0.0) -> None:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
     subtract `turn_cost` from it. Changes `rewards` and `reward` of the trajectories in place."""
     if shaping == "none" and not turn_cost:
         return
     for t in trajectories:
         turns = len(t.progress)  # a last reply that was never answered is not a turn
-        spans = reply_spans(t.mask)[:turns]
-        lengths = [end - start for start, end in spans]
         potentials = [0.0] * turns if shaping == "none" else t.progress
-        extra = potential_rewards(potentials, lengths, gamma, keep=shaping == "progress")
-        for (_, end), more in zip(spans, extra):
+        extra = potential_rewards(potentials, keep=shaping == "progress")
+        for (_, end), more in zip(reply_spans(t.mask), extra):
             t.rewards[end - 1] += more - turn_cost
         if shaping == "potential":
-            # The added rewards sum to 0 (at gamma 1). Adding them to the return would only round
-            # it, and equal returns must stay equal.
+            # The added rewards sum to 0. Adding them to the return would only round it, and equal
+            # returns must stay equal.
             t.reward -= turn_cost * turns
         else:
             t.reward = math.fsum(t.rewards)
 
 
-def potential_rewards(potentials: Sequence[float], lengths: Sequence[int], gamma: float = 1.0,
-                    keep: bool = False) -> list[float]:
+def potential_rewards(potentials: Sequence[float], keep: bool = False) -> list[float]:
     """The rewards that potential-based shaping adds to the turns of one trajectory.
 
-    Shaping (Ng, Harada & Russell 1999) adds gamma Phi(s') - Phi(s) to each reward. With the
-    discount `gamma` per sampled token, the discounted sum of the added rewards is zero, so the
-    optimal policy does not change.
+    Shaping (Ng, Harada & Russell 1999) adds gamma Phi(s') - Phi(s) to each reward. Here gamma is 1:
+    the sum of the added rewards is zero, so the optimal policy does not change.
 
     potentials: [turns], Phi after each turn; before the first turn it is 0. The potential of the
     final state counts as 0, also where the horizon cuts the trajectory. With keep=True the final
     potential keeps its value, which rewards progress itself and may change the optimal policy.
-    lengths: [turns], the number of tokens of each reply. The last token of a reply gets the
-    reward. Within a reply the potential grows by 1 / gamma a token, so its other tokens get 0.
-    -> [turns] floats. With gamma 1 the added rewards of a trajectory sum to 0, so advantages that
-    compare sums within a group (GRPO, RLOO) do not change. PPO and REINFORCE++ use them per turn.
+    -> [turns] floats. They sum to 0, so advantages that compare sums within a group (GRPO, RLOO) do
+    not change. PPO and REINFORCE++ use them per turn.
 
-    >>> potential_rewards([0.25, 0.75, 1.0], [5, 5, 5])
+    >>> potential_rewards([0.25, 0.75, 1.0])
     [0.25, 0.5, -0.75]
-    >>> potential_rewards([0.25, 0.75, 1.0], [5, 5, 5], keep=True)
+    >>> potential_rewards([0.25, 0.75, 1.0], keep=True)
     [0.25, 0.5, 0.25]
     """
     after = [*potentials] if keep else [*potentials[:-1], 0.0]
-    return [gamma * new - gamma ** (1 - length) * old
-            for old, new, length in zip([0.0, *potentials], after, lengths)]
+    return [new - old for old, new in zip([0.0, *potentials], after)]
 
 
 @dataclass
@@ -187,23 +180,11 @@ class Gathered:
     # Of the sampled tokens -> [B, T].
     logprobs_of: Callable[[PreTrainedModel], Tensor] | None = None
     models: dict[str, PreTrainedModel] = field(default_factory=dict)  # setting -> its model
-    # (after, samples) -> trajectories: `rollout` with `after`, `samples` for each entry of it.
-    play_on: Callable[[Sequence[tuple[Trajectory, int]], int], list[Trajectory]] | None = None
+    # (items, samples, episode_class) -> trajectories: see `rollout`.
+    play: Callable[..., list[Trajectory]] | None = None
+    columns: dict[str, float] = field(default_factory=dict)  # of the step's row of metrics
     values: Tensor | None = None  # [B, T], with a critic
     returns: Tensor | None = None  # [B, T]: what the critic learns, set by the function
-
-    def continuations(self, samples: int) -> dict[tuple[str, tuple[int, ...]], list[Trajectory]]:
-        """Play on `samples` times before every reply -> (item, the tokens before the reply) -> the
-        trajectories that begin with them, without those whose environment failed. Trajectories that
-        begin alike are played on together."""
-        after = {(t.item, tokens): (t, k) for t in self.trajectories
-                 for k, tokens in enumerate(t.prefixes())}
-        keys = list(after)
-        found = {key: [] for key in keys}
-        for t in self.play_on(list(after.values()), samples):
-            if t.status != "env_error":
-                found[keys[t.group]].append(t)
-        return found
 
 
 def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
@@ -217,17 +198,16 @@ def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
 
 def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: torch.device,
                   reference: PreTrainedModel | None = None, critic: rl.Critic | None = None,
-                  models: dict[str, PreTrainedModel] | None = None,
-                  play_on: Callable[..., list[Trajectory]] | None = None) -> Batch:
+                  **more: Any) -> Batch:
     """Compute the advantages of a whole step, gathered from all ranks.
 
     device: where the critic computes; the batch stays on the CPU. reference: the model that the KL
-    refers to; with LoRA the policy itself, with its adapters switched off. models, play_on: see
+    refers to; with LoRA the policy itself, with its adapters switched off. more: further fields of
     `Gathered`.
     -> the batch, with "advantages"; with a reference also "ref_logprobs"; with a critic also
     "old_values" and "returns". Each trajectory's `advantage` is set for the record.
     """
-    step = gather_step(trajectories, models=models or {}, play_on=play_on)
+    step = gather_step(trajectories, **more)
     batch = step.batch
     step.logprobs_of = partial(logprobs_of, batch=batch, settings=settings)
 
@@ -288,7 +268,7 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
              for rows in minibatches(trajectories, settings, step, epoch)]
     for number, rows in enumerate(parts):
         # Rows without a gradient count in the denominator, and are not computed.
-        denominator = loss_denominator(batch["mask"][rows], settings.aggregation)
+        denominator = algos.loss_denominator(batch["mask"][rows], settings.aggregation)
         with_gradient = [i for i in rows if has_gradient[i]]
         if number == 0 and not with_gradient:
             with_gradient = rows[:1]  # one trajectory, to measure `logprob_gap`
@@ -346,13 +326,6 @@ def minibatches(trajectories: Sequence[Trajectory], settings: Loss, step: int,
     order = np.random.default_rng([settings.seed, step, epoch, 1]).permutation(len(groups))
     count = min(settings.minibatches, max(1, len(groups)))
     return [[i for group in part for i in groups[group]] for part in np.array_split(order, count)]
-
-
-def loss_denominator(mask: Tensor, aggregation: str) -> int:
-    """What the losses of a mini-batch with this mask [B, T] are divided by: its sampled tokens
-    (aggregation "token"), or its rows that have one ("sequence"); at least 1."""
-    counted = {"token": mask, "sequence": mask.any(1)}[aggregation]
-    return max(1, int(counted.sum()))
 
 
 def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, part: Batch,

@@ -135,17 +135,18 @@ def play_ours(model, tokenizer, workload, trajectories=TRAJECTORIES, slots=SLOTS
         engine = Ragged(model, slots)
     items = [f"told_{i}" for i in range(trajectories)]
     stats = {}
-    original_episode = ro.Episode
-    ro.Episode = ScriptedEpisode
-    try:
-        with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
-            start = time.perf_counter()
-            played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
-                                action_format="plain", engine=engine,
-                                arrival_order=workload == "slow", stats=stats)
-            seconds = time.perf_counter() - start
-    finally:
-        ro.Episode = original_episode
+    usable = []  # in each step: slots that could have been fed
+
+    def on_step(queue):
+        usable.append(min(engine.slots, len(queue.todo) + len(queue.alive)))
+
+    with EnvPool(make=lambda name: ScriptedEnv(workload)) as pool:
+        start = time.perf_counter()
+        played = ro.rollout(model, tokenizer, pool, items, turns, slots=slots, max_length=10**6,
+                            action_format="plain", engine=engine, episode_class=ScriptedEpisode,
+                            arrival_order=workload == "slow", stats=stats, on_step=on_step)
+        seconds = time.perf_counter() - start
+    stats["usable"] = sum(usable)
     for i, t in enumerate(played):
         lengths, _ = script(workload, i)
         assert t.mask.count(True) == sum(lengths[k % TURNS] for k in range(t.turns))

@@ -61,7 +61,7 @@ def long_trajectories(vocab_size, count=TRAJECTORIES):
 
 def step_ours(model, optimizer, batch, settings):
     """One optimizer step by `update.optimizer_step` -> loss."""
-    denominator = update.loss_denominator(batch["mask"], settings.aggregation)
+    denominator = algos.loss_denominator(batch["mask"], settings.aggregation)
     objective = partial(update.policy_objective, model, settings, denominator)
     rows = range(len(batch["ids"]))
     positions = settings.microbatch_tokens

@@ -59,10 +59,11 @@ import update  # noqa: E402
 from envs import Env, EnvPool, UserError, items, load_function, make_env  # noqa: E402
 from models.check import find_paths  # noqa: E402
 from parallel import run_command  # noqa: E402
-from rollout import make_engine, rollout  # noqa: E402
+from rollout import Episode, make_engine, rollout  # noqa: E402
 from schedule import items_at  # noqa: E402
 from trajectory import Status, reply_spans  # noqa: E402
 from update import gather_step  # noqa: E402
+from worlds.replayed import continuations_of, prefixes  # noqa: E402
 
 # An algorithm or a file of ideas/ -> the settings with which it stands in the table.
 VARIANTS = {
@@ -113,18 +114,16 @@ class Policy:
         self.engine = make_engine(self.model, cfg.slots, cfg)
         self.turns = 0
 
-    def play(self, names, samples, step, after=()):
+    def play(self, step, names, samples, episode_class=Episode):
         """-> the trajectories of `samples` for each name, played with random numbers of `step`."""
         total = len(names) * samples
         with tqdm(total=total, desc=f"playing {total}", mininterval=5) as bar:
             played = rollout(self.model, self.tokenizer, self.pool, names, self.horizon,
-                             self.settings, samples=samples, step=step, after=after,
-                             engine=self.engine, on_end=lambda t: bar.update())
+                             self.settings, samples=samples, step=step, engine=self.engine,
+                             episode_class=episode_class, on_end=lambda t: bar.update())
+        (after,) = getattr(episode_class, "args", [()])  # of a `Continuation`
         self.turns += sum(t.turns for t in played) - samples * sum(k for _, k in after)
         return played
-
-    def play_on(self, step, after, samples):
-        return self.play([t.item for t, _ in after], samples, step, after)
 
 
 def turn_rewards(t):
@@ -138,7 +137,7 @@ def true_advantages(trajectories, returns):
     values = {key: sum(own) / len(own) if own else math.nan for key, own in returns.items()}
     found = []
     for t in trajectories:
-        known = [values[t.item, tokens] for tokens in t.prefixes()] + [0.0]
+        known = [values[prefix] for prefix in prefixes(t)] + [0.0]
         found += [reward + after - before
                   for reward, before, after in zip(turn_rewards(t), known, known[1:])]
     return np.array(found)
@@ -191,12 +190,12 @@ def values_after(policy, steps_wanted, trajectories, names_of):
             found[step] = values_of(trajectories)
         if step == max(steps_wanted):
             break
-        played = policy.play(names_of(step + 1), cfg.rollouts_per_item, 1000 + step)
+        played = policy.play(1000 + step, names_of(step + 1), cfg.rollouts_per_item)
         data = gather_step(played, values=values_of(played))
         algos.ppo(data)
         batch = data.batch | {"old_values": data.values, "returns": data.returns}
         for rows in update.minibatches(played, cfg, step, 0):
-            count = update.loss_denominator(batch["mask"][rows], cfg.aggregation)
+            count = algos.loss_denominator(batch["mask"][rows], cfg.aggregation)
             update.optimizer_step(critic, optimizer, batch, rows,
                                   partial(update.value_objective, critic, cfg, count),
                                   cfg.microbatch_tokens, cfg.max_grad_norm)
@@ -243,7 +242,7 @@ def once_more(trajectories, companions, continuations, functions):
             for b in own:
                 t = trajectories[b]
                 if k + 1 < t.turns:
-                    others = continuations[t.item, t.prefixes()[k + 1]]
+                    others = continuations[prefixes(t)[k + 1]]
                     t = replace(others[-1], group=t.group) if others else t
                 batch[b] = t
             step = gather_step(batch)
@@ -276,14 +275,14 @@ def measure(args, policy, names_of):
     """names_of: a step -> its items. -> the rows of the table, what holds for all of them."""
     # The trajectories, once more with other random numbers, and the truth.
     samples = math.ceil(1 / (2 * args.error) ** 2)
-    played, companions = (policy.play(names_of(0), policy.cfg.rollouts_per_item, step)
+    played, companions = (policy.play(step, names_of(0), policy.cfg.rollouts_per_item)
                           for step in (0, 1))
     failed = [t.error for t in [*played, *companions] if t.status == Status.ENV_ERROR]
     if failed:
         raise UserError(f"{len(failed)} environments failed: {failed[0]}")
     # One more than asked for: the last is for `once_more`, and not part of the truth.
-    step = gather_step(played, play_on=partial(policy.play_on, 2))
-    continuations = step.continuations(samples + 1)
+    step = gather_step(played, play=partial(policy.play, 2))
+    continuations = continuations_of(step, samples + 1)
     returns = {key: [sum(t.rewards[len(key[1]):]) for t in own[:-1]]
                for key, own in continuations.items()}
     truth = true_advantages(played, returns)
@@ -300,7 +299,7 @@ def measure(args, policy, names_of):
     wanted = estimators(args, policy.settings.record_states)
     critics = {steps for _, steps in wanted.values() if steps is not None}
     values = {None: None} | values_after(policy, critics, played, names_of)
-    estimates = {name: function(gather_step(played, play_on=partial(policy.play_on, 3),
+    estimates = {name: function(gather_step(played, play=partial(policy.play, 3),
                                             values=values[steps]))
                  for name, (function, steps) in wanted.items()}
     of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))

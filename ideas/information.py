@@ -20,8 +20,8 @@ from torch import Tensor
 import checkpoint
 import rl
 import update
-from envs import category_of
 from trajectory import Trajectory, read_trajectories, reply_spans
+from worlds import category_of
 
 MOST_ITEMS = 8  # of each world: 64 short rows
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from algos import grpo_advantage
 from trajectory import reply_spans
+from worlds.replayed import play_on
 
 
 def advantage(step, branches: int = 2) -> Tensor:
@@ -27,27 +28,25 @@ def advantage(step, branches: int = 2) -> Tensor:
     all. A branch whose environment failed is left out. -> [B, T]"""
     drawn = []  # (trajectory, the turn before which it branches)
     for b, t in enumerate(step.trajectories):
-        rng = random.Random(str((t.item, t.sample, t.step)))
-        drawn += [(b, k) for k in rng.sample(range(t.turns), min(branches, t.turns))
-                  if step.valid[b]]
-    after = [(step.trajectories[b], k) for b, k in drawn]
-    grown = [t for t in step.play_on(after, 1) if t.status != "env_error"] if after else []
+        turns = random.Random(str((t.item, t.sample, t.step))).sample(range(t.turns), t.turns)
+        drawn += [(b, k) for k in turns[:branches] if step.valid[b]]
+    grown = play_on(step, [(step.trajectories[b], k) for b, k in drawn], 1)
+    branched = [(b, k, t.reward) for (b, k), found in zip(drawn, grown) for t in found]
 
     # The leaves: the ends of the trajectories, then those of the branches.
     size = len(step.trajectories)
-    tree = torch.tensor([*range(size), *(drawn[t.group][0] for t in grown)])
-    begins = torch.tensor([0] * size + [drawn[t.group][1] for t in grown])
-    outcomes = torch.cat([step.outcomes, torch.tensor([t.reward for t in grown])])
-    valid = step.valid[tree]
-    leaves = (grpo_advantage(outcomes, tree, valid)
-              + grpo_advantage(outcomes, step.groups[tree], valid))
+    of_tree = torch.tensor([*range(size), *(b for b, _, _ in branched)])
+    begins = torch.tensor([0] * size + [k for _, k, _ in branched])
+    outcomes = torch.cat([step.outcomes, torch.tensor([reward for *_, reward in branched])])
+    leaves = sum(grpo_advantage(outcomes, groups, step.valid[of_tree])
+                 for groups in (of_tree, step.groups[of_tree]))
 
     advantages = torch.zeros(step.mask.shape)
     for b, t in enumerate(step.trajectories):
-        for k, span in enumerate(reply_spans(t.mask)):
+        for k, (start, end) in enumerate(reply_spans(t.mask)):
             # A branch before turn k has a turn k of its own.
-            follow = (tree == b) & ((begins > k) | (torch.arange(len(tree)) == b))
-            advantages[b, slice(*span)] = leaves[follow].mean()
+            follows = (of_tree == b) & ((begins > k) | (torch.arange(len(of_tree)) == b))
+            advantages[b, start:end] = leaves[follows].mean()
     return advantages * step.mask
 
 

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from trajectory import reply_spans
-
+from worlds.replayed import continuations_of, prefixes
 
 def advantage(step, continuations: int = 4) -> Tensor:
     """step: see `update.Gathered`. continuations: N, of each prefix. A turn whose prefix could not
     be continued has advantage 0. -> [B, T]"""
     values = {}
-    for (item, tokens), played in step.continuations(continuations).items():
+    for (item, tokens), played in continuations_of(step, continuations).items():
         if played:
             returns = [sum(t.rewards[len(tokens):]) for t in played]
             values[item, tokens] = sum(returns) / len(returns)
 
     advantages = torch.zeros(step.mask.shape)
     for b, t in enumerate(step.trajectories):
-        known = [values.get((t.item, tokens)) for tokens in t.prefixes()] + [0.0]
+        known = [*map(values.get, prefixes(t)), 0.0]
         for k, (start, end) in enumerate(reply_spans(t.mask)[: t.turns]):
             if None not in known[k : k + 2]:
                 reward = sum(t.rewards[start:end])

@@ -69,7 +69,10 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
             counts.append(len(ids) - start)
             keys.append(places)
     lengths = list(map(len, keys))
-    parts = Parts(counts, lengths, torch.cat(keys).to(device), spans_of(counts, lengths, device))
+    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
+            for numbers in (counts, lengths)]
+    spans = (*ends, max(counts), max(lengths))
+    parts = Parts(counts, lengths, torch.cat(keys).to(device), spans)
     return torch.tensor([ids, positions], device=device), parts, index.to(device)
 
 
@@ -169,13 +172,6 @@ def fits_flash_attention(value: Tensor) -> bool:
     return (value.device.type == "cuda" and value.dtype in (torch.bfloat16, torch.float16)
             and size % 8 == 0 and size <= 256
             and torch.cuda.get_device_capability(value.device) >= (8, 0))
-
-
-def spans_of(counts: list[int], lengths: list[int], device: torch.device) -> Spans:
-    """counts: the number of queries of each sequence, lengths: of its keys -> Spans."""
-    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
-            for numbers in (counts, lengths)]
-    return *ends, max(counts), max(lengths)
 
 
 # `varlen_attn` of PyTorch 2.11 lets query heads share a key head without being told.

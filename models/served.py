@@ -164,7 +164,7 @@ def play_served(model: ServedModel, pool: EnvPool, items: list[str], horizon: in
         except ConversationRefused as e:
             episode.end(*e.args)
         finally:
-            episode.give_back(pool, worker, broken=t.status in (Status.ENV_ERROR, Status.RUNNING))
+            episode.give_back(pool, worker)
         if t.status == Status.ENV_ERROR and retries and not t.error.startswith(REFUSED):
             return play(group, sample, retries - 1)
         return t

@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tqdm import tqdm
 
+from page.build import render
 from page.run import Run, read_trajectory, shown_ids
 from trajectory import Trajectory, read_objects
 
@@ -108,14 +108,13 @@ def find_in(messages: list[dict], terms: list[re.Pattern], where: str) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of `runs` on `HOST`. render: data of the page -> the page."""
+    """Serves the page of `runs` on `HOST`."""
 
     daemon_threads = True
 
-    def __init__(self, folders: list[str], port: int, render: Callable[[dict], str]):
+    def __init__(self, folders: list[str], port: int):
         self.runs = [LiveRun(folder) for folder in folders]
         self.lock = threading.Lock()  # requests come in threads; the runs are read by one
-        self.render = render
         self.refresh()
         super().__init__((HOST, port), Handler)
 
@@ -163,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def page(self, query):
         self.server.refresh()
-        return "text/html", self.server.render(self.server.state([0] * len(self.server.runs)))
+        return "text/html", render(self.server.state([0] * len(self.server.runs)))
 
     def update(self, query):
         self.server.refresh()

@@ -7,8 +7,9 @@ run in this process and give the same episode for the same item and actions.
 from typing import Any
 
 from agent import AGENTS, PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
-from envs import Env, category_of, make_env, split_item
+from envs import Env, make_env, split_item
 from trajectory import Trajectory
+from worlds import category_of
 from worlds.agentgym import LENIENT
 
 # A cell as the simulator encodes it is (kind of object, colour, state).

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoint import named, step_in
-from metrics import all_columns, horizon_changes, is_number
+from metrics import is_number
+from page.curves import all_columns, horizon_changes
 from page.replay import Replay
 from rl import location, model_path
 from trajectory import Trajectory, read_objects, reply_spans

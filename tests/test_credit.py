@@ -3,6 +3,7 @@ known."""
 
 import copy
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from envs import Env, EnvPool, Step
 from experiments import credit
 from rollout import rollout
 from trajectory import Status, reply_spans
+from worlds.replayed import Continuation, prefixes
 
 NAMES = {"babyai": ["babyai_8", "babyai_50"], "textcraft": ["textcraft_3", "textcraft_8"],
          "searchqa": ["searchqa_0", "searchqa_1"]}
@@ -28,12 +30,16 @@ def recorded(tiny, pool, world, **how):
     return rollout(*tiny, pool, NAMES[world], 4, samples=2, max_tokens=16, **how)
 
 
+def continued(tiny, pool, after, horizon, **how):
+    return rollout(*tiny, pool, [t.item for t, _ in after], horizon, max_tokens=16,
+                   episode_class=partial(Continuation, after), **how)
+
+
 @pytest.mark.parametrize("world, how", WAYS)
 def test_a_continuation_is_the_recorded_episode_up_to_its_turn(tiny, pool, world, how):
     played = recorded(tiny, pool, world, **how)
     after = [(t, k) for t in played for k in range(t.turns)]
-    found = rollout(*tiny, pool, [t.item for t, _ in after], 4, after=after, samples=3,
-                    max_tokens=16, **how)
+    found = continued(tiny, pool, after, 4, samples=3, **how)
     assert len(found) == 3 * len(after) > 30
     differs = 0
     for t in found:
@@ -51,10 +57,9 @@ def test_a_continuation_is_the_recorded_episode_up_to_its_turn(tiny, pool, world
 def test_a_whole_episode_is_replayed_and_goes_on_beyond_its_horizon(tiny, pool):
     played = [t for t in recorded(tiny, pool, "babyai") if t.status == Status.HORIZON]
     after = [(t, t.turns) for t in played]
-    names = [t.item for t in played]
-    same = rollout(*tiny, pool, names, 4, after=after, max_tokens=16)
+    same = continued(tiny, pool, after, 4)
     assert [t.tokens for t in same] == [t.tokens for t in played]
-    longer = rollout(*tiny, pool, names, 6, after=after, max_tokens=16)
+    longer = continued(tiny, pool, after, 6)
     assert all(new.tokens[: len(t.tokens)] == t.tokens and new.turns > 4
                for t, new in zip(played, longer))
 
@@ -73,7 +78,7 @@ def test_an_environment_that_answers_otherwise_has_failed(tiny, pool, change):
         other.tokens[spans[2][0] - 1 if change == "observation" else 0] += 1
     k = {"observation": 3, "first": 0, "end": 5, "last": 4}[change]
     horizon = 6 if change == "last" else 4
-    (found,) = rollout(*tiny, pool, [t.item], horizon, after=[(other, k)], max_tokens=16, retries=0)
+    (found,) = continued(tiny, pool, [(other, k)], horizon, retries=0)
     assert found.status == Status.ENV_ERROR
     assert found.error.startswith("what follows turn")
 
@@ -124,7 +129,7 @@ def exact_values(policy, trajectories):
         values[item, prefix] = total
         return total
 
-    for item, prefix in {(t.item, t.prefixes()[0]) for t in trajectories}:
+    for item, prefix in {prefixes(t)[0] for t in trajectories}:
         value(item, prefix, "A")
     return values
 
@@ -142,14 +147,13 @@ def measured():
         policy = credit.Policy(cfg, pool, 3, with_states=True)
         with torch.no_grad():  # a fresh model's logits, so that both actions are likely
             policy.model.get_input_embeddings().weight.mul_(0.5)
-        continuations = update.Gathered.continuations
+        continuations_of = credit.continuations_of
 
         def keep(step, samples):
-            found = continuations(step, samples)
-            seen.setdefault("played", step.trajectories)
-            return seen.setdefault("found", found) if samples > 8 else found
+            seen.update(played=step.trajectories, found=continuations_of(step, samples))
+            return seen["found"]
 
-        patch.setattr(update.Gathered, "continuations", keep)
+        patch.setattr(credit, "continuations_of", keep)
         rows, facts = credit.measure(args, policy, lambda step: names)
     return rows, facts, seen, exact_values(policy, seen["played"])
 

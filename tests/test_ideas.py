@@ -28,11 +28,12 @@ import rl
 import update
 from algos import aggregate, grpo_advantage, rloo_advantage
 from config import parse_config
-from envs import UserError, category_of
+from envs import UserError
 from ideas import distill, gagpo, gigpo, gspo, hgpo, information, tree, turns, vine
 from ideas.gigpo import turn_advantage, turn_returns
 from rollout import rollout
 from trajectory import Status, Trajectory, read_trajectories, reply_spans
+from worlds import category_of
 
 NO_RUN = ["--out", "runs/never-made"]
 IDEAS = sorted((ROOT / "ideas").glob("*.py"))
@@ -390,8 +391,10 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
         t.turns = len(t.states)
     asked, returns = [], {}
 
-    def play_on(after, samples):
+    def play(items, samples, episode_class):
         rng, found = random.Random(0), []
+        (after,) = episode_class.args
+        assert items == [t.item for t, _ in after]
         for group, (t, k) in enumerate(after):
             asked.append((t.item, tuple(t.tokens[: 4 * k + 2])))
             for sample in range(samples):
@@ -404,7 +407,9 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
                 found.append(new)
         return found
 
-    found = vine.advantage(update.gather_step(played, play_on=play_on), continuations=3)
+    step = update.gather_step(played, play=play)
+    found = vine.advantage(step, continuations=3)
+    assert step.columns["continued_turns"] > 0
     assert len(asked) == len(set(asked)) == 2 + 1 + 2 + 1  # the first prompts are shared
     for b, t in enumerate(played):
         values = [returns.get((t.item, tuple(t.tokens[: 4 * k + 2]))) for k in range(t.turns)]
@@ -422,7 +427,8 @@ def test_a_turn_of_a_tree_is_judged_by_the_leaves_that_follow_it():
         t.turns = len(t.states)
     grown = []  # (the trajectory, the turn before which it branches, the return)
 
-    def play_on(after, samples):
+    def play(items, samples, episode_class):
+        (after,) = episode_class.args
         found = [copy.deepcopy(t) for t, _ in after]
         for n, (new, (t, k)) in enumerate(zip(found, after)):
             new.group, new.reward = n, 0.1 * n
@@ -432,7 +438,7 @@ def test_a_turn_of_a_tree_is_judged_by_the_leaves_that_follow_it():
                 grown.append((played.index(t), k, new.reward))
         return found
 
-    step = update.gather_step(played, play_on=play_on)
+    step = update.gather_step(played, play=play)
     close(tree.advantage(step, branches=0), algos.grpo(step))
     found = tree.advantage(step, branches=2)
     leaves = [(b, 0, t.reward) for b, t in enumerate(played)] + grown

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import metrics
 from metrics import explained_variance, held_out_summary, rollout_bar, rollout_metrics
+from page import curves
 from trajectory import Status, Trajectory, read_objects
 
 
@@ -53,12 +53,12 @@ def test_the_explained_variance_counts_sampled_tokens_only():
 def draw(tmp_path, monkeypatch):
     """-> a function that draws the curves of rows of metrics -> title -> axes."""
     figures = []
-    monkeypatch.setattr(metrics.Figure, "savefig",
+    monkeypatch.setattr(curves.Figure, "savefig",
                         lambda figure, *args, **kw: figures.append(figure))
 
     def draw_rows(rows):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        metrics.draw_curves(tmp_path)
+        curves.draw_curves(tmp_path)
         return {ax.get_title(): ax for ax in figures[0].axes}
     return draw_rows
 
@@ -75,7 +75,7 @@ def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
             row |= {f"{name}/{world}": row[name] for name in ("success", "horizon")}
         rows.append(row | ({"eval/success": 7.0 + step} if step != 1 else {}))
     axes = draw(rows)
-    titles = metrics.SFT_PLOTS if of_sft else metrics.PLOTS
+    titles = curves.SFT_PLOTS if of_sft else curves.PLOTS
     assert list(axes) == [title for name, title in titles.items()
                           if name in (*names, "eval/success")]
     ax = axes[titles["grad_norm" if of_sft else "reward"]]
@@ -98,8 +98,8 @@ def test_only_a_curve_below_0_has_an_axis_that_does_not_start_there(draw):
 def test_a_mixtures_stages_are_those_of_each_world():
     horizons = [(5, 3), (5, 3), (5, 4), (8, 4)]
     rows = [{"horizon": h, "horizon/babyai": b, "horizon/textcraft": h} for h, b in horizons]
-    assert metrics.horizon_changes(rows) == [2, 3]
-    assert metrics.horizon_changes([{"horizon": 3}] * 2) == []
+    assert curves.horizon_changes(rows) == [2, 3]
+    assert curves.horizon_changes([{"horizon": 3}] * 2) == []
 
 
 def test_a_long_rollout_shows_its_trajectories_turns_and_speed(monkeypatch, capsys):

@@ -394,16 +394,17 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
         tiny):
     played = {}
     for remote in (True, False):
-        in_main_thread, stats = [], {}
+        in_main_thread, stats, unfinished = [], {}, []
         pool = EnvPool(make=lambda name: Where(remote, in_main_thread))
         played[remote] = rollout(*tiny, pool, [f"where_{n}" for n in range(5)], 3, samples=2,
                                  max_tokens=5, action_format="plain", retries=0, deadline=10,
-                                 stats=stats)
+                                 stats=stats, on_step=lambda queue: unfinished.append(
+                                     len(queue.todo) + len(queue.alive)))
         assert in_main_thread
         assert all(here != remote for here in in_main_thread)
         # Of the ten slots, nine are idle in the first forward pass, because their trajectories
         # wait to copy the first one's prefix. No slot is idle later.
-        assert stats["usable"] - stats["busy"] == 9
+        assert sum(unfinished) - stats["busy"] == 9
     assert [t.to_json() for t in played[True]] == [t.to_json() for t in played[False]]
     statuses = [t.status for t in played[False]]
     assert statuses == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2

@@ -25,7 +25,7 @@ import rl
 import train
 from config import parse_config
 from envs import EnvError, ItemError
-from metrics import alarm
+from metrics import alarm, warn
 from parallel import StopSignals
 from schedule import adaptive_horizon
 from worlds.textcraft import TextCraft
@@ -523,7 +523,7 @@ def test_steps_without_a_signal_and_cut_trajectories_are_warned_of_once(capsys):
     for step, (success, grad_norm) in enumerate(steps):
         rows.append({"success": success, "grad_norm": grad_norm,
                      "truncated/length": cuts.get(step, 0.0)})
-        train.warn(rows)
+        warn(rows)
         said = capsys.readouterr().err
         assert expected.get(step, "") in said and bool(said) == (step in expected), step
 

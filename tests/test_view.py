@@ -63,7 +63,7 @@ def live(copied):
     """A run that has played one of its three steps, its server, and the lines of its metrics."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copied / "metrics.jsonl").write_text(lines[0])
-    with Server([copied], 0, view.render) as server:
+    with Server([copied], 0) as server:
         threading.Thread(target=server.serve_forever).start()
         yield copied, server, lines
         server.shutdown()

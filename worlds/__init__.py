@@ -1,8 +1,9 @@
 """The worlds, one in a file, and what they share."""
 
 import re
+from contextlib import suppress
 
-from envs import ItemError
+from envs import ItemError, split_item, world_class
 
 
 def check_item(world: str, item: int, end: int | None = None) -> None:
@@ -22,3 +23,33 @@ def goal_line(observation: str) -> str:
     """
     named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
     return named[0].strip() if named else ""
+
+
+def category_of(item: str) -> str:
+    """The kind of task that an item is, by its world in this process; "" for an unknown item or
+    world, or one that lacks its package.
+
+    >>> category_of("babyai_0")
+    'GoToRedBallGrey'
+    """
+    with suppress(ValueError, LookupError):
+        name, number = split_item(item)
+        return world_class(name).category(number)
+    return ""
+
+
+# An action's verb, amount, thing, number or ingredients.
+ACTION = re.compile(r"(?:toggle and go through|go through|go to|pick ?up|focus on|look at|\w+)"
+                    r"(?: \d+)? (?!left|right|forward|available)(.+?)(?: \d+| using .*)?")
+
+
+def thing_named(action: str) -> str:
+    """The object of an action, which is the thought in an expert's reply.
+
+    >>> thing_named("go to red ball 1"), thing_named("craft 4 oak planks using 1 oak log")
+    ('red ball', 'oak planks')
+    >>> thing_named("turn left")
+    'nothing'
+    """
+    match = ACTION.fullmatch(action)
+    return match[1] if match else "nothing"

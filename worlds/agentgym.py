@@ -589,3 +589,37 @@ LENIENT: dict[str, Callable[[str, list[str], str], str]] = {  # world -> the cho
     "maze": _first_or_bare,
     "wordle": _first_or_bare,
 }
+
+
+# ---- AgentGym's trajectories ----
+
+
+def read_conversation(entry: dict) -> tuple[list[dict[str, str]], list[bool], float, bool]:
+    """An entry of AgentTraj-L, {"item_id", "conversations": [{"from", "value", "loss"}, ...]}, or
+    {"item_id", "messages": [{"role", "content", "loss"}, ...]}, whose first three messages are the
+    instructions, a fixed reply and the first observation -> its messages, which of them are learnt,
+    its reward and whether it is a success.
+
+    loss: whether a reply is learnt: true (the default), false, 1, 0 or null. An entry may have a
+    "reward" and "success"; without them it counts as a success. Raises ValueError for any other
+    field, and for messages that are not the user's and the model's in turns.
+    """
+    parts = entry["conversations"] if "conversations" in entry else entry["messages"]
+    unknown = entry.keys() - {"item_id", "conversations", "messages", "reward", "success"}
+    unknown |= {name for part in parts for name in part} - {"from", "value", "role", "content",
+                                                            "loss"}
+    roles = [{"human": "user", "gpt": "assistant"}.get(role, role)
+             for role in (part.get("from", part.get("role")) for part in parts)]
+    texts = [part.get("value", part.get("content")) for part in parts]
+    learnt = [part.get("loss") in (None, True) for part in parts]
+    reward = entry.get("reward", 1.0)
+    success = entry.get("success", reward > 0)
+    if unknown:
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2):
+        raise ValueError(f"the roles do not take turns: {', '.join(map(str, roles))}")
+    if not all(isinstance(text, str) for text in texts) or not isinstance(success, bool) or not all(
+            part.get("loss") in (None, True, False) for part in parts):
+        raise ValueError("a value is no text, or loss or success is neither true nor false")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return messages, learnt, float(reward), success
