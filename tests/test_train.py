@@ -499,7 +499,7 @@ def test_environments_that_all_fail_end_a_run_at_a_checkpoint(tmp_path, monkeypa
     with (monkeypatch.context() as m,
           pytest.raises(SystemExit, match="step 1; .*--resume.* the server has stopped")):
         # After the first step all environments fail.
-        m.setattr(train, "warn", lambda *_: m.setattr(TextCraft, "reset", fail))
+        m.setattr(train.metrics, "warn", lambda *_: m.setattr(TextCraft, "reset", fail))
         train.train(parse_config(flags))
     assert checkpoint.named(tmp_path) == [tmp_path / "checkpoints/step_000001"]
     train.train(parse_config([*flags, "--resume"]))
