@@ -16,6 +16,7 @@ import time
 import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path
 
 # config comes before torch: it sets how idle threads wait.
@@ -178,7 +179,7 @@ def read_demonstrations(path: Path, chat: agent.Chat, cfg: SFTConfig) -> list[Tr
                 and t.longest_segment() <= longest and max(t.tokens) < len(chat.tokenizer)]
         for t in kept:
             check_demonstration(t, chat, cfg.action_format)
-    except (LookupError, TypeError, AttributeError, RecursionError) as e:
+    except (LookupError, TypeError, AttributeError, RecursionError, JSONDecodeError) as e:
         raise ValueError(f"{path} holds no trajectories: {e}") from e
     if not kept:
         raise ValueError(f"no trajectory of {path} is left to learn from")

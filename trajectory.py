@@ -260,7 +260,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, dict | str]]:
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
         if line.strip():
             try:
-                value = json.loads(line)
+                value = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as e:
                 value = str(e)
             yield number, value if isinstance(value, (dict, str)) else "no JSON object"

@@ -232,7 +232,8 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 
 
 @pytest.mark.parametrize("data, message", [
-    (b"[" * 100_000, "holds no"),
+    (b"[" * 100_000, "holds no"), (b'[{"item": "babyai_8"', "holds no"),
+    ('{"item": "babyai_8"}\n{}'.encode("utf-16"), "holds no"),
     (b"{", "line 1"), (b"[[]]", "holds no"), (b"\x1f\x8b\x08\x00", "holds no"),
     (b'[{"item_id": "babyai_1", "conversations": [{"from": "system", "value": "x"}]}]', "system"),
     (b'{"item_id": "babyai_1", "messages": [], "rewards": 1}', "rewards"),
