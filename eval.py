@@ -19,7 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from logging import ERROR, getLogger
 from pathlib import Path
 
@@ -350,7 +350,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
     return flags | {
         "model_sha256": model_sha256, "chat_template_sha256": template_sha256,
         "items": len(items), "items_sha256": sha256("\n".join(items)),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How a trajectory ended. A member is equal to its text, which is what JSON files hold."""
 
     RUNNING = "running"
@@ -25,8 +25,6 @@ class Status(str, Enum):
     HORIZON = "horizon"  # out of turns
     LENGTH = "length"  # out of tokens
     ENV_ERROR = "env_error"  # the environment failed
-
-    __str__ = str.__str__
 
 
 # The type of a field, or of the elements of a list -> the types of its values in a JSON file.

@@ -200,6 +200,9 @@ def test_tokens_and_mask_are_those_of_the_messages(tiny, tmp_path, change, messa
     t = sft.demonstrate(envs.make_env("babyai"), item, chat, cfg, 0.0, random.Random(0))
     path.write_text(json.dumps(t.to_json()))
     assert sft.read_demonstrations(path, chat, cfg) == [t]
+    path.write_text(f"{json.dumps(t.to_json())}\n" * 2, "utf-16")
+    with pytest.raises(ValueError, match="line 1 of"):
+        sft.read_demonstrations(path, chat, cfg)
     path.write_text(json.dumps(t.to_json() | change(t.to_json())))
     with pytest.raises(ValueError, match=message):
         sft.read_demonstrations(path, chat, cfg)
@@ -233,7 +236,6 @@ def test_a_trajectory_with_a_broken_field_is_one_line(tiny, tmp_path, change, me
 
 @pytest.mark.parametrize("data, message", [
     (b"[" * 100_000, "holds no"), (b'[{"item": "babyai_8"', "holds no"),
-    ('{"item": "babyai_8"}\n{}'.encode("utf-16"), "holds no"),
     (b"{", "line 1"), (b"[[]]", "holds no"), (b"\x1f\x8b\x08\x00", "holds no"),
     (b'[{"item_id": "babyai_1", "conversations": [{"from": "system", "value": "x"}]}]', "system"),
     (b'{"item_id": "babyai_1", "messages": [], "rewards": 1}', "rewards"),

@@ -328,7 +328,7 @@ def limit_bodies(app: Any) -> Any:
             return await app(scope, receive, send)
         try:
             body = await asyncio.wait_for(read_body(receive), REQUEST_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return await JSONResponse({"detail": "the body is late"}, 408)(scope, receive, send)
         if len(body) > LARGEST_BODY:
             return await JSONResponse({"detail": "the body is large"}, 413)(scope, receive, send)
