@@ -6,6 +6,7 @@ environment is replayed to there, and the policy plays on.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from rollout import Episode
 from trajectory import Status, Trajectory, reply_spans
@@ -22,7 +23,8 @@ class Continuation(Episode):
     the last one is the key of the random numbers, which are others than those of an episode.
     """
 
-    def __init__(self, after: Sequence[tuple[Trajectory, int]], trajectory: Trajectory, *args):
+    def __init__(self, after: Sequence[tuple[Trajectory, int]], trajectory: Trajectory,
+                 *args: Any):
         self.recorded, self.num_replayed = after[trajectory.group]
         super().__init__(trajectory, *args[:-1], [*args[-1], 1])
 
