@@ -103,7 +103,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    sentence = "Go to the red ball and open 2 doors"
+    sentence = "go to the red ball and open 2 doors"
     ids = tokenizer.encode(sentence, add_special_tokens=False)
     if tokenizer.decode(ids).strip() != sentence:
         raise ValueError(f"the tokenizer of {name} makes {tokenizer.decode(ids)!r} of {sentence!r}:"
