@@ -153,6 +153,7 @@ def test_a_run_says_how_success_on_held_out_items_changed(tmp_path, monkeypatch)
     assert f"{metrics(tmp_path / 'r')[3]['eval/success']:.3f}" in after
 
 
+@pytest.mark.slow
 def test_metrics_go_to_tensorboard_too(tmp_path, monkeypatch):
     """As if the process had been killed after its last step, that step is repeated, in a process
     whose end must write the last row."""

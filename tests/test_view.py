@@ -340,8 +340,9 @@ def test_damaged_files_are_left_out_and_the_page_says_what(copied):
     assert (copied / "curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX", "LANG": "C"},
-                                    {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}])
+@pytest.mark.parametrize("locale", [
+    {"LC_ALL": "C"}, pytest.param({"LC_ALL": "POSIX", "LANG": "C"}, marks=pytest.mark.slow),
+    pytest.param({"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow)])
 def test_the_page_is_written_in_any_locale(copied, locale):
     """Without PEP 538 and 540, in which Python takes UTF-8 for these locales."""
     off = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
