@@ -272,7 +272,7 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         with_gradient = [i for i in rows if has_gradient[i]]
         if number == 0 and not with_gradient:
             with_gradient = rows[:1]  # one trajectory, to measure `logprob_gap`
-        observed = batch["observed"][rows].sum() if needs_observations else 0
+        observed = int(batch["observed"][rows].sum()) if needs_observations else 0
         loss_of = partial(policy_objective, policy, settings, denominator, observed=observed)
         stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
                                settings.microbatch_tokens, settings.max_grad_norm)
@@ -349,7 +349,8 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
         loss = loss - settings.entropy_coef * entropy
     objective = algos.aggregate(loss, mask, settings.aggregation, denominator,
                                 part["num_sampled"])
-    for other in of_observations:
+    if of_observations:  # [B, T]
+        (other,) = of_observations
         objective = objective + algos.aggregate(other, part["observed"], denominator=observed)
         stats["observed"] = part["observed"].sum()
         stats["observation_loss"] = -(logp.detach() * part["observed"]).sum()

@@ -8,13 +8,15 @@ RESULT: what eval.py wrote to --out: of a checkpoint or of final/ of RUN, a trai
 model before training. NAME: of the route and the seed, such as babyai_warmup_s0; before training
 babyai_before. Evaluations of one run are kept together, by the environment turns after which they
 were made. hidden: of runs in BabyAI's go-to levels, by blocks of ten steps, success where the first
-observation offers to go to the goal and where it does not, and how often the agent turns while it
-does not. Without arguments: the table, and docs/no_demonstration.png.
+observation offers to go to the goal and where it does not, how often the agent turns while it does
+not, and in how many failures a reply changes nothing of what the agent sees. Without arguments: the
+table, and docs/no_demonstration.png.
 """
 
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -68,7 +70,7 @@ def hidden(*runs):
         for first in range(0, len(files), 10):
             played = [t for file in files[first:first + 10] for t in read_trajectories(file)
                       if t.status != "env_error"]
-            success, turned = {True: [], False: []}, []
+            success, turned, stuck = {True: [], False: []}, [], []
             for t in played:
                 said = [m["content"] for m in t.messages[2:]]
                 *_, colour, thing = goal_line(said[0]).split()  # "... go to the grey door"
@@ -77,9 +79,12 @@ def hidden(*runs):
                 success[offered[0]].append(t.success)
                 turned += [reply.startswith("turn ") for is_there, reply
                            in zip(offered, said[1::2]) if not is_there]
+                if not t.success:
+                    stuck.append(any(a == b for a, b in pairwise(said[2::2])))
             print(f"{run.name} from step {first}: goal offered {fmean(success[True]):.2f} of "
                   f"{len(success[True])}, hidden {fmean(success[False]):.2f} of "
-                  f"{len(success[False])}; turns while hidden {fmean(turned):.2f}")
+                  f"{len(success[False])}; turns while hidden {fmean(turned):.2f}; "
+                  f"nothing changed in {sum(stuck)} of {len(stuck)} failures")
 
 
 def draw():

@@ -16,6 +16,7 @@ from torch import Tensor
 from trajectory import reply_spans
 from worlds.replayed import continuations_of, prefixes
 
+
 def advantage(step, continuations: int = 4) -> Tensor:
     """step: see `update.Gathered`. continuations: N, of each prefix. A turn whose prefix could not
     be continued has advantage 0. -> [B, T]"""
