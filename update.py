@@ -338,7 +338,7 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
         logp, entropy = rl.token_logprobs(
             policy, part["ids"], mask | part["observed"] if observed else mask,
             settings.temperature, settings.entropy_coef > 0, part.get("allowed"))
-    loss, stats, *of_observations = settings.loss_function(part | {"logprobs": logp})
+    loss, stats, *others = settings.loss_function(part | {"logprobs": logp})
     stats["gap"] = ((logp.detach() - part["old_logprobs"]) * mask).abs().sum()
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], settings.kl_type, mask)
@@ -349,9 +349,8 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
         loss = loss - settings.entropy_coef * entropy
     objective = algos.aggregate(loss, mask, settings.aggregation, denominator,
                                 part["num_sampled"])
-    if of_observations:  # [B, T]
-        (other,) = of_observations
-        objective = objective + algos.aggregate(other, part["observed"], denominator=observed)
+    if others:  # the loss of observations
+        objective = objective + algos.aggregate(others[0], part["observed"], denominator=observed)
         stats["observed"] = part["observed"].sum()
         stats["observation_loss"] = -(logp.detach() * part["observed"]).sum()
     return objective, stats
