@@ -13,7 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files are tested at a time, on two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several files are tested at a time
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 import torch  # noqa: E402: it reads these variables
 
