@@ -33,6 +33,7 @@ flags here, too: --items_per_step 16, --rollouts_per_item 8, --horizon, --model,
 
 import argparse
 import hashlib
+import itertools
 import math
 import sys
 from collections import Counter
@@ -89,6 +90,8 @@ def parse():
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
                         help="PPO's critic after so many steps: 0 20 by default; none: no critic")
     parser.add_argument("--only", default="", help="estimators whose name holds this text")
+    parser.add_argument("--replays", type=int, default=0, metavar="N", help="only replay the "
+                        "prefixes of at least N turns, and count what is not as recorded")
     parser.add_argument("--keep", metavar="NAME", help="keep the rows as this run of results")
     args, flags = parser.parse_known_args()
     if args.world == "draw":
@@ -336,6 +339,21 @@ def measure(args, policy, names_of):
     return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
 
+def replay(args, policy, names_of):
+    """Play until there are prefixes of so many turns, and replay each of them: tokens and
+    observations are compared. -> no rows, what was found"""
+    facts = {"trajectories": 0, "prefixes": 0, "not_replayed": 0}
+    for step in itertools.count():
+        played = policy.play(step, names_of(step), policy.cfg.rollouts_per_item)
+        data = gather_step(played, play=partial(policy.play, step))
+        found = continuations_of(data, 1)
+        facts["trajectories"] += len(played)
+        facts["prefixes"] += len(found)
+        facts["not_replayed"] += sum(not own for own in found.values())
+        if facts["prefixes"] >= args.replays:
+            return [], facts | {"played": policy.turns}
+
+
 # ---- the table and the picture of docs/credit.md ----
 
 SHOWN = {  # the row in the table -> the estimator
@@ -388,10 +406,12 @@ def main(settings):
     env.close()
     with EnvPool() as pool:
         policy = Policy(cfg, pool, cfg.worlds[world].rounds[-1], type(env).state is not Env.state)
-        rows, facts = measure(args, policy, lambda step: items_at(
+        measured = replay if args.replays else measure
+        rows, facts = measured(args, policy, lambda step: items_at(
             training, cfg.seed, step, cfg.items_per_step))
-    width = max(len(row["estimator"]) for row in rows)
-    print(f"{'':{width}}   corr  95 % interval  explained  sign  noise  bias-free  gradient")
+    width = max((len(row["estimator"]) for row in rows), default=0)
+    if rows:
+        print(f"{'':{width}}   corr  95 % interval  explained  sign  noise  bias-free  gradient")
     for row in rows:
         rest = "".join(f"{row[name]:{size}.2f}" if name in row else f"{'-':>{size}}"
                        for name, size in (("noise", 5), ("bias_free", 11)))

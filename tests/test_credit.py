@@ -109,6 +109,30 @@ class Fork(Env):
         return self.place
 
 
+CHOOSE = ["--env", "babyai", "--agent", "choose", "--action_format", "plain", "--kl_coef", "0",
+          "--out", "runs/never-made", "--items_per_step", "8", "--rollouts_per_item", "8",
+          "--temperature", "1"]
+
+
+class Moody(Fork):
+    """Says something else from its second episode on."""
+
+    episodes = 0
+
+    def reset(self, item):
+        self.episodes += 1
+        return super().reset(item) + " Again." * (self.episodes > 1)
+
+
+@pytest.mark.parametrize("world", [Fork, Moody])
+def test_prefixes_that_do_not_replay_are_counted(world):
+    with EnvPool(make=lambda _: world()) as pool:
+        policy = credit.Policy(parse_config([*CHOOSE, "--slots", "64"]), pool, 3, True)
+        names = [f"fork_{n}" for n in range(8)]
+        _, facts = credit.replay(SimpleNamespace(replays=30), policy, lambda step: names)
+    assert facts["prefixes"] >= 30 and (facts["not_replayed"] > 0) == (world is Moody)
+
+
 @torch.no_grad()
 def exact_values(policy, trajectories):
     """{(item, prefix): its value}, by a loop over the tree of replies, with the model's own
@@ -138,9 +162,7 @@ def exact_values(policy, trajectories):
 def measured():
     """The table's rows for the world of four states, and the exact advantages beside."""
     args = SimpleNamespace(error=0.1, critic_steps=[0, 1], only="")
-    cfg = parse_config(["--env", "babyai", "--agent", "choose", "--action_format", "plain",
-                        "--out", "runs/never-made", "--rollouts_per_item", "8", "--kl_coef", "0",
-                        "--items_per_step", "8", "--temperature", "1"])
+    cfg = parse_config(CHOOSE)
     names = [f"fork_{n}" for n in range(8)]
     seen = {}
     with EnvPool(make=lambda _: Fork()) as pool, pytest.MonkeyPatch.context() as patch:
