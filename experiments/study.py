@@ -31,6 +31,10 @@ pretrained_rooms: SmolLM2-135M in BabyAI's rooms. Starts from runs/rooms_warm/fi
     (docs/warm_start.md).
 pretrained_rooms_gpu, pretrained_rooms_36k: the same on a GPU (--jobs 5, some 10 GB a run) with more
     and larger steps.
+pretrained_lora: does LoRA learn in the rooms what all weights learn? One seed, on a GPU.
+pretrained_collapse: the fixed long horizon, the growing and the short one over 300,000 turns in the
+    rooms, by LoRA, three seeds, on a GPU (docs/gpus.md). The paper's fixed long horizon collapses
+    after 2 to 4 x 10^5 turns.
 collapse: TextCraft, 250 steps with the long horizon and with the growing one, two seeds. The
     paper's fixed 10 rounds collapse after about 125 steps.
 recipe: the first 40 steps of the default run in BabyAI with one thing changed, two seeds.

@@ -26,6 +26,7 @@ from two_ranks import one_step
 import parallel
 import rl
 from checkpoint import read_state, resume
+from experiments import travel
 from rollout import rollout
 from trajectory import write_trajectories
 
@@ -335,6 +336,19 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
         assert (adapted - original).abs().max() > 1e-3
         with rl.adapters_off(model):
             torch.testing.assert_close(model(ids).logits, original)
+
+    # It goes on elsewhere from its adapters alone.
+    stopped, there = tmp_path / "stopped", tmp_path / "there"
+    shutil.copytree(tmp_path, stopped, ignore=shutil.ignore_patterns("final", "step_000003*"))
+    travel.pack(stopped, tmp_path / "run.tar")
+    weights = (tmp_path / "final" / travel.WEIGHTS).stat().st_size
+    assert (tmp_path / "run.tar").stat().st_size < weights
+    travel.unpack(tmp_path / "run.tar", there)
+    completed("--out", there, "--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1",
+              "--save_every", "1", *SMALL, "--resume")
+    for name in ("final/model.safetensors", "trajectories/step_000002.jsonl"):
+        assert (there / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert metrics(there)[2]["kl"] == rows[2]["kl"]
 
 
 def test_a_run_in_segments_counts_repeated_prompts_once(reference):

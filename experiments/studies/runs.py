@@ -16,7 +16,7 @@ MIDWAY = {
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with, if it is not "scaling".
-BASELINES = {"credit": "grpo", "distill": "grpo", "oracle": "grpo"}
+BASELINES = {"credit": "grpo", "distill": "grpo", "oracle": "grpo", "pretrained_lora": "all"}
 
 # Folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -78,8 +78,12 @@ ROOMS = SMOLLM2 + "--data data/rooms --max_tokens 24 "
 ON_GPU = dict(model="rooms_warm", items=16, lr="3e-5", microbatch=16384)
 
 
+LORA = (ROOMS.format(slots=112, **ON_GPU | {"lr": "3e-4"})
+        + "--invalid_penalty 0.1 --max_length 2560 --lora_rank 16 ")
+
+
 class Pretrained(NamedTuple):
-    """A study of schedules of the horizon with a pretrained model, two seeds."""
+    """A study of schedules of the horizon with a pretrained model."""
 
     world: str
     flags: str  # of all runs
@@ -87,6 +91,7 @@ class Pretrained(NamedTuple):
     horizon_steps: int
     turns: int
     labels: tuple = ("scaling", "long")
+    seeds: int = 2
 
 
 PRETRAINED = {
@@ -107,7 +112,12 @@ PRETRAINED = {
     "pretrained_rooms_36k": Pretrained(
         "babyai", ROOMS.format(slots=112, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2560 "
         "--save_every 6 --set keep=5", ROOMS_ROUNDS, 13, 36_000),
+    # In pieces of ten minutes, by travel.py. 64 held-out items each 30,000 turns or so.
+    "pretrained_collapse": Pretrained(
+        "babyai", LORA + "--steps 2000 --save_every 20 --eval_every 40", ROOMS_ROUNDS, 100,
+        300_000, ("scaling", "long", "short"), 3),
 }
+LORA_TURNS = 24_000  # of study "pretrained_lora"
 
 # Study "transfer": the worlds in the order in which one model learns them, and their steps.
 TRANSFER_STEPS = {"babyai": 60, "textcraft": 60, "searchqa": 100, "sciworld": 20, "webarena": 30}
@@ -211,10 +221,17 @@ def pretrained(name):
     schedule = schedules(study.rounds,
                          f"--horizon {rounds} --horizon_steps {study.horizon_steps}")
     found = [run(study.world, "base", flags=study.flags, horizon=last)]
-    for seed in range(2):
+    for seed in range(study.seeds):
         found += [run(study.world, label, seed, f"{schedule[label]} {study.flags}",
                       turns=study.turns, horizon=last) for label in study.labels]
     return found
+
+
+def pretrained_lora():
+    _, flags, rounds, *_ = PRETRAINED["pretrained_rooms_36k"]
+    growing = "--horizon 3,6,10 --horizon_steps 13"
+    return [run("babyai", label, 0, f"{growing} {own}", turns=LORA_TURNS, horizon=rounds[-1])
+            for label, own in (("all", flags), ("lora", f"{LORA} --save_every 6 --set keep=5"))]
 
 
 def collapse():
@@ -298,8 +315,8 @@ def speedrun():
 STUDIES = {
     "algorithms": algorithms, "horizon": horizon, "rooms_horizon": rooms_horizon,
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
-    "worlds": worlds, "transfer": transfer, "credit": credit, "distill": distill,
-    "oracle": oracle, "speedrun": speedrun,
+    "pretrained_lora": pretrained_lora, "worlds": worlds, "transfer": transfer, "credit": credit,
+    "distill": distill, "oracle": oracle, "speedrun": speedrun,
 }
 
 
