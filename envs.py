@@ -5,7 +5,7 @@ the episode of item number `item` and returns the first observation; `step(actio
 action. The same item number gives the same episode on every machine.
 
 To add a world, write `worlds/NAME.py` with a subclass of `Env` and add one line to `WORLDS`
-(the README has a complete example).
+(docs/own_world.md has a complete example).
 
     python envs.py serve --env babyai --port 36001   # serve a world in AgentGym's HTTP protocol
     python envs.py play --env textcraft --item 3     # play a world in the terminal
