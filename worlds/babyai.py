@@ -316,14 +316,6 @@ class BabyAI(Env):
     def valid_actions(self) -> list[str]:
         return list(self.actions)
 
-    def choices(self) -> tuple[list[str], list[str]]:
-        """The actions that change something: not to ask for the list, to walk into a thing, or to
-        go to where the agent stands, unless that fulfils the mission as the first action."""
-        ahead = self.env.grid.get(*self._front())
-        idle: list[list[int]] = [[], *([[FORWARD]] if ahead and not ahead.can_overlap() else []),
-                                 *([[DONE]] if self.env.step_count else [])]
-        return [action for action, plan in self.actions.items() if plan not in idle], []
-
     def state(self) -> str | None:
         """A hash of the grid, the agent, what it carries, and which parts of a mission are done."""
         if self.env is None:
