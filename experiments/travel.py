@@ -5,7 +5,7 @@
 
 A checkpoint of a LoRA run holds the adapters, their optimizer state, and the merged weights, which
 training does not need: it starts from --model. They stay behind. For SmolLM2-135M with
---lora_rank 16 the file has 59 MB. RUN must not exist before `unpack`.
+--lora_rank 16 the file has some 59 MB (4.9M weights, 12 bytes each; computed). RUN must not exist before `unpack`.
 """
 
 import io
@@ -45,9 +45,12 @@ def pack(run, file):
 
 def unpack(file, run):
     """Make the run's folder from a packed file."""
-    Path(run).mkdir(parents=True)
-    with tarfile.open(file) as tar:
-        tar.extractall(run, filter="data")
+    try:
+        with tarfile.open(file) as tar:
+            Path(run).mkdir(parents=True)
+            tar.extractall(run, filter="data")
+    except tarfile.TarError as e:
+        raise ValueError(f"{file} is no packed run: {e}") from e
 
 
 def parse():

@@ -76,10 +76,11 @@ SMOLLM2 = ("--model runs/{model}/final --slots {slots} --items_per_step {items} 
            "--microbatch_tokens {microbatch} --set min_entropy=0 ")
 ROOMS = SMOLLM2 + "--data data/rooms --max_tokens 24 "
 ON_GPU = dict(model="rooms_warm", items=16, lr="3e-5", microbatch=16384)
-
-
-LORA = (ROOMS.format(slots=112, **ON_GPU | {"lr": "3e-4"})
-        + "--invalid_penalty 0.1 --max_length 2560 --lora_rank 16 ")
+# With --max_length 2048 up to a quarter of the trajectories of a step end before the horizon of 10,
+# with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
+LONG_ROOMS = ROOMS + "--invalid_penalty 0.1 --max_length 2560 --save_every 6 --set keep=5 "
+ALL_WEIGHTS = LONG_ROOMS.format(slots=112, **ON_GPU)
+LORA = LONG_ROOMS.format(slots=112, **ON_GPU | {"lr": "3e-4"}) + "--lora_rank 16 "
 
 
 class Pretrained(NamedTuple):
@@ -107,15 +108,10 @@ PRETRAINED = {
     "pretrained_rooms_gpu": Pretrained(
         "babyai", ROOMS.format(slots=128, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2048 "
         "--save_every 13 --set keep=1000", ROOMS_ROUNDS, 13, 24_000),
-    # With --max_length 2048 up to a quarter of the trajectories of a step end before the horizon of
-    # 10, with 2560 some 1 %. With 112 slots four runs fit into 78 GiB.
-    "pretrained_rooms_36k": Pretrained(
-        "babyai", ROOMS.format(slots=112, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2560 "
-        "--save_every 6 --set keep=5", ROOMS_ROUNDS, 13, 36_000),
-    # In pieces of ten minutes, by travel.py. 64 held-out items each 30,000 turns or so.
-    "pretrained_collapse": Pretrained(
-        "babyai", LORA + "--steps 2000 --save_every 20 --eval_every 40", ROOMS_ROUNDS, 100,
-        300_000, ("scaling", "long", "short"), 3),
+    "pretrained_rooms_36k": Pretrained("babyai", ALL_WEIGHTS, ROOMS_ROUNDS, 13, 36_000),
+    # In pieces of ten minutes, by travel.py. 64 held-out items about every 30,000 turns.
+    "pretrained_collapse": Pretrained("babyai", LORA + "--steps 2000 --eval_every 40", ROOMS_ROUNDS,
+                                      100, 300_000, ("scaling", "long", "short"), 3),
 }
 LORA_TURNS = 24_000  # of study "pretrained_lora"
 
@@ -228,10 +224,10 @@ def pretrained(name):
 
 
 def pretrained_lora():
-    _, flags, rounds, *_ = PRETRAINED["pretrained_rooms_36k"]
     growing = "--horizon 3,6,10 --horizon_steps 13"
-    return [run("babyai", label, 0, f"{growing} {own}", turns=LORA_TURNS, horizon=rounds[-1])
-            for label, own in (("all", flags), ("lora", f"{LORA} --save_every 6 --set keep=5"))]
+    last = ROOMS_ROUNDS[-1]
+    return [run("babyai", label, 0, f"{growing} {own}", turns=LORA_TURNS, horizon=last)
+            for label, own in (("all", ALL_WEIGHTS), ("lora", LORA))]
 
 
 def collapse():
