@@ -5,7 +5,8 @@
 
 A checkpoint of a LoRA run holds the adapters, their optimizer state, and the merged weights, which
 training does not need: it starts from --model. They stay behind. For SmolLM2-135M with
---lora_rank 16 the file has some 59 MB (4.9M weights, 12 bytes each; computed). RUN must not exist before `unpack`.
+--lora_rank 16 the file has some 59 MB (computed: 4.9M weights, 12 bytes each). RUN must not exist
+before `unpack`.
 """
 
 import io
