@@ -51,7 +51,7 @@ def unpack(file, run):
             Path(run).mkdir(parents=True)
             tar.extractall(run, filter="data")
     except tarfile.TarError as e:
-        raise ValueError(f"{file} is no packed run: {e}") from e
+        raise ValueError(f"{file} is no packed run") from e
 
 
 def parse():
