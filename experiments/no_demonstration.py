@@ -35,8 +35,9 @@ from worlds import goal_line  # noqa: E402
 STUDY = "no_demonstration"
 ROUTES = {  # what a name says -> how the picture calls it
     "choose": "the whole conversation, lr 5e-5",
-    "task": "the last observation and the task, lr 3e-5, warm-up of 2 steps",
-    "warmup": "the same, lr 4e-5, warm-up of 10 steps",
+    "task": "the last observation, lr 3e-5, warm-up of 2 steps",
+    "warmup": "the last observation, lr 4e-5, warm-up of 10 steps",
+    "falling": "the last observation, lr 2e-5, falling to a tenth",
 }
 
 
@@ -105,14 +106,14 @@ def draw():
                 [p["ci95"][1] - v for v, p in zip(values, points)]]
         place = [*ROUTES].index(seed[1])
         axes.errorbar([p["turns"] for p in points], values, bars, capsize=3, marker="o",
-                      color=f"C{place}", linestyle="-" if seed[2] == "0" else "--",
+                      color=f"C{place}", linestyle="-" if seed[2] in "02" else "--",
                       label=ROUTES[seed[1]] if place not in drawn else None)
         drawn.add(place)
         print(f"{name:22}", ", ".join(f"{p['turns']:.0f} turns {p['success']:.3f} "
                                       f"[{p['ci95'][0]:.3f}, {p['ci95'][1]:.3f}]" for p in points))
     axes.axhline(0.297, color="grey", linestyle=":", label="random policy")
     axes.set(xlabel="environment turns", ylabel="success on 250 held-out items", ylim=(0, 1))
-    axes.set_title("SmolLM2-135M, go-to levels, no demonstration (dashed: seed 1)", fontsize=11)
+    axes.set_title("SmolLM2-135M, go-to levels, no demonstration (dashed: seeds 1, 3)", fontsize=11)
     axes.legend(loc="lower right", fontsize=9)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)
