@@ -106,7 +106,7 @@ def draw():
                 [p["ci95"][1] - v for v, p in zip(values, points)]]
         place = [*ROUTES].index(seed[1])
         axes.errorbar([p["turns"] for p in points], values, bars, capsize=3, marker="o",
-                      color=f"C{place}", linestyle="-" if seed[2] in "02" else "--",
+                      color=f"C{place}", linestyle=["-", "--"][int(seed[2]) % 2],
                       label=ROUTES[seed[1]] if place not in drawn else None)
         drawn.add(place)
         print(f"{name:22}", ", ".join(f"{p['turns']:.0f} turns {p['success']:.3f} "
