@@ -448,15 +448,7 @@ def react(play: Play, plan: bool = False, reflect: bool = False) -> Agent:
 
 def window(play: Play, keep: int = 2) -> Agent:
     """The model sees the instructions, the last `keep` turns and the newest observation."""
-    turns, observation = [], play.reset()
-    while True:
-        recent = turns[max(0, len(turns) - 2 * keep):]
-        reply = yield [*play.start(), *recent, user(observation)]
-        step = play.act(reply)
-        if step.done:
-            return
-        turns += [user(observation), assistant(reply)]
-        observation = step.observation
+    yield from converse(play, [*play.start(), user(play.reset())], keep=keep)
 
 
 def summary(play: Play, every: int = 3) -> Agent:
@@ -477,16 +469,24 @@ def summary(play: Play, every: int = 3) -> Agent:
         notes = f"What you know: {(yield messages)}\n\n"
 
 
-def converse(play: Play, messages: Messages, choose: bool = False) -> Agent:
+def converse(play: Play, messages: Messages, choose: bool = False, keep: int = 1000,
+             task: str = "") -> Agent:
     """The rest of an episode, for agents that begin it in their own way (`yield from`): the model
-    sees the whole conversation, and acts in every turn. choose: it chooses among the actions of
-    `Env.choices`; such an agent has the attribute `chooses`."""
+    acts in every turn.
+
+    messages: the instructions, the reply to them, and the turns until now. choose: the model
+    chooses among the actions of `Env.choices`; such an agent has the attribute `chooses`. keep: the
+    number of earlier turns that it sees. task: repeated after each observation.
+    """
+    start, turns = messages[:2], messages[2:]
+    turns = [m if m["role"] == "assistant" else user(m["content"] + task) for m in turns]
     while True:
-        reply = yield Choice(messages, play.replies() if choose else [])
+        recent = turns[max(0, len(turns) - 2 * keep - 1):]
+        reply = yield Choice([*start, *recent], play.replies() if choose else [])
         step = play.act(reply)
         if step.done:
             return
-        messages = [*messages, assistant(reply), user(step.observation)]
+        turns = [*turns, assistant(reply), user(step.observation + task)]
 
 
 # They only compute, so on a CPU the decode loop calls them itself, in instant worlds. Any other

@@ -10,10 +10,11 @@ from the beginning.
 
     python train.py --env babyai --agent backward --agent_args "share=0.5 choose=true"
 
-choose: the replies are chosen among the possible actions, as by ideas/choose.py.
+choose: the replies are chosen among the possible actions. keep, task: as in ideas/choose.py.
 """
 
 from agent import Agent, Play, assistant, converse, user
+from worlds import goal_line
 
 LONGEST = 200  # actions of an expert
 
@@ -32,14 +33,17 @@ def expert_actions(play: Play) -> list[str]:
     return actions
 
 
-def agent(play: Play, share: float = 0.5, choose: bool = False) -> Agent:
-    """The model sees the whole conversation, the expert's turns included."""
+def agent(play: Play, share: float = 0.5, choose: bool = False, keep: int = 1000,
+          task: bool = False) -> Agent:
+    """Of the earlier turns, the expert's included, the model sees the last `keep`."""
     actions = expert_actions(play) if play.training_step else []
-    messages = [*play.start(), user(play.reset())]
+    observation = play.reset()
+    repeated = f"\n\n{goal_line(observation)}" if task else ""
+    messages = [*play.start(), user(observation)]
     for action in actions[: max(0, len(actions) - max(1, int(share * play.horizon)))]:
         observation = play.skip(action).observation
         messages += [assistant(play.reply_with(action)), user(observation)]
-    yield from converse(play, messages, choose)
+    yield from converse(play, messages, choose, keep, repeated)
 
 
 agent.chooses = agent.instant = True

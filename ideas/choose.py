@@ -10,31 +10,20 @@ the restricted distribution; a token that is the only one possible has log-prob 
 policy: without it the same weights may play no valid action at all.
 
 keep: the number of earlier turns that the model is shown. task: the line of the first observation
-that names the goal (`worlds.goal_line`) is repeated after each observation. done: all earlier
-replies are listed before it, a short memory where few turns are shown. free: replies are not
+that names the goal (`worlds.goal_line`) is repeated after each observation. free: replies are not
 restricted, to see what a trained policy does without its choice set. docs/ideas.md has what they do
 to a small pretrained model, and what was taken out.
 """
 
-from agent import Agent, Choice, Play, assistant, user
+from agent import Agent, Play, converse, user
 from worlds import goal_line
 
 
-def agent(play: Play, keep: int = 1000, task: bool = False, done: bool = False,
-          free: bool = False) -> Agent:
+def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
-    observation, start = play.reset(), play.start()
+    observation = play.reset()
     repeated = f"\n\n{goal_line(observation)}" if task else ""
-    turns, replies = [user(observation + repeated)], []
-    while True:
-        texts = [] if free else play.replies()
-        reply = yield Choice([*start, *turns[max(0, len(turns) - 2 * keep - 1):]], texts)
-        step = play.act(reply)
-        if step.done:
-            return
-        replies.append(reply)
-        memory = f"\n\nYou have done: {', '.join(replies)}" if done else ""
-        turns += [assistant(reply), user(step.observation + memory + repeated)]
+    yield from converse(play, [*play.start(), user(observation)], not free, keep, repeated)
 
 
 agent.chooses = agent.instant = True

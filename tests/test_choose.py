@@ -254,10 +254,3 @@ def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(t
                 assert prompt.split(goal)[-1] == "<|im_end|>\n<|im_start|>assistant\n"
                 for k, reply in enumerate(replies[:n]):
                     assert (f"{reply}<|im_end|>" in prompt) >= (n - k <= keep)
-
-
-def test_what_was_done_is_said():
-    play = Play(make_env("babyai"), "babyai_8", 9, load_agent("choose", "keep=0 done=true"))
-    replies = ["check available actions", "turn left"]
-    *_, (*_, last) = map(play.send, [None, *replies])
-    assert last["content"].endswith(f"\n\nYou have done: {', '.join(replies)}")
