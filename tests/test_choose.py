@@ -7,7 +7,7 @@ import torch
 
 import rl
 import update
-from agent import Choice, Open, Play, assistant, load_agent, user
+from agent import Choice, Open, assistant, user
 from engine import Ragged
 from envs import UserError, items, make_env, split_item
 from rollout import Conversation, Rollouts, rollout
