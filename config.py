@@ -135,8 +135,9 @@ TINY = dict(
     steps=100, items_per_step=16, rollouts_per_item=8, minibatches=2, lr=4e-4, critic_lr=1e-3,
     max_tokens=32, max_length=4096, kl_coef=0.0, invalid_penalty=0.05, microbatch_tokens=8192,
     slots=128, gradient_checkpointing=False)
-ON_CPU = dict(  # training a model of 135M parameters then took 10 to 16 GB, KV cache included
-    max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False)
+# For 135M parameters: what worked in docs/ideas.md. It took 10 to 16 GB of memory.
+ON_CPU = dict(items_per_step=8, rollouts_per_item=8, minibatches=1, lr=2e-5, kl_coef=0.0,
+              max_tokens=64, max_length=6144, microbatch_tokens=4096, gradient_checkpointing=False)
 
 
 def has_bfloat16(cpuinfo: str | Path = "/proc/cpuinfo") -> bool:
