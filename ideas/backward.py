@@ -10,8 +10,11 @@ from the beginning.
 
     python train.py --env babyai --agent backward --agent_args "share=0.5 choose=true"
 
-choose: the replies are chosen among the possible actions. keep, task: as in ideas/choose.py.
+mixed: k is drawn from 1 to share * horizon, for an item and a step. choose: the replies are chosen
+among the possible actions. keep, task: as in ideas/choose.py.
 """
+
+import random
 
 from agent import Agent, Play, assistant, converse, user
 from worlds import goal_line
@@ -33,14 +36,17 @@ def expert_actions(play: Play) -> list[str]:
     return actions
 
 
-def agent(play: Play, share: float = 0.5, choose: bool = False, keep: int = 1000,
-          task: bool = False) -> Agent:
+def agent(play: Play, share: float = 0.5, mixed: bool = False, choose: bool = False,
+          keep: int = 1000, task: bool = False) -> Agent:
     """Of the earlier turns, the expert's included, the model sees the last `keep`."""
     actions = expert_actions(play) if play.training_step else []
     observation = play.reset()
     repeated = f"\n\n{goal_line(observation)}" if task else ""
     messages = [*play.start(), user(observation)]
-    for action in actions[: max(0, len(actions) - max(1, int(share * play.horizon)))]:
+    turns = max(1, int(share * play.horizon))
+    if mixed:
+        turns = random.Random(f"{play.item} {play.training_step}").randint(1, turns)
+    for action in actions[: max(0, len(actions) - turns)]:
         observation = play.skip(action).observation
         messages += [assistant(play.reply_with(action)), user(observation)]
     yield from converse(play, messages, choose, keep, repeated)
