@@ -159,7 +159,7 @@ def reply_of(t):
 
 
 @pytest.mark.parametrize("horizon, share, left", [
-    (4, "0.25", {1}), (6, "0.4", {2}), (4, "0.01", {1}), (8, "0.5 mixed=true", {1, 2, 3, 4})])
+    (4, "0.25", {1}), (6, "0.4", {2}), (4, "0.01", {1}), (6, "0.5 mixed=true", {1, 2, 3})])
 def test_backward_begins_so_many_turns_before_the_goal(tiny, pool, horizon, share, left):
     settings = dict(agent="backward", agent_args=f"share={share}")
     moved, seen = 0, set()
