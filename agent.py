@@ -30,6 +30,7 @@ from envs import AgentError, Env, EnvError, Step, close_quietly, load_function, 
 from envs import split_item
 from models.packed import common_prefix_length
 from models.template import MARK, MARKS, Tokenizer, try_template, write
+from worlds import goal_line
 
 # ---- texts that are shown to the agent ----
 
@@ -470,23 +471,25 @@ def summary(play: Play, every: int = 3) -> Agent:
 
 
 def converse(play: Play, messages: Messages, choose: bool = False, keep: int = 1000,
-             task: str = "") -> Agent:
+             task: bool = False) -> Agent:
     """The rest of an episode, for agents that begin it in their own way (`yield from`): the model
     acts in every turn.
 
     messages: the instructions, the reply to them, and the turns until now. choose: the model
     chooses among the actions of `Env.choices`; such an agent has the attribute `chooses`. keep: the
-    number of earlier turns that it sees. task: repeated after each observation.
+    number of earlier turns that it sees. task: the line of the first observation that names the
+    goal is repeated after each observation.
     """
     start, turns = messages[:2], messages[2:]
-    turns = [m if m["role"] == "assistant" else user(m["content"] + task) for m in turns]
+    goal = f"\n\n{goal_line(turns[0]['content'])}" if task else ""
+    turns = [m if m["role"] == "assistant" else user(m["content"] + goal) for m in turns]
     while True:
         recent = turns[max(0, len(turns) - 2 * keep - 1):]
         reply = yield Choice([*start, *recent], play.replies() if choose else [])
         step = play.act(reply)
         if step.done:
             return
-        turns = [*turns, assistant(reply), user(step.observation + task)]
+        turns = [*turns, assistant(reply), user(step.observation + goal)]
 
 
 # They only compute, so on a CPU the decode loop calls them itself, in instant worlds. Any other

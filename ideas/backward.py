@@ -17,7 +17,6 @@ among the possible actions. keep, task: as in ideas/choose.py.
 import random
 
 from agent import Agent, Play, assistant, converse, user
-from worlds import goal_line
 
 LONGEST = 200  # actions of an expert
 
@@ -40,16 +39,14 @@ def agent(play: Play, share: float = 0.5, mixed: bool = False, choose: bool = Fa
           keep: int = 1000, task: bool = False) -> Agent:
     """Of the earlier turns, the expert's included, the model sees the last `keep`."""
     actions = expert_actions(play) if play.training_step else []
-    observation = play.reset()
-    repeated = f"\n\n{goal_line(observation)}" if task else ""
-    messages = [*play.start(), user(observation)]
+    messages = [*play.start(), user(play.reset())]
     turns = max(1, int(share * play.horizon))
     if mixed:
         turns = random.Random(f"{play.item} {play.training_step}").randint(1, turns)
     for action in actions[: max(0, len(actions) - turns)]:
         observation = play.skip(action).observation
         messages += [assistant(play.reply_with(action)), user(observation)]
-    yield from converse(play, messages, choose, keep, repeated)
+    yield from converse(play, messages, choose, keep, task)
 
 
 agent.chooses = agent.instant = True

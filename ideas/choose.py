@@ -16,14 +16,11 @@ to a small pretrained model, and what was taken out.
 """
 
 from agent import Agent, Play, converse, user
-from worlds import goal_line
 
 
 def agent(play: Play, keep: int = 1000, task: bool = False, free: bool = False) -> Agent:
     """Answers with a possible action. Where a world lists none, the reply is free."""
-    observation = play.reset()
-    repeated = f"\n\n{goal_line(observation)}" if task else ""
-    yield from converse(play, [*play.start(), user(observation)], not free, keep, repeated)
+    yield from converse(play, [*play.start(), user(play.reset())], not free, keep, task)
 
 
 agent.chooses = agent.instant = True

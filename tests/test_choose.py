@@ -244,8 +244,8 @@ def test_it_is_shown_so_many_earlier_turns_and_the_task_after_each_observation(t
             (max(s for s in t.starts if s <= place) for place, _ in reply_spans(t.mask)),
             (place for place, _ in reply_spans(t.mask)))]
 
-    for keep in (0, 1):
-        for t in rollout(*tiny, pool, ITEMS, 3, agent="choose", **KW | {
+    for agent, keep in (("choose", 0), ("choose", 1), ("backward", 0)):
+        for t in rollout(*tiny, pool, ITEMS, 3, agent=agent, **KW | {
                 "agent_args": f"keep={keep} task=true"}):
             first = t.messages[2]["content"].split("\n")
             goal, = {line for line in first if line.startswith(("Goal: ", "Your goal: "))}
