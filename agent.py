@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -637,6 +638,7 @@ class Chat:
             self.tried["is_pieced"] = has_channels or self._is_pieced()
         is_appended = self.tried["is_pieced"] and not self.drops_thoughts
         self.history = history or ("append" if is_appended else "template")
+        self.reply_once = lru_cache(2**16)(self.reply)  # choices hardly change from turn to turn
 
     def _is_pieced(self) -> bool:
         """Whether the ids of five messages are those of the first prompt, a reply, and the messages
@@ -769,8 +771,8 @@ class Chat:
     def options(self, texts: Sequence[str]) -> list[list[int | None]]:
         """The ids of each reply that may be written, to its end; None at the end of an `Open` text:
         from there on any ids."""
-        return [[*self.reply(text)[:-1], None] if isinstance(text, Open) else self.reply(text)
-                for text in dict.fromkeys(texts)]
+        return [[*self.reply_once(text)[:-1], None] if isinstance(text, Open)
+                else self.reply_once(text) for text in dict.fromkeys(texts)]
 
     def final_message(self, reply: list[int]) -> list[int]:
         """The part of a reply that the environment gets: what follows the header of the final
