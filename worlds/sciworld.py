@@ -214,6 +214,7 @@ def close_jvms() -> None:
 # ---- the package's own solutions ----
 
 _solvers = []  # the JVM that `solve` plays in, once there is one
+_solved = {}  # (item, simplifications, max_moves, actions so far ...) -> its solution
 
 
 def solve(
@@ -231,9 +232,11 @@ def solve(
         if not _solvers or not _solvers[0].alive():
             _solvers[:] = [JVM(SOLVER_DEADLINE)]
         (jvm,) = _solvers
-    world = jvm.new_world()
-    with jvm.calls():
-        return _solve(jvm, world, item, simplifications, max_moves, actions)
+    world, key = jvm.new_world(), (item, simplifications, max_moves, *actions)
+    with jvm.calls():  # one at a time: the samples of an item wait for the first one's solution
+        if key not in _solved:
+            _solved[key] = _solve(jvm, world, item, simplifications, max_moves, actions)
+        return [*_solved[key]]
 
 
 def _solve(jvm, world, item, simplifications, max_moves, actions):
