@@ -28,17 +28,24 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from experiments.pretrained import command_of  # noqa: E402
-from experiments.studies import play, rows  # noqa: E402
+from experiments.studies import play, report, rows  # noqa: E402
 from trajectory import read_trajectories  # noqa: E402
 from worlds import goal_line  # noqa: E402
 
 STUDY = "no_demonstration"
-ROUTES = {  # what a name says -> how the picture calls it
-    "choose": "the whole conversation, lr 5e-5",
-    "task": "the last observation, lr 3e-5, warm-up of 2 steps",
-    "warmup": "the last observation, lr 4e-5, warm-up of 10 steps",
-    "falling": "the last observation, lr 2e-5, falling to a tenth",
+ROUTES = {  # of a name -> its panel, the row before training, and how the picture calls it
+    "babyai_choose": ("babyai", "babyai_choose_before", "the whole conversation, lr 5e-5"),
+    "babyai_task": ("babyai", "babyai_task_before",
+                    "the last observation, lr 3e-5, warm-up of 2 steps"),
+    "babyai_warmup": ("babyai", "babyai_task_before",
+                      "the last observation, lr 4e-5, warm-up of 10 steps"),
+    "babyai_falling": ("babyai", "babyai_task_before",
+                       "the last observation, lr 2e-5, falling to a tenth"),
+    "textcraft_backward": ("textcraft", "textcraft_before",
+                           "the expert plays to within k turns of the goal"),
 }
+PANELS = {"babyai": "BabyAI's go-to levels, 250 held-out items",
+          "textcraft": "TextCraft, all depths, 200 held-out items"}
 
 
 def add(name, commit, result, run=""):
@@ -89,32 +96,39 @@ def hidden(*runs):
 
 
 def draw():
-    """Held-out success over environment turns, a line a route and seed."""
+    """Held-out success over environment turns, a panel a world, a line a route and seed."""
     kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 4.5), sharey=True)
+    panels = dict(zip(PANELS, axes))
     drawn = set()
     for name, row in kept.items():
-        seed = re.fullmatch(r"babyai_(\w+)_s(\d)", name)
-        if not seed or seed[1] not in ROUTES:
+        route, _, seed = name.rpartition("_s")
+        if route not in ROUTES or not seed.isdecimal():
             continue
-        before = kept["babyai_choose_before" if seed[1] == "choose" else "babyai_task_before"]
+        world, first, label = ROUTES[route]
+        before = kept[first]
         last = {"turns": row["environment_turns"], "success": row["success"], "ci95": row["ci95"]}
-        points = [{"turns": 0, **before}, *(row.get("held_out") or [last])]
-        points[0]["turns"] = 0
+        points = [p for p in row.get("held_out") or [last]  # those on all items
+                  if len(p.get("items", row["items"])) == len(before["items"])]
+        points.insert(0, {**before, "turns": 0})
         values = [p["success"] for p in points]
         bars = [[v - p["ci95"][0] for v, p in zip(values, points)],
                 [p["ci95"][1] - v for v, p in zip(values, points)]]
-        place = [*ROUTES].index(seed[1])
-        axes.errorbar([p["turns"] for p in points], values, bars, capsize=3, marker="o",
-                      color=f"C{place}", linestyle=["-", "--"][int(seed[2]) % 2],
-                      label=ROUTES[seed[1]] if place not in drawn else None)
-        drawn.add(place)
+        panels[world].errorbar(
+            [p["turns"] for p in points], values, bars, capsize=3, marker="o",
+            color=f"C{[*ROUTES].index(route)}", linestyle=["-", "--"][int(seed) % 2],
+            label=label if route not in drawn else None)
+        drawn.add(route)
         print(f"{name:22}", ", ".join(f"{p['turns']:.0f} turns {p['success']:.3f} "
-                                      f"[{p['ci95'][0]:.3f}, {p['ci95'][1]:.3f}]" for p in points))
-    axes.axhline(0.297, color="grey", linestyle=":", label="random policy")
-    axes.set(xlabel="environment turns", ylabel="success on 250 held-out items", ylim=(0, 1))
-    axes.set_title("SmolLM2-135M, go-to levels, no demonstration (dashed: seeds 1, 3)", fontsize=11)
-    axes.legend(loc="lower right", fontsize=9)
+                                      f"[{p['ci95'][0]:.3f}, {p['ci95'][1]:.3f}]" for p in points),
+              "; item by item", report.difference_over_items({0: row["items"]},
+                                                             {0: before["items"]}))
+    panels["babyai"].axhline(0.297, color="grey", linestyle=":", label="random policy")
+    for world, ax in panels.items():
+        ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
+        ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=9)
+    axes[0].set_ylabel("success (dashed: odd seeds)")
+    figure.suptitle("SmolLM2-135M without a demonstration", fontsize=12)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)
 
