@@ -27,8 +27,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs import AgentError, Env, EnvError, Step, close_quietly, load_function, read_settings
-from envs import split_item
+from envs import AgentError, Env, EnvError, Step, UserError, close_quietly, load_function
+from envs import read_settings, split_item
 from models.packed import common_prefix_length
 from models.template import MARK, MARKS, Tokenizer, try_template, write
 from worlds import goal_line
@@ -310,12 +310,17 @@ class Play:
 
     def step(self, action: str) -> Step:
         """Let the environment take an action. Its reward is the last reply's."""
-        return self._of_environment(lambda: self._credited(self.env.step(action)))
+        return self._of_environment(lambda: self._credited(self.skip(action)))
 
     def skip(self, action: str) -> Step:
         """Let the environment take an action that no reply has chosen. Its reward is not
         counted."""
-        return self._of_environment(lambda: self.env.step(action))
+        if not self.began:
+            raise AgentError("the agent acts before it calls play.reset()")
+        step = self._of_environment(lambda: self.env.step(action))
+        if not isinstance(step, Step):
+            raise UserError(f"{type(self.env).__qualname__}.step returned {step!r:.40}, no Step")
+        return step
 
     def earn(self, reward: float, success: bool | None = None) -> None:
         """Credit a reward to the last reply. After `reset`, success and score stay the
@@ -397,7 +402,7 @@ class Play:
             if not self.turns:
                 raise AgentError("the agent has ended the episode before the first reply") from None
             return None
-        except EnvError:
+        except (EnvError, UserError):
             raise
         except (Exception, SystemExit) as e:
             raise AgentError(f"the agent failed: {type(e).__name__}: {e}") from e

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 import algos
 import rl
-from envs import ABOVE_0, NOT_NEGATIVE, flag, load_function
+from envs import ABOVE_0, NOT_NEGATIVE, UserError, flag, load_function
 from metrics import explained_variance
 from models.packed import common_prefix_length
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
@@ -339,6 +339,11 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
             policy, part["ids"], mask | part["observed"] if observed else mask,
             settings.temperature, settings.entropy_coef > 0, part.get("allowed"))
     loss, stats, *others = settings.loss_function(part | {"logprobs": logp})
+    if loss.shape != mask.shape:  # it would be summed all the same
+        raise UserError(f"--loss {settings.loss} has to return the loss of each token, [B, T]")
+    # A loss need not count them.
+    approx_kl = algos.kl(part["old_logprobs"], logp.detach(), "k3", mask).sum()
+    stats = {"tokens": mask.sum(), "approx_kl": approx_kl} | stats
     stats["gap"] = ((logp.detach() - part["old_logprobs"]) * mask).abs().sum()
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], settings.kl_type, mask)

@@ -203,6 +203,26 @@ def test_the_ratio_of_a_turn_may_be_that_of_one_segment(tmp_path):
     assert row["segments"] == row["turns"] and row["grad_norm"] > 0
 
 
+OWN = """
+def plain(part):
+    return -part["logprobs"] * part["advantages"], {}
+
+def mean(part):
+    return plain(part)[0].mean(), {}
+"""
+
+
+def test_a_loss_of_ones_own_need_not_count_and_a_mean_is_refused(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    flags = (*SMALL, "--steps", "1", "--minibatches", "1", "--out", tmp_path / "r")
+    completed(*flags, "--loss", f"{file}:plain")
+    (row,) = metrics(tmp_path / "r")
+    assert row["logprob_gap"] < 1e-5 and row["kl"] > 0
+    shutil.rmtree(tmp_path / "r")
+    assert "own.py:mean has to return" in refused(*flags, "--loss", f"{file}:mean")
+
+
 # ---- credit by state ----
 
 

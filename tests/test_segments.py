@@ -503,8 +503,13 @@ def early(play):
     yield [user("Go.")]
 
 
+def hasty(play):
+    play.step("look")
+    yield [user("Go.")]
+
+
 @pytest.mark.parametrize("function, says", [
-    (yields([{"role": "user", "content": None}]), "TypeError"),
+    (yields([{"role": "user", "content": None}]), "TypeError"), (hasty, "play.reset"),
     (yields([user("Go.")], KeyError("a bug")), "KeyError: 'a bug'"),
     (yields(), "before the first reply"), (early, "belongs to no reply"),
     (yields([]), "the last message"), (yields([assistant("I went.")]), "the last message")])
