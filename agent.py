@@ -317,10 +317,7 @@ class Play:
         counted."""
         if not self.began:
             raise AgentError("the agent acts before it calls play.reset()")
-        step = self._of_environment(lambda: self.env.step(action))
-        if not isinstance(step, Step):
-            raise UserError(f"{type(self.env).__qualname__}.step returned {step!r:.40}, no Step")
-        return step
+        return self._of_environment(lambda: self.env.step(action))
 
     def earn(self, reward: float, success: bool | None = None) -> None:
         """Credit a reward to the last reply. After `reset`, success and score stay the
@@ -347,10 +344,6 @@ class Play:
         """What was earned so far does not count: the episode is going to be played again."""
         self.forgets = True
         self.turn = replace(self.turn, reward=0.0)
-
-    def valid_actions(self) -> list[str]:
-        """`Env.valid_actions`."""
-        return self._of_environment(self.env.valid_actions)
 
     def replies(self) -> list[str]:
         """The replies of `Env.choices`, for a `Choice`."""

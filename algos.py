@@ -253,17 +253,15 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     logprobs, old_logprobs [B, T] float, mask [B, T] bool, advantages [B, T], or [B, 1] for one per
     trajectory -> per-token loss [B, T] (pass it to `aggregate`) and stats.
     stats: 0-d detached tensors, *sums* over the sampled tokens, so that they can be added over
-    micro-batches and ranks; divide by stats["tokens"] at the end:
-    "clip_fraction" (tokens whose gradient the clip removes), "approx_kl" (the k3 estimate of
-    KL(old || new)).
+    micro-batches and ranks: "clip_fraction", the tokens whose gradient the clip removes.
 
     >>> old, new = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 0.9, 0.1]]).log()
     >>> mask = torch.tensor([[True, True, False]])
     >>> loss, stats = policy_loss(new, old, torch.tensor([[1.0]]), mask)
     >>> loss
     tensor([[-1.0000, -1.2000,  0.0000]])
-    >>> stats["clip_fraction"] / stats["tokens"]
-    tensor(0.5000)
+    >>> stats["clip_fraction"]
+    tensor(1.)
     """
     _check_mask(mask, logprobs, old_logprobs)
     if advantages.shape not in (mask.shape, (len(mask), 1)):
@@ -277,13 +275,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     clipped_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = torch.max(-ratio * adv, -clipped_ratio * adv)
     is_clipped = -clipped_ratio * adv > -ratio * adv
-    with torch.no_grad():
-        stats = {
-            "clip_fraction": is_clipped.sum().to(ratio.dtype),
-            "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
-            "tokens": mask.sum().to(ratio.dtype),
-        }
-    return torch.where(mask, loss, 0.0), stats
+    return torch.where(mask, loss, 0.0), {"clip_fraction": is_clipped.sum().to(ratio.dtype)}
 
 
 def ppo_loss(part: dict[str, Tensor], clip_low: float = 0.2,

@@ -339,12 +339,11 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
             policy, part["ids"], mask | part["observed"] if observed else mask,
             settings.temperature, settings.entropy_coef > 0, part.get("allowed"))
     loss, stats, *others = settings.loss_function(part | {"logprobs": logp})
-    if loss.shape != mask.shape:  # it would be summed all the same
+    if loss.shape != mask.shape:  # a mean would be broadcast over all tokens
         raise UserError(f"--loss {settings.loss} has to return the loss of each token, [B, T]")
-    # A loss need not count them.
-    approx_kl = algos.kl(part["old_logprobs"], logp.detach(), "k3", mask).sum()
-    stats = {"tokens": mask.sum(), "approx_kl": approx_kl} | stats
-    stats["gap"] = ((logp.detach() - part["old_logprobs"]) * mask).abs().sum()
+    old, new = part["old_logprobs"], logp.detach()
+    stats |= {"tokens": mask.sum(), "gap": ((new - old) * mask).abs().sum(),
+              "approx_kl": algos.kl(old, new, "k3", mask).sum()}  # KL(old || new)
     if "ref_logprobs" in part:
         kl = algos.kl(logp, part["ref_logprobs"], settings.kl_type, mask)
         stats["kl"] = kl.detach().sum()

@@ -12,13 +12,13 @@ from experiments.lines import code_lines
 # Code lines of each file: the budget of the design, and the bar that holds until the file is within
 # 1.15 of its budget. A bar may be lowered, and deleted when it is reached.
 BUDGETS = {
-    "train.py": (280,), "trajectory.py": (120, 193), "agent.py": (330, 474),
+    "train.py": (280,), "trajectory.py": (120, 193), "agent.py": (330, 469),
     "rollout.py": (330, 401), "envs.py": (260, 315), "algos.py": (180,), "update.py": (310,),
     "sft.py": (210, 256), "rl.py": (230, 294), "schedule.py": (60,), "engine.py": (300,),
     "config.py": (180, 265), "checkpoint.py": (100, 116), "parallel.py": (180,),
     "metrics.py": (170,), "eval.py": (270,), "view.py": (100,), "models": (420, 519),
 }
-TOTALS = {"core": (4050, 4748), "without tests": (19_000,), "tests": (12_000,)}
+TOTALS = {"core": (4050, 4739), "without tests": (19_000,), "tests": (12_000,)}
 
 # Modules that read none of ours, so that everything may read them.
 LEAVES = ["trajectory", "algos", "schedule"]

@@ -239,7 +239,7 @@ class BabyAI(Env):
         Raises ItemError unless `item` is an int >= 0.
         """
         check_item("babyai", item)
-        # Nobody else writes these bytes.
+        # Bytes of this process's own: nothing from outside is unpickled.
         self.env, image = pickle.loads(_begin(item, self.upstream))
         self.success = False
         self.done = False
