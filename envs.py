@@ -559,7 +559,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError instead of printing the usage and exiting."""
-        for word in re.findall(r"--\w+", message.partition("unrecognized")[2]):
+        for word in re.findall(r"--(?:set )?\w+", message.partition("unrecognized")[2]):
             for known in difflib.get_close_matches(word, self._option_string_actions, 1):
                 message += f"; did you mean {known}?"
         raise ValueError(message)
