@@ -143,7 +143,7 @@ def read_state(folder: Path) -> dict:
     """A checkpoint's state. Raises ValueError or OSError unless it is as it was saved."""
     state = json.loads((folder / "state.json").read_text("utf-8"))
     if state.pop("own", "") != digest(state):
-        raise ValueError("state.json is damaged, or commit 3fc98f8 (before-4050) reads it")
+        raise ValueError("state.json is damaged, or `git checkout 3fc98f8` reads it")
     return state
 
 

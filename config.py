@@ -203,7 +203,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (ValueError, TypeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     if "plan" in found or "lam" in found:
-        raise ValueError(f"{path} is of an earlier version: commit 3fc98f8, before-4050, reads it")
+        raise ValueError(f"{path} is of an earlier version: `git checkout 3fc98f8` reads it")
     return found
 
 

@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=8 train.py --env babyai --algo grpo --model Qwen/Qwen2.5-7B-Instruct
 
 The training of AgentGym-RL (arXiv 2509.08755) with ScalingInter-RL's horizon schedule. It deviates
-from the original in three points. A turn's reward sits on the last token that the policy sampled in
-the turn; the original puts it where the loss mask is 0, so that PPO and REINFORCE++ ignore it. A
-loss has one denominator per optimizer step; in the original it is a mean of micro-batch means. An
-episode whose environment failed is left out of the statistics; in the original it counts as a
-reward of 0.
+from the original (docs/comparison.md), above all in three points. A turn's reward sits on the last
+token that the policy sampled in the turn; the original puts it where the loss mask is 0, so that
+PPO and REINFORCE++ ignore it. A loss has one denominator per optimizer step; in the original it is
+a mean of micro-batch means. An episode whose environment failed is left out of the statistics; in
+the original it counts as a reward of 0.
 """
 
 import fcntl

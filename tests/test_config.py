@@ -148,11 +148,11 @@ def test_a_run_is_not_resumed_elsewhere_or_from_an_earlier_version(tmp_path):
     with pytest.raises(ValueError, match="--env_url"):
         parse_config([*flags, "--env_url", "http://127.0.0.1:9"])
     for change, says in (({"agent_sha256": "0"}, "agent_sha256"),
-                         ({"plan": False}, "before-4050")):
+                         ({"plan": False}, "3fc98f8")):
         (tmp_path / "r/config.json").write_text(json.dumps(saved | change))
         with pytest.raises(ValueError, match=says):
             parse_config(flags)
-    with pytest.raises(ValueError, match="before-4050"):
+    with pytest.raises(ValueError, match="3fc98f8"):
         parse_eval_config(["--model", str(tmp_path / "r/final")])
 
 
