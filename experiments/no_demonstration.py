@@ -1,4 +1,4 @@
-"""SmolLM2 without a demonstration: keep and draw the rows.
+"""SmolLM2 that chooses among the actions of a world: keep and draw the rows.
 
     python experiments/no_demonstration.py add NAME COMMIT RESULT.json [RUN]
     python experiments/no_demonstration.py hidden RUN ...
@@ -43,6 +43,8 @@ ROUTES = {  # of a name -> its panel, the row before training, and how the pictu
                        "the last observation, lr 2e-5, falling to a tenth"),
     "textcraft_backward": ("textcraft", "textcraft_before",
                            "the expert plays to within k turns of the goal"),
+    "textcraft_warm": ("textcraft", "textcraft_warm_before",
+                       "the same, after 480 demonstrations (3,441 turns)"),
 }
 PANELS = {"babyai": "BabyAI's go-to levels, 250 held-out items",
           "textcraft": "TextCraft, all depths, 200 held-out items"}
@@ -128,7 +130,7 @@ def draw():
         ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
         ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=9)
     axes[0].set_ylabel("success (dashed: odd seeds)")
-    figure.suptitle("SmolLM2-135M without a demonstration", fontsize=12)
+    figure.suptitle("SmolLM2-135M chooses among the actions of a world", fontsize=12)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)
 
