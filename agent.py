@@ -331,6 +331,8 @@ class Play:
 
     def _credited(self, step: Step) -> Step:
         """Add a step to what the last reply has earned -> the step."""
+        if not isinstance(step, Step):
+            raise UserError(f"{type(self.env).__qualname__}.step returned {step!r:.40}, no Step")
         step.observation = readable(step.observation)
         if not (abs(step.reward) < 1e9 and 0 <= step.score <= 1 and 0 <= step.progress <= 1):
             raise EnvError("a reward is not below 1e9, or a score or progress is not from 0 to 1")
@@ -377,9 +379,7 @@ class Play:
         if error is None:
             self.turn = replace(self.turn, observation="", reward=0.0, valid=True, done=False)
             self.turns += reply is not None
-            self.forgets = False
-            self.kind = ""
-            self.cut = cut
+            self.forgets, self.kind, self.cut = False, "", cut
         try:
             said = self.agent.send(reply) if error is None else self.agent.throw(error)
             said, self.choices = said if isinstance(said, Choice) else (said, [])

@@ -247,6 +247,18 @@ def play_once(tiny, make, **settings):
     return t
 
 
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_a_world_that_returns_no_step_ends_the_run(tiny, is_instant):
+    class Wordy(Broken):
+        instant = is_instant
+
+        def step(self, action):
+            return "Done."
+
+    with pytest.raises(envs.UserError, match="Wordy.step returned 'Done.'"):
+        play_once(tiny, lambda: Wordy("fault", at=""))
+
+
 @pytest.mark.parametrize("how", Broken.exceptions)
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_a_failing_environment_is_an_env_error_never_a_reward(tiny, how, at):
