@@ -518,7 +518,7 @@ def hash_of_sources(agent: str, agent_args: str = "") -> str:
         where = word.rpartition(":")[0]
         if re.fullmatch(r"[\w.]+:\w+", word) and not where.endswith(".py"):  # a module's
             where = getattr(importlib.util.find_spec(where), "origin", None) or ""
-        paths += [Path(word), Path(where)]
+        paths += [Path(word), Path(where), Path(__file__).parent / f"ideas/{word}.py"]
     sources = b"".join(path.read_bytes() for path in paths if path.is_file())
     return hashlib.sha256(sources).hexdigest() if sources else ""
 
@@ -770,7 +770,7 @@ class Chat:
         """The ids of each reply that may be written, to its end; None at the end of an `Open` text:
         from there on any ids."""
         return [[*self.reply_once(text)[:-1], None] if isinstance(text, Open)
-                else self.reply_once(text) for text in dict.fromkeys(texts)]
+                else self.reply_once(text) for text in texts]
 
     def final_message(self, reply: list[int]) -> list[int]:
         """The part of a reply that the environment gets: what follows the header of the final

@@ -315,7 +315,8 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient, allowed):
             logits, unused = embeddings(hidden), None
         else:  # only the allowed columns of the head
             rows, unused = (columns - 1).clamp(min=0), columns == 0
-            logits = (embeddings.weight[rows] @ hidden[..., None]).squeeze(-1)  # [S, A]
+            # Not weight[rows]: with several threads its gradient would not repeat bit for bit.
+            logits = (nn.functional.embedding(rows, embeddings.weight) @ hidden[..., None])[..., 0]
             if embeddings.bias is not None:
                 logits = logits + embeddings.bias[rows]
             sampled = (columns == sampled[:, None] + 1).long().argmax(1)

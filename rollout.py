@@ -160,8 +160,7 @@ class Conversation:
             except EnvError:
                 raise
             except Exception as e:  # whatever the template's program raises
-                prompt = self.play.send(
-                    error=ValueError(f"cannot render the messages: {e!r}"))
+                prompt = self.play.send(error=ValueError(f"cannot render the messages: {e!r}"))
         self.new_messages = self._new_in(prompt, reply)
         if self.config.record_states and type(env).state is Env.state:
             raise UserError(f"{self.trajectory.env} does not tell its states, which --algo needs")
@@ -280,7 +279,8 @@ class Episode(Conversation):
             self.trajectory.append([token], [logprob], [entropy])
             self.pending.append(token)
             self.reply.append(token)
-            self.options = [o[1:] for o in self.options if o[:1] == [token]]
+            is_free = next_ids(self.options) is None  # and stays so to the end of the reply
+            self.options = [o[1:] for o in self.options if o[:1] == [token] and not is_free]
             if self.has_to_end(self.reply):
                 self.send_reply()
                 return True
@@ -320,7 +320,8 @@ class Episode(Conversation):
         """In the environment's thread, so that the main thread does not tokenize."""
         message = self.chat.final_message(reply[:-1] if closed else reply)
         text = self.chat.tokenizer.decode(message, skip_special_tokens=True)
-        if self.chat.opens_thought and "</think>" not in text:  # what the prompt began has no end
+        # What the prompt began has no end. A header that `final_message` has left out may end it.
+        if self.chat.opens_thought and "</think>" not in self.chat.tokenizer.decode(reply):
             text, message = "<think>\n" + text, []
         self.advance(env, text, message, closed, cut)
 

@@ -291,7 +291,7 @@ def collect_demos(run: train.Run) -> tuple[list[Trajectory], list[Trajectory]]:
     if cfg.demos and cfg.eval_every:
         held_out = expert_trajectories(cfg, chat, "test", EVAL_ITEMS, noise=0.0)
     for number, t in enumerate(demos):
-        t.group = number
+        t.group, t.choices = number, {}  # all tokens are learnt, those that were forced, too
     return demos, held_out
 
 

@@ -106,7 +106,7 @@ def training_loop(run: Run) -> None:
             began = time.perf_counter()
             horizons = horizons_at(run, step)
             items = items_of_step(run, step)
-            set_learning_rates(run, step, cfg.steps)
+            lr = set_learning_rates(run, step, cfg.steps)
 
             # Rollout: the ranks share the trajectories out while they play.
             trajectories, decoded = play_items(run, horizons, step, items, cfg.rollouts_per_item)
@@ -120,7 +120,8 @@ def training_loop(run: Run) -> None:
 
             # Advantages, over the trajectories of all ranks. Some algorithms play more episodes.
             def play(*args):
-                return play_items(run, horizons, step, *args)[0]
+                played, _ = play_items(run, horizons, step, *args)
+                return shape_rewards(played, cfg.shaping, cfg.turn_cost)
 
             batch = advantages_of(trajectories, cfg, run.device, run.reference, critic,
                                   models=run.models, play=play, columns=decoded)
@@ -132,7 +133,7 @@ def training_loop(run: Run) -> None:
 
             # Log.
             by_world = metrics.world_metrics(trajectories, horizons)
-            row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()),
+            row = {"step": step, "env": cfg.env, "horizon": max(horizons.values()), "lr": lr,
                    **metrics.rollout_metrics(trajectories), **changes, **decoded, **held_out,
                    "seconds_rollout": seconds_rollout, "seconds_update": seconds - seconds_rollout,
                    "tokens_per_second": decoded["tokens"] / seconds,
@@ -341,13 +342,14 @@ def items_of_step(run: Run, step: int) -> list[str]:
             for item in schedule.items_at(run.items[world], run.cfg.seed, step, count)]
 
 
-def set_learning_rates(run: Run, step: int, num_steps: int) -> None:
-    """Set the learning rates of the policy and the critic to their values at this step."""
+def set_learning_rates(run: Run, step: int, num_steps: int) -> float:
+    """Set the learning rates of the policy and the critic to their values at this step. -> the
+    policy's"""
     factor = schedule.lr_factor_at(step, num_steps, run.cfg.warmup_steps, run.cfg.lr_schedule)
     for name, (_, optimizer) in run.trained.items():
         lr = run.cfg.lr if name == "policy" else run.cfg.critic_lr
-        for group in optimizer.param_groups:
-            group["lr"] = lr * factor
+        optimizer.param_groups[0]["lr"] = lr * factor
+    return run.cfg.lr * factor
 
 
 def play_items(run: Run, horizons: dict[str, int], step: int, items: list[str], samples: int,

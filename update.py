@@ -123,12 +123,11 @@ class Loss(Optim):
 
 
 def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
-                  turn_cost: float = 0.0) -> None:
+                  turn_cost: float = 0.0) -> Sequence[Trajectory]:
     """Add the shaping reward (--shaping none | potential | progress) to each turn's reward and
-    subtract `turn_cost` from it. Changes `rewards` and `reward` of the trajectories in place."""
-    if shaping == "none" and not turn_cost:
-        return
-    for t in trajectories:
+    subtract `turn_cost` from it. Changes `rewards` and `reward` of the trajectories in place.
+    -> the trajectories"""
+    for t in trajectories if shaping != "none" or turn_cost else ():
         turns = len(t.progress)  # a last reply that was never answered is not a turn
         potentials = [0.0] * turns if shaping == "none" else t.progress
         extra = potential_rewards(potentials, keep=shaping == "progress")
@@ -140,6 +139,7 @@ def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
             t.reward -= turn_cost * turns
         else:
             t.reward = math.fsum(t.rewards)
+    return trajectories
 
 
 def potential_rewards(potentials: Sequence[float], keep: bool = False) -> list[float]:
@@ -232,7 +232,7 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
     for t, row in zip(trajectories, batch["advantages"].tolist()):
         t.advantage = row[: len(t.tokens)]
         if getattr(advantage, "one_a_trajectory", False):
-            t.advantage = next((a for a, sampled in zip(row, t.mask) if sampled), 0.0)
+            t.advantage = next((a for a, decided in zip(row, t.decided()) if decided), 0.0)
     return batch
 
 
@@ -383,8 +383,9 @@ def pad(rows: Sequence[Tensor]) -> Tensor:
 def collate(trajectories: Sequence[Trajectory],
             **columns: Sequence[Sequence[float] | float]) -> Batch:
     """-> {"ids" [B, T] long, "mask" [B, T] bool, "segments" [B, T] long: the number of a token's
-    segment, from 1 on, "old_logprobs" [B, T], name: [B, T] ...}, with zeros on the right. "mask"
-    leaves out tokens that were the only ones allowed. Where a token was chosen among some, there is
+    segment, from 1 on, "turns" [B, T] long: the number of a sampled token's reply, from 1 on, else
+    0, "old_logprobs" [B, T], name: [B, T] ...}, with zeros on the right. "mask" leaves out tokens
+    that were the only ones allowed, "turns" does not. Where a token was chosen among some, there is
     "allowed" [B, T, A] long: their ids plus one, 0 for none.
 
     columns: name -> for each trajectory a list of T numbers, or one number for all its tokens.
@@ -399,6 +400,7 @@ def collate(trajectories: Sequence[Trajectory],
              "mask": column([t.decided() for t in trajectories], torch.bool),
              "observed": column([t.observed() for t in trajectories], torch.bool),
              "segments": column(segments, torch.long),
+             "turns": algos.turn_numbers(column([t.mask for t in trajectories], torch.bool)) + 1,
              "old_logprobs": column([t.logprobs for t in trajectories])}
     if any(t.choices for t in trajectories):
         rows = [[i + 1 for i in ids or ()] for t in trajectories for ids in t.allowed()]

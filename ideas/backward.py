@@ -11,7 +11,8 @@ from the beginning.
     python train.py --env babyai --agent backward --agent_args "share=0.5 choose=true"
 
 mixed: k is drawn from 1 to share * horizon, for an item and a step. choose: the replies are chosen
-among the possible actions. keep, task: as in ideas/choose.py.
+among the possible actions. keep, task: as in ideas/choose.py. With --shaping the expert's progress
+is credited to the first reply: the same for all samples of an item.
 """
 
 import random

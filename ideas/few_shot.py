@@ -8,7 +8,8 @@ not trained on.
 
     python train.py --env babyai --agent few_shot --agent_args "shots=2 choose=true"
 
-choose: the replies are chosen among the possible actions, as by ideas/choose.py.
+choose: the replies are chosen among the possible actions, as by ideas/choose.py. data: the folder
+whose training items are shown, if they are not those of data/: that of --data.
 """
 
 from agent import Agent, Messages, Play, assistant, converse, readable, user
@@ -37,10 +38,11 @@ def example(play: Play, item: str) -> Messages:
     return EXAMPLES[item, play.form()]
 
 
-def agent(play: Play, shots: int = 2, choose: bool = False) -> Agent:
+def agent(play: Play, shots: int = 2, choose: bool = False, data: str = "") -> Agent:
     """The model sees the examples and the whole conversation."""
     world, _ = split_item(play.item)
-    names = [name for name in items(world, "train")[: shots + 1] if name != play.item][:shots]
+    first = items(world, "train", data or None)[: shots + 1]
+    names = [name for name in first if name != play.item][:shots]
     messages, before = play.start(), ""
     for name in names:
         first, *rest, last = example(play, name)

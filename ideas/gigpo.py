@@ -27,9 +27,9 @@ def advantage(step, gamma: float = 0.95, compare: str = "grpo") -> Tensor:
         raise UserError(f"gigpo compares by {' or '.join(COMPARE)}, not {compare}")
     function = COMPARE[compare]
     of_trajectories = function(step.outcomes, step.groups, step.valid)[:, None] * step.mask
-    return of_trajectories + turn_advantage(step.rewards, step.mask,
-                                            turns_by_state(step.trajectories), step.valid, gamma,
-                                            function)
+    turns = torch.where(step.mask, step.batch["turns"], 0) - 1
+    return of_trajectories + turn_advantage(step.rewards, turns, turns_by_state(step.trajectories),
+                                            step.valid, gamma, function)
 
 
 advantage.compares_samples = advantage.needs_states = True
@@ -50,21 +50,20 @@ def turns_by_state(trajectories: Sequence[Trajectory]) -> Tensor:
 
 
 @torch.no_grad()
-def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+def turn_returns(rewards: Tensor, turns: Tensor, gamma: float = 1.0) -> Tensor:
     """The return from each turn on: R_k = r_k + gamma R_{k+1}, where r_k is the turn's reward.
 
-    rewards [B, T] float, mask [B, T] bool -> [B, K] for at most K turns, 0 after the last turn of
-    a row. gamma discounts once per turn. Sums are rounded to five decimals, so that float32's
-    rounding does not make equal returns unequal.
+    rewards [B, T] float, turns [B, T] long, the number of each token's turn or -1 -> [B, K] for at
+    most K turns, 0 after the last turn of a row. gamma discounts once per turn. Sums are rounded to
+    five decimals, so that float32's rounding does not make equal returns unequal.
 
-    >>> mask = torch.tensor([[False, True, True, False, True]])
-    >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), mask, gamma=0.5)
+    >>> turns = torch.tensor([[-1, 0, 0, -1, 1]])
+    >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), turns, gamma=0.5)
     tensor([[2., 2.]])
     """
-    turns = algos.turn_numbers(mask)
     num_turns = int(turns.max()) + 1 if turns.numel() else 0
-    returns = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
-    row, column = mask.nonzero(as_tuple=True)
+    returns = torch.zeros(len(turns), num_turns, dtype=torch.float64, device=turns.device)
+    row, column = (turns >= 0).nonzero(as_tuple=True)
     returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
     for k in reversed(range(num_turns - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
@@ -72,7 +71,7 @@ def turn_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 @torch.no_grad()
-def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Tensor | None = None,
+def turn_advantage(rewards: Tensor, turns: Tensor, turn_groups: Tensor, valid: Tensor | None = None,
                    gamma: float = 1.0,
                    compare: Callable[..., Tensor] = algos.grpo_advantage) -> Tensor:
     """An advantage for each turn: its return, compared with the returns of its group of turns.
@@ -81,24 +80,23 @@ def turn_advantage(rewards: Tensor, mask: Tensor, turn_groups: Tensor, valid: Te
     for each (item, state of the environment before the turn) this is the step-level advantage of
     GiGPO (arXiv 2505.10978, eq. 6 to 8). With gamma < 1 an action from which success comes sooner
     is better.
-    rewards [B, T] float, mask [B, T] bool; valid [B] bool as for `grpo_advantage`. compare:
-    `grpo_advantage` or `rloo_advantage`. -> [B, T], zero outside the mask.
+    rewards, turns: see `turn_returns`; valid [B] bool as for `grpo_advantage`. compare:
+    `grpo_advantage` or `rloo_advantage`. -> [B, T], zero outside the turns.
 
-    >>> mask = torch.tensor([[True, False, True], [True, False, True]])
+    >>> turns = torch.tensor([[0, -1, 1], [0, -1, 1]])
     >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
-    >>> turn_advantage(rewards, mask, torch.tensor([[0, 1], [0, 2]]))
+    >>> turn_advantage(rewards, turns, torch.tensor([[0, 1], [0, 2]]))
     tensor([[ 0.7071,  0.0000,  0.0000],
             [-0.7071,  0.0000,  0.0000]])
     """
-    returns = turn_returns(rewards, mask, gamma)  # [B, K]
-    turns = algos.turn_numbers(mask)
-    row, column = mask.nonzero(as_tuple=True)
+    returns = turn_returns(rewards, turns, gamma)  # [B, K]
+    row, column = (turns >= 0).nonzero(as_tuple=True)
     played = torch.zeros_like(returns, dtype=torch.bool)
     played[row, turns[row, column]] = True
     of_row = played.nonzero()[:, 0]  # [N], N turns in the batch
     advantages = torch.zeros_like(returns)
     groups = turn_groups[:, :returns.shape[1]][played]
     advantages[played] = compare(returns[played], groups, None if valid is None else valid[of_row])
-    out = torch.zeros(mask.shape)
+    out = torch.zeros(turns.shape)
     out[row, column] = advantages[row, turns[row, column]]
     return out

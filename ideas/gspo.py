@@ -28,8 +28,7 @@ def loss(part, clip_low: float = 3e-4, clip_high: float = 4e-4,
                         " give --loss_args per=turn")
 
     def ratio_of(log_ratio, logp, mask):
-        turns = algos.turn_numbers(mask).clamp(min=0)  # [B, T]
-        parts = turns if per == "turn" else torch.zeros_like(turns)
+        parts = part["turns"] if per == "turn" else torch.zeros_like(part["turns"])  # [B, T]
         return (mean_of_parts(log_ratio.detach(), mask, parts) + logp - logp.detach()).exp()
 
     return algos.policy_loss(part["logprobs"], part["old_logprobs"], part["advantages"],

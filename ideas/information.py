@@ -20,6 +20,7 @@ from torch import Tensor
 import checkpoint
 import rl
 import update
+from envs import UserError
 from trajectory import Trajectory, read_trajectories, reply_spans
 from worlds import category_of
 
@@ -63,6 +64,8 @@ def item_information(trajectories: Sequence[Trajectory],
         first = {}
         for t in trajectories:
             if t.env == world and t.group not in first and any(t.mask):
+                if t.choices:
+                    raise UserError("this reads replies that were sampled among all tokens")
                 start, end = reply_spans(t.mask)[0]
                 first[t.group] = category_of(t.item), t.tokens[:start], t.tokens[start:end]
 

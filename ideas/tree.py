@@ -30,7 +30,7 @@ def advantage(step, branches: int = 2) -> Tensor:
     for b, t in enumerate(step.trajectories):
         turns = random.Random(str((t.item, t.sample, t.step))).sample(range(t.turns), t.turns)
         drawn += [(b, k) for k in turns[:branches] if step.valid[b]]
-    grown = play_on(step, [(step.trajectories[b], k) for b, k in drawn], 1)
+    grown = play_on(step, [(step.trajectories[b], k) for b, k in drawn], 1) if drawn else []
     branched = [(b, k, t.reward) for (b, k), found in zip(drawn, grown) for t in found]
 
     # The leaves: the ends of the trajectories, then those of the branches.

@@ -18,7 +18,7 @@ import algos
 
 def advantage(step, gamma: float = 1.0, normalize_std: bool = True) -> Tensor:
     """step: see `update.Gathered`. gamma: discount per turn. -> [B, T]"""
-    numbers = algos.turn_numbers(step.mask)  # [B, T], -1 outside the mask
+    numbers = torch.where(step.mask, step.batch["turns"], 0) - 1  # [B, T]
     advantages, later = torch.zeros(step.mask.shape), torch.zeros(len(step.mask))
     for k in reversed(range(int(numbers.max()) + 1)):
         in_turn = numbers == k

@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+from conftest import ROOT
+from test_agent import with_template
 
 import rl
 import update
-from agent import Choice, Open, assistant, user
+from agent import Chat, Choice, Open, assistant, user
+from config import parse_config
 from engine import Ragged
 from envs import UserError, items, make_env, split_item
 from rollout import Conversation, Rollouts, rollout
@@ -16,8 +19,9 @@ from trajectory import Trajectory, reply_spans
 TOKENIZER = rl.load_tokenizer("tiny")
 ITEMS = ["babyai_8", "babyai_50", "babyai_19", "textcraft_3"]
 KW = dict(samples=2, seed=3, max_tokens=16, action_format="plain")
-# Texts that share beginnings; after the last one the reply is free.
-TEXTS = ["go to the red ball", "go to the red box", "go", "turn left", Open("look at")]
+# Texts that share beginnings; after the open ones the reply is free, whatever else is listed.
+OPEN = Open("look at")
+TEXTS = ["go to the red ball", "go to the red box", "go", "turn left", OPEN, "look at the red ball"]
 
 
 def words(play):
@@ -75,8 +79,9 @@ def test_log_probs_and_gradients_are_those_of_a_loop_over_the_texts(model, tiny,
     some = [t for t in played if t.env == "babyai"][:3]
     replies = {tokenizer.decode(t.tokens[a:b], skip_special_tokens=True)
                for t in played for a, b in reply_spans(t.mask)}
-    assert {r for r in replies if not r.startswith("look at")} <= {*TEXTS, "yes"}
-    assert len(replies) > 3 and any(r.startswith("look at") for r in replies)
+    assert {r for r in replies if not r.startswith(OPEN)} <= {*TEXTS, "yes"}
+    assert len(replies) > 3 and any(r.startswith(OPEN) for r in replies)
+    assert len(Chat(tokenizer).options(["go", Open("go")])) == 2
 
     batch = update.collate(some)
     found = torch.zeros(batch["mask"].shape)
@@ -99,6 +104,38 @@ def test_log_probs_and_gradients_are_those_of_a_loop_over_the_texts(model, tiny,
     for a, b in zip(torch.autograd.grad(loss.double(), parameters, allow_unused=True),
                     torch.autograd.grad(expected_loss, parameters, allow_unused=True)):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_with_two_threads_the_gradients_repeat_bit_for_bit(tiny, pool):
+    part = update.collate(rollout(*tiny, pool, ITEMS[:2], 3, agent="choose", **KW | {"samples": 8}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = [torch.autograd.grad(rl.token_logprobs(
+            tiny[0], part["ids"], part["mask"], allowed=part["allowed"])[0].sum(),
+            tiny[0].get_output_embeddings().weight)[0] for _ in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_reply_with_forced_tokens_is_one_turn_and_has_one_advantage(played):
+    """"turn left" or "turn right": the first token is forced, and so may one in the middle be."""
+    batch = update.collate(played)
+    scattered = 0
+    for t, numbers in zip(played, batch["turns"]):
+        spans = reply_spans(t.mask)
+        assert [{*numbers[a:b].tolist()} for a, b in spans] == [{n + 1} for n in range(len(spans))]
+        scattered += len(reply_spans(t.decided())) != len(spans)
+    assert scattered
+    made = [Trajectory("babyai_8", "babyai", reward=float(n)) for n in range(2)]
+    for n, t in enumerate(made):
+        t.append([1, 2])
+        t.append([5, 6 + n], [0.0, -0.7], [0.0, 0.7])
+        t.choices = {2: [[5, 6], [5, 7]]}
+    cfg = parse_config(["--out", "runs/never-made", "--kl_coef", "0"])
+    update.advantages_of(made, cfg, torch.device("cpu"))
+    assert made[0].advantage == -made[1].advantage < 0
 
 
 def test_a_forced_turns_reward_counts_for_the_decision_before_it(played):
@@ -225,6 +262,15 @@ def test_the_agent_choose_plays_only_possible_actions(tiny, pool):
     free = rollout(*tiny, pool, ITEMS, 3, agent="choose", agent_args="free=true", **KW)
     alone = rollout(*tiny, pool, ITEMS, 3, agent="react", **KW)
     assert [t.tokens for t in free] == [t.tokens for t in alone]
+
+
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "qwen3_5"])
+def test_a_prompt_that_opens_a_thought_leaves_each_chosen_action_valid(tiny, pool, name):
+    tokenizer = with_template(tiny[1], (ROOT / f"tests/templates/{name}.jinja").read_text())
+    assert Chat(tokenizer).opens_thought
+    for t in rollout(tiny[0], tokenizer, pool, ITEMS, 3, agent="choose", **KW | {
+            "max_tokens": 40}):
+        assert t.valid_actions == t.turns > 0 and not t.unclosed_turns
 
 
 def test_in_searchqa_the_words_of_a_search_or_an_answer_are_free(tiny, pool):

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 import algos
 import rl
 import update
-from algos import aggregate, grpo_advantage, rloo_advantage
+from algos import aggregate, grpo_advantage, rloo_advantage, turn_numbers
 from config import parse_config
 from envs import UserError
 from ideas import distill, gagpo, gigpo, gspo, hgpo, information, tree, turns, vine
@@ -97,7 +97,7 @@ def test_shaping_and_a_discount_of_turns_do_not_go_together():
 
 def gspo_loss(logprobs, old_logprobs, advantages, mask, *clips, per="trajectory"):
     part = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages,
-            "mask": mask, "num_sampled": mask.sum(1)}
+            "mask": mask, "num_sampled": mask.sum(1), "turns": turn_numbers(mask) + 1}
     return gspo.loss(part, *clips, per=per)
 
 
@@ -176,7 +176,7 @@ def test_results_are_in_float32_or_more_and_zero_where_nothing_was_sampled(dtype
     assert loss.dtype == (F64 if dtype == F64 else torch.float32)
     assert stats["clip_fraction"] == 0
     assert loss.shape == shape and not loss.any()
-    of_turns = turn_advantage(x * 0, mask, torch.zeros(shape[0], 0, dtype=torch.long))
+    of_turns = turn_advantage(x * 0, turn_numbers(mask), torch.zeros(shape[0], 0, dtype=torch.long))
     assert of_turns.dtype == torch.float32 and torch.equal(of_turns, mask.float())
 
 
@@ -250,14 +250,14 @@ def test_the_returns_and_advantages_of_turns_equal_the_loops(gamma, compare, one
         for b, k in names:  # sum_{j >= k} gamma^(j - k) r_j
             returns[b, k] = sum(gamma ** j * rewards[b, turn].sum()
                                 for j, turn in enumerate(turns[b][k:]))
-        close(turn_returns(rewards, mask, gamma), returns)
+        close(turn_returns(rewards, turn_numbers(mask), gamma), returns)
 
         scores = [round(returns[name].item(), 9) for name in names]
         rows = scores, [groups[name].item() for name in names], [valid[b].item() for b, _ in names]
         advantages = torch.zeros(B, T, dtype=F64)
         for (b, k), advantage in zip(names, group_oracle(*rows, one)):
             advantages[b, turns[b][k]] = advantage
-        found = turn_advantage(rewards, mask, groups, valid, gamma, compare)
+        found = turn_advantage(rewards, turn_numbers(mask), groups, valid, gamma, compare)
         close(found, advantages, 1e-5)
         compared += int((advantages != 0).sum())
     assert compared > 200
@@ -274,11 +274,11 @@ def test_equal_turn_rewards_in_another_order_give_exactly_no_advantage(dtype):
     rewards[3, 4] = 0.9
     # Each first turn's return is 0.9, and no other turn is compared.
     groups = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6], [0, 7, 8]])
-    assert not turn_advantage(rewards, mask, groups).any()
-    assert len(set(turn_returns(rewards, mask)[:, 0].tolist())) == 1
+    assert not turn_advantage(rewards, turn_numbers(mask), groups).any()
+    assert len(set(turn_returns(rewards, turn_numbers(mask))[:, 0].tolist())) == 1
     rewards = torch.tensor([[0.01, 0.0, 0.05], [0.0, 0.0, 0.06]], dtype=dtype)
     mask = torch.tensor([[True, False, True]] * 2)
-    assert not turn_advantage(rewards, mask, torch.tensor([[0, 1], [0, 2]])).any()
+    assert not turn_advantage(rewards, turn_numbers(mask), torch.tensor([[0, 1], [0, 2]])).any()
 
 
 def turn_trajectory(rewards, group=0, states=(), status=Status.DONE):
@@ -400,7 +400,7 @@ def test_credit_by_turn_and_state_is_that_of_the_loops(idea, loop, plain, gamma)
 def test_hgpo_without_history_is_gigpos_part_of_the_turns():
     step = update.gather_step(TURNS)
     states = gigpo.turns_by_state(TURNS)
-    of_turns = turn_advantage(step.rewards, step.mask, states, step.valid, 0.95)
+    of_turns = turn_advantage(step.rewards, step.batch["turns"] - 1, states, step.valid, 0.95)
     torch.testing.assert_close(hgpo.advantage(step, history=0), of_turns)
 
 
@@ -482,6 +482,17 @@ def test_a_run_counts_the_turns_that_it_plays_on(tmp_path):
     for row in metrics(tmp_path / "r"):
         played = row["turns"] * row["trajectories"]
         assert row["trajectories"] <= row["continued_turns"] <= 2 * played * row["horizon"]
+    assert "--kl_in" in refused("--out", tmp_path / "r2", *TINIEST, "--algo", "vine",
+                                "--kl_coef", "0.1", "--kl_in", "reward")
+
+
+@pytest.mark.parametrize("branches", ["0", "1"])
+def test_a_cost_of_turns_is_taken_from_what_is_played_on_too(tmp_path, branches):
+    """One turn, and no success: all returns are -0.2."""
+    completed("--out", tmp_path / "r", *TINIEST, "--algo", "tree", "--algo_args",
+              f"branches={branches}", "--set", "turn_cost=0.2", "--invalid_penalty", "0")
+    played = read_trajectories(tmp_path / "r/trajectories/step_000000.jsonl")
+    assert {t.reward for t in played} == {-0.2} and not any(any(t.advantage) for t in played)
 
 
 # ---- the observations' tokens ----

@@ -96,9 +96,9 @@ def test_learning_rates_follow_their_schedule():
     cfg = SimpleNamespace(lr=0.1, critic_lr=0.2, warmup_steps=4, lr_schedule="constant")
     trained = {name: (None, torch.optim.SGD([torch.zeros(1)])) for name in ("policy", "critic")}
     for step, factor in ((0, 0.25), (1, 0.5), (3, 1.0), (50, 1.0)):
-        train.set_learning_rates(SimpleNamespace(cfg=cfg, trained=trained), step, 100)
+        lr = train.set_learning_rates(SimpleNamespace(cfg=cfg, trained=trained), step, 100)
         rates = [optimizer.param_groups[0]["lr"] for _, optimizer in trained.values()]
-        assert rates == [0.1 * factor, 0.2 * factor]
+        assert rates == [lr, 0.2 * factor] and lr == 0.1 * factor
 
 
 @pytest.mark.parametrize("text", [

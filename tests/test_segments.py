@@ -802,4 +802,4 @@ def test_the_hash_of_an_agent_is_that_of_its_files(tmp_path):
     others = map(hashed, (f"run={path}:run", "run=worlds.babyai:BabyAI",
                           "run=worlds.textcraft:TextCraft"))
     assert len({first, *others}) == 4
-    assert agent.hash_of_sources("window") == ""
+    assert agent.hash_of_sources("window") == "" != agent.hash_of_sources("choose")

@@ -75,6 +75,15 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
     assert min(learnt.values()) > 10
 
 
+def test_an_expert_that_chooses_teaches_all_its_tokens(tmp_path):
+    def learnt(name):
+        flags = ["--demos", "4", "--batch", "4", "--epochs", "1", "--agent", name]
+        completed(*SMALL, *flags, "--out", tmp_path / name, script="sft.py")
+        return read_jsonl(tmp_path / name / "metrics.jsonl")[0]["learnt_tokens"]
+
+    assert learnt("choose") == learnt("react")
+
+
 def test_only_trajectories_in_which_the_expert_succeeds_are_kept(tiny, tmp_path):
     found = sft.expert_trajectories(config_of(tmp_path), Chat(tiny[1]), "train", 10, 0.5)
     assert len(found) == 10

@@ -42,7 +42,7 @@ def test_collate_pads_on_the_right_and_repeats_one_number_over_all_tokens():
                            rewards=[[0.0, 0.0, 1.0, 0.0], [2.0], []], advantages=[3.0, 4.0, 5.0])
     rows = {"ids": [[5, 6, 7, 8], [8, 0, 0, 0]], "segments": [[1, 1, 1, 2], [1, 0, 0, 0]],
             "mask": [[False, False, True, False], [False] * 4], "observed": [[False] * 4] * 2,
-            "old_logprobs": [[0.0, 0.0, -0.5, 0.0], [0.0] * 4],
+            "turns": [[0, 0, 1, 0], [0] * 4], "old_logprobs": [[0.0, 0.0, -0.5, 0.0], [0.0] * 4],
             "rewards": [[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0]],
             "advantages": [[3.0] * 4, [4.0, 0.0, 0.0, 0.0]]}
     assert {name: x.tolist() for name, x in batch.items()} == {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from envs import UserError
 from rollout import Episode
 from trajectory import Status, Trajectory, reply_spans
 from update import Gathered
@@ -70,6 +71,8 @@ def play_on(step: Gathered, after: Sequence[tuple[Trajectory, int]],
             samples: int) -> list[list[Trajectory]]:
     """Play on `samples` times after so many turns of each recorded trajectory -> for each of them
     the trajectories whose environment did not fail."""
+    if step.rewards is not step.batch["rewards"]:
+        raise UserError("--kl_in reward does not reach the turns that are played on: use loss")
     found: list[list[Trajectory]] = [[] for _ in after]
     turns = 0
     for t in step.play([t.item for t, _ in after], samples, partial(Continuation, after)):
