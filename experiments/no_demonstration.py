@@ -70,6 +70,8 @@ def add(name, commit, result, run=""):
         row |= {"command": command_of(flags), "seed": flags["seed"], "held_out": points,
                 "seconds": round(play.seconds(metrics)),
                 "environment_turns": round(play.turns_played(metrics))}
+        if points[-1]["step"] != len(played):  # the row is that of the last evaluation
+            row = rows.load(STUDY)[name][-1] | {"held_out": points}
     rows.keep(STUDY, {name: [*map(play.training_row, metrics), row]})
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -217,7 +218,8 @@ def train_command(run, steps):
 def held_out_figures(found):
     """Of what eval.py writes: the figures that are kept, and its command."""
     config = found["config"]
-    data = f" --data {config['data']}" if config["data"] else ""
+    names = "agent", "agent_args", "action_format", "max_tokens", "data"
+    more = [word for name in names if config.get(name) for word in (f"--{name}", str(config[name]))]
     same = ("success", "score", "turns", "valid_actions", "env_error", "items")
     return {name: found[name] for name in same} | {
         "ci95": found["ci95"]["success"],
@@ -226,7 +228,7 @@ def held_out_figures(found):
         "eval_horizon": config["horizon"],
         "evaluation": f"OMP_NUM_THREADS=1 python eval.py --env {config['env']} "
                       f"--model {Path(config['model']).name} --samples {config['samples']} "
-                      f"--horizon {config['horizon']}{data}",
+                      f"--horizon {config['horizon']} {shlex.join(more)}",
     }
 
 
