@@ -125,8 +125,8 @@ def draw():
         drawn.add(route)
         print(f"{name:22}", ", ".join(f"{p['turns']:.0f} turns {p['success']:.3f} "
                                       f"[{p['ci95'][0]:.3f}, {p['ci95'][1]:.3f}]" for p in points),
-              "; item by item", report.difference_over_items({0: row["items"]},
-                                                             {0: before["items"]}))
+              "; item by item", report.difference_over_items(
+                  {0: points[-1].get("items", row["items"])}, {0: before["items"]}))
     panels["babyai"].axhline(0.297, color="grey", linestyle=":", label="random policy")
     for world, ax in panels.items():
         ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
