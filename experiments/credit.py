@@ -22,13 +22,21 @@ noise       the share of the estimate's variance that does not come from the tur
             of the trajectory and the rest of the group: both are sampled once more
 bias-free   the correlation that would be left if this noise were averaged out: below 1, the
             estimator is wrong about turns in the mean, too
-gradient    cosine of its policy gradient with the gradient under the true advantages; below the
-            table, gradient_again: of RLOO's gradient with that of the same items played again
+gradient    cosine of its policy gradient with the gradient of the same tokens under the true
+            advantages, with their noise
+
+Below the table: mixed, groups whose returns differ; large, turns with a true advantage larger than
+0.1; largest, the share of the truth's variance that one turn has; halves and gradient_halves, the
+correlation of two halves of the truth and the cosine of their gradients; gradient_again, the cosine
+of RLOO's gradient with that of the same items played again. If few groups are mixed, or one turn
+has most of the variance, the columns say little.
 
 The estimators: those of algos.ALGOS, every file of ideas/ that has an advantage (with the settings
 of VARIANTS, if it has a row there), the truth with fewer continuations, and PPO's with a critic
 that was trained for some steps on fresh trajectories of the same policy. All flags of train.py are
 flags here, too: --items_per_step 16, --rollouts_per_item 8, --horizon, --model, --data, --seed ...
+--invalid_penalty is 0: GRPO divides by the standard deviation of a group, and where nothing
+succeeds, this makes as much of a small penalty as of a success elsewhere.
 """
 
 import argparse
@@ -96,7 +104,8 @@ def parse():
     args, flags = parser.parse_known_args()
     if args.world == "draw":
         return args, None
-    defaults = ["--items_per_step", "16", "--rollouts_per_item", "8", "--kl_coef", "0"]
+    defaults = ["--items_per_step", "16", "--rollouts_per_item", "8", "--kl_coef", "0",
+                "--invalid_penalty", "0"]
     if args.world == "babyai" and "--horizon" not in flags:
         defaults += ["--horizon", "4"]
     cfg = parse_config(["--env", args.world, "--out", "runs/credit", *defaults, *flags])
@@ -215,13 +224,15 @@ def correlation(x, y):
 
 def corrected(estimate, truth, halves):
     """The correlation with the truth without its noise, from the correlation of two halves of it
-    (Spearman 1904): r / sqrt(reliability), reliability = 2 h / (1 + h)."""
-    h = max(correlation(*halves), 1e-3)
-    return correlation(estimate, truth) / math.sqrt(2 * h / (1 + h))
+    (Spearman 1904): r / sqrt(reliability), reliability = 2 h / (1 + h). nan if h is not above
+    0."""
+    h = correlation(*halves)
+    return correlation(estimate, truth) / math.sqrt(2 * h / (1 + h)) if h > 0 else math.nan
 
 
 def interval(estimate, truth, halves, groups):
-    """95 %, from a bootstrap over the groups of the turns."""
+    """95 %, from a bootstrap over the groups of the turns; nan if the truth's halves disagree in a
+    resample."""
     rng = np.random.default_rng(0)
     of_group = [np.flatnonzero(groups == g) for g in np.unique(groups)]
     found = []
@@ -296,7 +307,11 @@ def measure(args, policy, names_of):
     facts = {"trajectories": len(played), "success": float(np.mean([t.success for t in played])),
              "turns": len(truth), "prefixes": len(returns), "continuations": samples,
              "not_replayed": sum(len(own) <= samples for own in continuations.values()),
-             "std": float(truth.std()), "halves": correlation(*halves)}
+             "std": float(truth.std()), "halves": correlation(*halves),
+             "mixed": len({t.group for t in played for other in played
+                           if t.group == other.group and t.reward != other.reward}),
+             "large": int((np.abs(truth) > SIGN_FROM).sum()),
+             "largest": float(((truth - truth.mean()) ** 2).max() / len(truth) / truth.var())}
 
     # What the estimators make of the trajectories.
     wanted = estimators(args, policy.settings.record_states)
@@ -305,12 +320,14 @@ def measure(args, policy, names_of):
     estimates = {name: function(gather_step(played, play=partial(policy.play, 3),
                                             values=values[steps]))
                  for name, (function, steps) in wanted.items()}
-    of_truth = torch.zeros(len(played), max(len(t.tokens) for t in played))
-    of_turn = iter(truth)
+    of_truth = torch.zeros(3, len(played), max(len(t.tokens) for t in played))
+    of_turn = zip(truth, *halves)
     for b, t in enumerate(played):
         for start, end in reply_spans(t.mask)[: t.turns]:
-            of_truth[b, start:end] = next(of_turn)
-    true_gradient, *own_gradients = gradients(policy, step, [of_truth, *estimates.values()])
+            of_truth[:, b, start:end] = torch.tensor(next(of_turn))[:, None]
+    true_gradient, first, second, *own_gradients = gradients(
+        policy, step, [*of_truth, *estimates.values()])
+    facts["gradient_halves"] = torch.cosine_similarity(first, second, dim=0).item()
     of_batches = [gradients(policy, batch, [algos.rloo(batch)])[0]
                   for batch in (step, gather_step(companions))]
     facts["gradient_again"] = torch.cosine_similarity(*of_batches, dim=0).item()
@@ -361,14 +378,16 @@ SHOWN = {  # the row in the table -> the estimator
     "REINFORCE++": "reinforce_pp gamma=1", "REINFORCE++, gamma 0.9": "reinforce_pp gamma=0.9",
     "PPO, lambda 1, critic after 20 steps": "ppo lam=1, critic after 20 steps",
     "PPO, lambda 0.9, critic after 20 steps": "ppo lam=0.9, critic after 20 steps",
-    "GiGPO": "gigpo", "HGPO": "hgpo", "GAGPO": "gagpo",
-    "GAGPO, gamma 1, lambda 0, not normalised": "gagpo gamma=1 lam=0 normalize=false",
+    "GiGPO": "gigpo", "GiGPO, gamma 1, by RLOO": "gigpo gamma=1 compare=rloo",
+    "HGPO": "hgpo", "HGPO, gamma 1, no std": "hgpo gamma=1 normalize_std=false", "GAGPO": "gagpo",
+    "GAGPO, gamma 1, lambda 0.9, no std": "gagpo gamma=1 lam=0.9 normalize=false",
+    "GAGPO, gamma 1, lambda 0, no std": "gagpo gamma=1 lam=0 normalize=false",
+    "Tree-GRPO, 2 branches": "tree branches=2",
     "VinePPO, 2 continuations": "vine continuations=2",
     "VinePPO, 8 continuations": "vine continuations=8",
 }
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
-        "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
-        "searchqa_before": "SearchQA, before"}
+        "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before"}
 
 
 def draw():
@@ -379,16 +398,19 @@ def draw():
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
         own = [runs[run][estimator] for estimator in SHOWN.values()]
-        for axis, name in zip(axes, ("explained", "gradient")):
-            axis.plot([min(row[name], 1) for row in own], range(len(own)), "osD^v"[n],
-                      label=RUNS[run], alpha=0.8)
+        places = np.arange(len(own)) + 0.15 * (n - 1.5)
+        values = [row["corr"] for row in own]
+        bars = np.abs(np.array([row["interval"] for row in own]).T - values)
+        axes[0].errorbar(values, places, xerr=bars, fmt="osD^"[n], ms=4, lw=0.8, label=RUNS[run])
+        axes[1].plot([row["gradient"] for row in own], places, "osD^"[n], ms=5)
     for name, estimator in SHOWN.items():
         own = [runs[run][estimator] for run in runs]
-        cells = (f"{row['explained']:.2f}, {row['gradient']:.2f}" for row in own)
+        cells = (f"{row['corr']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]; "
+                 f"{row['gradient']:.2f}" for row in own)
         print(f"| {name} | {' | '.join(cells)} |")
-    axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.03, 1.03),
-                title="variance explained")
-    axes[1].set(title="cosine of the policy gradient", xlim=(-0.03, 1.03))
+    axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.2, 1.05),
+                title="correlation with the true advantage")
+    axes[1].set(title="cosine of the policy gradient", xlim=(-0.2, 1.05))
     axes[0].invert_yaxis()
     for axis in axes:
         axis.grid(alpha=0.3)
