@@ -7,8 +7,8 @@
 HGPO (arXiv 2602.22817): a state that was reached in another way is another situation, but few
 trajectories share a long history. A group of one turn, and a turn with fewer than h turns before
 it, has no A_h and no w_h. (The authors' program also leaves out levels whose A_h is 0, and weighs
-by (h + 2)^alpha: on one batch the two correlate at 0.99.) No advantage of the whole trajectory is added, as it is in GiGPO. The
-world must tell its states (`Env.state`).
+by (h + 2)^alpha: on one batch the two correlate at 0.99.) No advantage of the whole trajectory is
+added, as it is in GiGPO. The world must tell its states (`Env.state`).
 
     python train.py --algo hgpo --algo_args "gamma=0.95 history=2"
 """
