@@ -268,12 +268,12 @@ def test_a_failing_environment_is_an_env_error_never_a_reward(tiny, how, at):
     start = time.time()
     items = ["babyai_8", *(f"broken_{number}" for number in range(4))]
     good, *bad = rollout(*tiny, EnvPool(make=make), items, 2, max_tokens=8, retries=1,
-                         deadline=1 if how == "hang" else 30, action_format="plain")
+                         deadline=2 if how == "hang" else 30, action_format="plain")
     for t in bad:
         assert (t.status, t.reward, t.success) == ("env_error", 0.0, False)
         assert t.error.startswith({"fault": "fault", "hang": "timeout"}.get(how, "crash"))
     assert good.status in ("done", "horizon") and good.turns >= 1
-    assert time.time() - start < 6  # two tries of 1 s: hung environments share their deadlines
+    assert time.time() - start < 13  # two tries of 2 s: hung environments share their deadlines
 
 
 @pytest.mark.parametrize("retries, num_faults, status", [
