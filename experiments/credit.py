@@ -382,7 +382,6 @@ SHOWN = {  # the row in the table -> the estimator
     "HGPO": "hgpo", "HGPO, gamma 1, no std": "hgpo gamma=1 normalize_std=false", "GAGPO": "gagpo",
     "GAGPO, gamma 1, lambda 0.9, no std": "gagpo gamma=1 lam=0.9 normalize=false",
     "GAGPO, gamma 1, lambda 0, no std": "gagpo gamma=1 lam=0 normalize=false",
-    "Tree-GRPO, 2 branches": "tree branches=2",
     "VinePPO, 2 continuations": "vine continuations=2",
     "VinePPO, 8 continuations": "vine continuations=8",
 }
