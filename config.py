@@ -395,7 +395,7 @@ def mixture(env: str) -> dict[str, float]:
     parts = [re.fullmatch(r"(\w+)(?::(\d+(?:\.\d+)?))?", part.strip()) for part in env.split(",")]
     weights = {part[1]: float(part[2] or 1) for part in parts if part}
     if len(weights) < len(parts) or not all(weights.values()):
-        raise ValueError(f"cannot read --env '{env}'; write babyai:2,textcraft; add: envs.py new")
+        raise ValueError(f"--env '{env}': write babyai:2,textcraft; `envs.py new` adds a world")
     return weights
 
 

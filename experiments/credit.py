@@ -385,6 +385,12 @@ SHOWN = {  # the row in the table -> the estimator
     "VinePPO, 2 continuations": "vine continuations=2",
     "VinePPO, 8 continuations": "vine continuations=8",
 }
+FACTS = {  # the last rows of the table: of all trajectories of a setting
+    "groups whose returns differ; trajectories": "{mixed}; {trajectories}",
+    "turns with a true advantage beyond 0.1; turns": "{large}; {turns}",
+    "share of the largest turn in the variance": "{largest:.2f}",
+    "two halves of the truth: correlation; cosine": "{halves:.2f}; {gradient_halves:.2f}",
+}
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
         "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before"}
 
@@ -406,6 +412,10 @@ def draw():
         own = [runs[run][estimator] for run in runs]
         cells = (f"{row['corr']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]; "
                  f"{row['gradient']:.2f}" for row in own)
+        print(f"| {name} | {' | '.join(cells)} |".replace("[nan, nan]", "[none]"))
+    for name, cell in FACTS.items():
+        cells = (cell.format(**facts) if "mixed" in facts else "not kept"
+                 for facts in (found[run][-1] for run in runs))
         print(f"| {name} | {' | '.join(cells)} |")
     axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.2, 1.05),
                 title="correlation with the true advantage")

@@ -244,6 +244,10 @@ def test_examples_of_other_items_stand_before_the_own_episode(tiny, pool):
         assert shown == expected and t.turns == len(reply_spans(t.mask)) <= 2
     starts = [t.tokens[:400] for t in played if t.item in names[1:2]]
     assert starts[0] == starts[1]
+    (t, _) = rollout(*tiny, pool, names[1:2], 1, agent="few_shot",
+                     agent_args="shots=1 data=data/rooms", **KW)
+    number = split_item(items("babyai", "train", "data/rooms")[0])[1]
+    assert shown_before_the_first_reply(t)[0] == make_env("babyai").reset(number).strip()
 
 
 def test_a_model_on_a_server_cannot_choose():

@@ -605,6 +605,10 @@ def test_mutual_information_is_that_of_a_small_channel():
     close(mutual_information(torch.eye(5).log()), math.log(5))
     assert mutual_information(torch.tensor([[-7.0] * 3, [-1.0] * 3, [-90.0] * 3])) == 0.0
     assert mutual_information(torch.tensor([[-3.0]])) == 0.0
+    chosen = copy.deepcopy(TURNS[:1])
+    chosen[0].choices = {2: [[1, 2], [3, 4]]}
+    with pytest.raises(UserError, match="all tokens"):
+        information.item_information(chosen, None)
     # Items that are compared within two kinds: replies that tell the kind alone, or the item, too.
     same_kind = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) > 0
     scores = torch.where(same_kind, 0.0, NAN)

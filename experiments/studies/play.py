@@ -228,7 +228,8 @@ def held_out_figures(found):
         "eval_horizon": config["horizon"],
         "evaluation": f"OMP_NUM_THREADS=1 python eval.py --env {config['env']} "
                       f"--model {Path(config['model']).name} --samples {config['samples']} "
-                      f"--horizon {config['horizon']} {shlex.join(more)}",
+                      f"--horizon {config['horizon']} --items {len(found['items'])} "
+                      f"{shlex.join(more)}",
     }
 
 
