@@ -50,6 +50,7 @@ CREDITS = {
 # Study "oracle": label -> flags. "truth": 32 continuations of every prefix.
 ORACLES = {
     "grpo": "",
+    "rloo": "--algo rloo",
     "discount": "--algo reinforce_pp --algo_args gamma=0.9",
     "vine4": "--algo vine --algo_args continuations=4",
     "truth": "--algo vine --algo_args continuations=32",
