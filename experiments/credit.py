@@ -15,7 +15,8 @@ trajectories, and is compared with it, turn by turn (an estimate: the mean over 
 
 corr        correlation with the true advantage, corrected for the truth's own noise (divided by the
             root of its reliability, from two halves of the continuations), and its 95 % interval: a
-            bootstrap over items
+            bootstrap over items; * where the same bootstrap's interval of the difference to
+            GRPO leaves out 0
 explained   its square: the share of the true advantage's variance that the estimate explains
 sign        how often the sign is right where the true advantage is larger than 0.1
 noise       the share of the estimate's variance that does not come from the turn, but from the rest
@@ -230,9 +231,9 @@ def corrected(estimate, truth, halves):
     return correlation(estimate, truth) / math.sqrt(2 * h / (1 + h)) if h > 0 else math.nan
 
 
-def interval(estimate, truth, halves, groups):
-    """95 %, from a bootstrap over the groups of the turns; nan if the truth's halves disagree in a
-    resample."""
+def resampled(estimate, truth, halves, groups):
+    """`corrected` in each resample of a bootstrap over the groups of the turns, the same resamples
+    for every estimate; nan where the truth's halves disagree."""
     rng = np.random.default_rng(0)
     of_group = [np.flatnonzero(groups == g) for g in np.unique(groups)]
     found = []
@@ -240,7 +241,18 @@ def interval(estimate, truth, halves, groups):
         rows = np.concatenate([of_group[g] for g in rng.integers(len(of_group),
                                                                  size=len(of_group))])
         found.append(corrected(estimate[rows], truth[rows], [half[rows] for half in halves]))
+    return np.array(found)
+
+
+def interval(found):
+    """95 % of resampled values; nan if one of them is."""
     return np.percentile(found, [2.5, 97.5]).round(3).tolist()
+
+
+def differs(row):
+    """Whether the interval of the difference to GRPO leaves out 0 -> a mark."""
+    low, high = row.get("beyond_grpo", (0, 0))
+    return "*" if low > 0 or high < 0 else " "
 
 
 def once_more(trajectories, companions, continuations, functions):
@@ -335,12 +347,13 @@ def measure(args, policy, names_of):
         name: function for name, (function, steps) in wanted.items()
         if steps is None and not getattr(function, "needs_continuations", False)})
 
-    rows = []
+    rows, resamples = [], {}
     for (name, advantages), gradient in zip(estimates.items(), own_gradients):
         estimate = of_turns(played, advantages)
+        resamples[name] = resampled(estimate, truth, halves, groups)
         r = corrected(estimate, truth, halves)
         large = np.abs(truth) > SIGN_FROM
-        row = {"estimator": name, "corr": r, "interval": interval(estimate, truth, halves, groups),
+        row = {"estimator": name, "corr": r, "interval": interval(resamples[name]),
                "explained": r * r, "gradient": torch.cosine_similarity(
                    gradient, true_gradient, dim=0).item(),
                "sign": float(np.mean(np.sign(estimate[large]) == np.sign(truth[large]))),
@@ -353,6 +366,9 @@ def measure(args, policy, names_of):
             if noise < MOST_NOISE:
                 row["bias_free"] = r / math.sqrt(1 - noise)
         rows.append(row)
+    for row in rows:
+        if "grpo" in resamples:  # --only may leave it out
+            row["beyond_grpo"] = interval(resamples[row["estimator"]] - resamples["grpo"])
     return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
 
@@ -410,8 +426,8 @@ def draw():
         axes[1].plot([row["gradient"] for row in own], places, "osD^"[n], ms=5)
     for name, estimator in SHOWN.items():
         own = [runs[run][estimator] for run in runs]
-        cells = (f"{row['corr']:.2f} [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]; "
-                 f"{row['gradient']:.2f}" for row in own)
+        cells = (f"{row['corr']:.2f}{differs(row).strip()} [{row['interval'][0]:.2f}, "
+                 f"{row['interval'][1]:.2f}]; {row['gradient']:.2f}" for row in own)
         print(f"| {name} | {' | '.join(cells)} |".replace("[nan, nan]", "[none]"))
     for name, cell in FACTS.items():
         cells = (cell.format(**facts) if "mixed" in facts else "not kept"
@@ -447,8 +463,9 @@ def main(settings):
         rest = "".join(f"{row[name]:{size}.2f}" if name in row else f"{'-':>{size}}"
                        for name, size in (("noise", 5), ("bias_free", 11)))
         low, high = row["interval"]
-        print(f"{row['estimator']:{width}}  {row['corr']:5.2f}  {low:5.2f} .. {high:4.2f}"
-              f"  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  {row['gradient']:8.2f}")
+        print(f"{row['estimator']:{width}}  {row['corr']:5.2f}{differs(row)} {low:5.2f} .. "
+              f"{high:4.2f}  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  "
+              f"{row['gradient']:8.2f}")
     print(", ".join(f"{name} {value:.3g}" for name, value in facts.items()))
     if args.keep:
         weights = next(Path(rl.model_path(cfg.model)).glob("*.safetensors")).read_bytes()
