@@ -11,6 +11,8 @@ is measured only with --again. --show prints the kept rows and measures nothing.
 uniform: any of the valid actions, in worlds that list them.
 imitated: the random policy that the built-in model was trained to imitate, in worlds that it knows.
 expert: `Env.expert`, in worlds that have one. It gives up where it sees no way on.
+in_view, untried: BabyAI only. Acts on its goal where it sees it; else it turns, or goes through a
+door, at random. The second prefers what it has not done yet where it saw the same.
 
 Measuring needs a checkout that nobody edits, the extras sciworld, textworld and webarena, and
 Chromium. One entry at a time, one thread. The policies take half an hour, trainings 45 minutes.
@@ -23,6 +25,7 @@ of each task.
 import argparse
 import json
 import random
+import re
 import shutil
 import sys
 import time
@@ -41,8 +44,10 @@ from experiments.studies import play, rows  # noqa: E402
 from experiments.studies.runs import SCIWORLD_ITEMS, WEBARENA_ITEMS  # noqa: E402
 from make_items import write_set  # noqa: E402
 from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
+from worlds import goal_line  # noqa: E402
 
 STUDY = "references"
+BEGINS = {"go to": "go to", "pick up": "pickup", "open": "toggle"}  # of a goal -> of an action
 FIND_ITEMS = "runs/items/FIND"
 SCIWORLD_TASKS = {  # folder of item sets -> their tasks
     SCIWORLD_ITEMS: ("find-non-living-thing",),
@@ -57,7 +62,7 @@ class Policies(NamedTuple):
     episodes: int  # of each item
     horizon: int
     data: str = ""  # folder of item sets
-    only: str = ""  # the name of a policy
+    only: str = ""  # the names of policies
 
 
 def evaluation(flags):
@@ -85,6 +90,8 @@ REFERENCES = {
     "policies_babyai": Policies("babyai", 4, 4),
     "policies_babyai_once": Policies("babyai", 1, 4),
     "policies_rooms": Policies("babyai", 4, 10, "data/rooms"),
+    "policies_rooms_programs": Policies("babyai", 4, 10, "data/rooms", "in_view untried"),
+    "policies_rooms_programs_20": Policies("babyai", 4, 20, "data/rooms", "in_view untried"),
     "policies_levels": Policies("babyai", 1, 20, "data/levels"),
     "policies_levels_four": Policies("babyai", 4, 20, "data/levels"),
     "policies_textcraft": Policies("textcraft", 4, 8),
@@ -210,6 +217,8 @@ def measure_policies(entry):
         "imitated": lambda rng, read: draw(random_policy(env, entry.world, read), rng)[1],
         "expert": lambda rng, read: env.expert(),
     }
+    if "in_view" in entry.only:
+        policies |= {label: search_and_act(env, label == "untried") for label in entry.only.split()}
     if type(env).valid_actions is envs.Env.valid_actions:  # SearchQA and WebArena list none
         del policies["uniform"]
     if entry.world not in SLIPS:  # the built-in model was not trained on this world
@@ -218,7 +227,7 @@ def measure_policies(entry):
         del policies["expert"]
     found = {}
     for label, policy in policies.items():
-        if entry.only not in ("", label):
+        if entry.only and label not in entry.only.split():
             continue
         rng = random.Random(0)
         played = {item: [] for item in items}
@@ -265,6 +274,29 @@ def play_episode(env, item, horizon, policy, rng):
         if step.done:
             return step, turn
     return step, horizon
+
+
+def search_and_act(env, remembers):
+    """The policies in_view and, with `remembers`, untried."""
+    done = set()  # (an observation, an action)
+
+    def policy(rng, observations):
+        if len(observations) == 1:
+            done.clear()
+        parts = re.findall(r"(go to|pick up|open) (?:an?|the) (\w+)(?: (ball|box|door|key))?",
+                           goal_line(observations[0]))
+        choices = [
+            action for action in env.valid_actions() for verb, *thing in parts
+            if action.startswith(BEGINS[verb]) and {*thing} - {""} <= {*action.split()}]
+        seen = observations[-1]
+        choices = choices or [action for action in env.valid_actions()
+                              if "turn" in action or "go through" in action]
+        untried = [action for action in choices if (seen, action) not in done]
+        action = rng.choice(untried if untried and remembers else choices)
+        done.add((seen, action))
+        return action
+
+    return policy
 
 
 # ---- item sets of SciWorld's tasks ----
