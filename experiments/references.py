@@ -171,12 +171,8 @@ def measure(name, commit):
         raise RuntimeError("another commit is checked out than at the beginning")
     return {
         "command": f"OMP_NUM_THREADS=1 python experiments/references.py --only {name}",
-        "commit": commit,
-        "machine": play.machine(),
-        "seed": 0,
-        "model_sha256": model,
-        "seconds": round(time.monotonic() - begin),
-        "figures": figures,
+        "commit": commit, "machine": play.machine(), "seed": 0, "model_sha256": model,
+        "seconds": round(time.monotonic() - begin), "figures": figures,
     }
 
 
@@ -308,8 +304,7 @@ def sciworld_items(folder, *tasks):
 
     rng = random.Random(0)
     env = SciWorld()
-    train = []
-    test = {}
+    train, test = [], {}
     for task in tasks:
         first = ENDS[list(TASKS).index(task)] - TASKS[task]  # the task's first item
         env.reset(first)
