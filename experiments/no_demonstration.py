@@ -33,20 +33,18 @@ from trajectory import read_trajectories  # noqa: E402
 from worlds import goal_line  # noqa: E402
 
 STUDY = "no_demonstration"
-ROUTES = {  # of a name -> its panel, the row before training, and how the picture calls it
-    "babyai_choose": ("babyai", "babyai_choose_before", "the whole conversation, lr 5e-5"),
-    "babyai_task": ("babyai", "babyai_task_before",
-                    "the last observation, lr 3e-5, warm-up of 2 steps"),
-    "babyai_warmup": ("babyai", "babyai_task_before",
-                      "the last observation, lr 4e-5, warm-up of 10 steps"),
-    "babyai_falling": ("babyai", "babyai_task_before",
-                       "the last observation, lr 2e-5, falling to a tenth"),
-    "textcraft_backward": ("textcraft", "textcraft_before",
-                           "the expert plays to within k turns of the goal"),
-    "textcraft_warm": ("textcraft", "textcraft_warm_before",
-                       "the same, after 480 demonstrations (3,441 turns)"),
+ROUTES = {  # of a name, which begins with its panel -> the row before training, and its label
+    "babyai_choose": ("babyai_choose_before", "the whole conversation, lr 5e-5"),
+    "babyai_task": ("babyai_task_before", "the last observation, lr 3e-5, warm-up of 2 steps"),
+    "babyai_warmup": ("babyai_task_before", "the last observation, lr 4e-5, warm-up of 10 steps"),
+    "babyai_falling": ("babyai_task_before", "the last observation, lr 2e-5, falling to a tenth"),
+    "rooms_task": ("rooms_task_before", "the last observation, 8 items a step, lr 3e-5"),
+    "rooms_cost": ("rooms_task_before", "24 items a step, a cost of turns, lr 2e-5"),
+    "textcraft_backward": ("textcraft_before", "the expert plays to within k turns of the goal"),
+    "textcraft_warm": ("textcraft_warm_before", "the same, after 480 demonstrations (3,441 turns)"),
 }
 PANELS = {"babyai": "BabyAI's go-to levels, 250 held-out items",
+          "rooms": "BabyAI's rooms, 250 held-out items",
           "textcraft": "TextCraft, all depths, 200 held-out items"}
 
 
@@ -102,15 +100,15 @@ def hidden(*runs):
 def draw():
     """Held-out success over environment turns, a panel a world, a line a route and seed."""
     kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 4.5), sharey=True)
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(15, 4.5), sharey=True)
     panels = dict(zip(PANELS, axes))
     drawn = set()
     for name, row in kept.items():
         route, _, seed = name.rpartition("_s")
         if route not in ROUTES or not seed.isdecimal():
             continue
-        world, first, label = ROUTES[route]
-        before = kept[first]
+        first, label = ROUTES[route]
+        world, before = route.split("_")[0], kept[first]
         last = {"turns": row["environment_turns"], "success": row["success"], "ci95": row["ci95"]}
         points = [p for p in row.get("held_out") or [last]  # those on all items
                   if len(p.get("items", row["items"])) == len(before["items"])]
@@ -130,7 +128,7 @@ def draw():
     panels["babyai"].axhline(0.297, color="grey", linestyle=":", label="random policy")
     for world, ax in panels.items():
         ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
-        ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=9)
+        ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=8.5)
     axes[0].set_ylabel("success (dashed: odd seeds)")
     figure.suptitle("SmolLM2-135M chooses among the actions of a world", fontsize=12)
     figure.tight_layout()
