@@ -250,9 +250,9 @@ def interval(found):
 
 
 def differs(row):
-    """Whether the interval of the difference to GRPO leaves out 0 -> a mark."""
+    """"*" if the interval of the difference to GRPO leaves out 0, else ""."""
     low, high = row.get("beyond_grpo", (0, 0))
-    return "*" if low > 0 or high < 0 else " "
+    return "*" * (low > 0 or high < 0)
 
 
 def once_more(trajectories, companions, continuations, functions):
@@ -426,7 +426,7 @@ def draw():
         axes[1].plot([row["gradient"] for row in own], places, "osD^"[n], ms=5)
     for name, estimator in SHOWN.items():
         own = [runs[run][estimator] for run in runs]
-        cells = (f"{row['corr']:.2f}{differs(row).strip()} [{row['interval'][0]:.2f}, "
+        cells = (f"{row['corr']:.2f}{differs(row)} [{row['interval'][0]:.2f}, "
                  f"{row['interval'][1]:.2f}]; {row['gradient']:.2f}" for row in own)
         print(f"| {name} | {' | '.join(cells)} |".replace("[nan, nan]", "[none]"))
     for name, cell in FACTS.items():
@@ -463,7 +463,7 @@ def main(settings):
         rest = "".join(f"{row[name]:{size}.2f}" if name in row else f"{'-':>{size}}"
                        for name, size in (("noise", 5), ("bias_free", 11)))
         low, high = row["interval"]
-        print(f"{row['estimator']:{width}}  {row['corr']:5.2f}{differs(row)} {low:5.2f} .. "
+        print(f"{row['estimator']:{width}}  {row['corr']:5.2f}{differs(row):1} {low:5.2f} .. "
               f"{high:4.2f}  {row['explained']:9.2f}  {row['sign']:4.2f}  {rest}  "
               f"{row['gradient']:8.2f}")
     print(", ".join(f"{name} {value:.3g}" for name, value in facts.items()))

@@ -47,7 +47,8 @@ from make_tiny import SLIPS, draw, random_policy, world  # noqa: E402
 from worlds import goal_line  # noqa: E402
 
 STUDY = "references"
-BEGINS = {"go to": "go to", "pick up": "pickup", "open": "toggle"}  # of a goal -> of an action
+# What a goal of BabyAI begins with -> what an action for it begins with.
+BEGINS = {"go to": "go to", "pick up": "pickup", "open": "toggle"}
 FIND_ITEMS = "runs/items/FIND"
 SCIWORLD_TASKS = {  # folder of item sets -> their tasks
     SCIWORLD_ITEMS: ("find-non-living-thing",),
@@ -62,7 +63,7 @@ class Policies(NamedTuple):
     episodes: int  # of each item
     horizon: int
     data: str = ""  # folder of item sets
-    only: str = ""  # the names of policies
+    only: str = ""  # the names of some policies
 
 
 def evaluation(flags):
@@ -212,9 +213,11 @@ def measure_policies(entry):
         "uniform": lambda rng, read: rng.choice(env.valid_actions()),
         "imitated": lambda rng, read: draw(random_policy(env, entry.world, read), rng)[1],
         "expert": lambda rng, read: env.expert(),
+        "in_view": search_and_act(env, remembers=False),
+        "untried": search_and_act(env, remembers=True),
     }
-    if "in_view" in entry.only:
-        policies |= {label: search_and_act(env, label == "untried") for label in entry.only.split()}
+    if entry.world != "babyai":
+        del policies["in_view"], policies["untried"]
     if type(env).valid_actions is envs.Env.valid_actions:  # SearchQA and WebArena list none
         del policies["uniform"]
     if entry.world not in SLIPS:  # the built-in model was not trained on this world
@@ -273,20 +276,19 @@ def play_episode(env, item, horizon, policy, rng):
 
 
 def search_and_act(env, remembers):
-    """The policies in_view and, with `remembers`, untried."""
-    done = set()  # (an observation, an action)
+    """The policies in_view and, with `remembers`, untried: `policy(rng, observations)`, as for
+    `play_episode`."""
+    done = set()  # (an observation, the action taken there), in this episode
 
     def policy(rng, observations):
         if len(observations) == 1:
             done.clear()
         parts = re.findall(r"(go to|pick up|open) (?:an?|the) (\w+)(?: (ball|box|door|key))?",
                            goal_line(observations[0]))
-        choices = [
-            action for action in env.valid_actions() for verb, *thing in parts
-            if action.startswith(BEGINS[verb]) and {*thing} - {""} <= {*action.split()}]
-        seen = observations[-1]
-        choices = choices or [action for action in env.valid_actions()
-                              if "turn" in action or "go through" in action]
+        possible, seen = env.valid_actions(), observations[-1]
+        choices = [action for action in possible for verb, *thing in parts
+                   if action.startswith(BEGINS[verb]) and {*thing} - {""} <= {*action.split()}]
+        choices = choices or [a for a in possible if "turn" in a or "go through" in a]
         untried = [action for action in choices if (seen, action) not in done]
         action = rng.choice(untried if untried and remembers else choices)
         done.add((seen, action))

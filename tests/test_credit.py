@@ -212,7 +212,7 @@ def test_more_continuations_are_nearer_to_the_truth_and_estimates_have_noise(mea
     assert few["corr"] < many["corr"] and few["gradient"] < many["gradient"]
     assert many["corr"] > rows["grpo"]["corr"]
     # The difference is resampled with the same items for both.
-    assert rows["grpo"]["beyond_grpo"] == [0, 0] and credit.differs(rows["grpo"]) == " "
+    assert rows["grpo"]["beyond_grpo"] == [0, 0] and credit.differs(rows["grpo"]) == ""
     assert many["beyond_grpo"][0] > 0 and credit.differs(many) == "*"
     # With the truth as estimate nothing else is sampled: GRPO's noise is the rest of the group.
     assert 0 < rows["grpo"]["noise"] < 1
