@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from parallel import gather, of_rank_0, ranks
+from parallel import gather, of_rank_0
 from rl import Trained, full_state_dict
 
 # These modules warn that torch.distributed is not initialized. A single process does without it.
@@ -57,17 +57,19 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     """
     folder, partial = Path(folder), Path(f"{folder}.partial")
     weights = full_state_dict(model, dtype)
-    if ranks()[0] == 0:
+
+    def write_policy():
         shutil.rmtree(partial, ignore_errors=True)
         with torch.device("meta"):  # the plain class has neither FSDP's nor peft's wrappers
             plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
         plain.generation_config = model.generation_config
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
-    del weights
+
+    of_rank_0(write_policy)  # before any rank adds to the folder, which may be an old one
+    weights = None  # their memory is free before the rest is copied
     if state is not None:
-        has_stepped = any(optimizer.state for _, optimizer in trained.values())
-        tensors, numbers = training_state(trained, has_stepped)
+        tensors, numbers = training_state(trained, any(opt.state for _, opt in trained.values()))
         # A rank copies its part of a file's tensors to the CPU before it writes the file.
         files = {name: 1 + place // 32 for place, name in enumerate(tensors)}
         try:
