@@ -39,6 +39,7 @@ ROUTES = {  # of a name, which begins with its panel -> the row before training,
     "babyai_warmup": ("babyai_task_before", "the last observation, lr 4e-5, warm-up of 10 steps"),
     "babyai_falling": ("babyai_task_before", "the last observation, lr 2e-5, falling to a tenth"),
     "rooms_task": ("rooms_task_before", "the last observation, lr 3e-5, falling to a tenth"),
+    "rooms_warm": ("rooms_warm_before", "the same, after 240 demonstrations (1,016 turns)"),
     "textcraft_backward": ("textcraft_before", "the expert plays to within k turns of the goal"),
     "textcraft_warm": ("textcraft_warm_before", "the same, after 480 demonstrations (3,441 turns)"),
 }
