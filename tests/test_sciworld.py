@@ -220,6 +220,25 @@ def test_a_reset_of_one_world_changes_no_reply_of_another(world):
     other.close()
 
 
+@pytest.mark.parametrize("item, actions", [
+    (3599, ["pick up banana", "pick up orange box", "pick up bowl", "pick up glass jar"]),
+    (0, ["open door to hallway", "go to hallway"])])
+def test_what_is_listed_is_accepted_and_the_rest_of_the_simulators_list_is_refused(
+        world, item, actions):
+    """That rest is of things in closed cupboards, fridges and drains."""
+    def is_accepted(action):
+        world.reset(item)
+        return [world.step(each) for each in [*actions, action]][-1].valid
+
+    is_accepted("look around")
+    listed = world.valid_actions()
+    rest = set(world._call(("getValidActionObjectCombinations",))[0]) - set(listed)
+    rng = random.Random(0)
+    assert all(map(is_accepted, rng.sample(listed, 20)))
+    assert not any(map(is_accepted, rng.sample(sorted(rest), min(10, len(rest)))))
+    assert rest or item != 3599
+
+
 def test_each_world_of_a_jvm_keeps_its_own_simplifications(world):
     world.reset(0)
     easy = beside(world, simplifications="easy")

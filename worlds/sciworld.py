@@ -20,6 +20,7 @@ These things differ from the package's wrapper on purpose:
 import atexit
 import json
 import os
+import re
 import threading
 import time
 from bisect import bisect
@@ -217,9 +218,7 @@ _solvers = []  # the JVM that `solve` plays in, once there is one
 _solved = {}  # (item, simplifications, max_moves, actions so far ...) -> its solution
 
 
-def solve(
-    item: int, simplifications: str, max_moves: int, actions: Sequence[str]
-) -> list[str]:
+def solve(item: int, simplifications: str, max_moves: int, actions: Sequence[str]) -> list[str]:
     """Let the package solve an item from the state that an episode is in -> the actions.
 
     The package's solver looks at the state of a world and plays on in it. So that no episode is
@@ -297,6 +296,16 @@ def _set_search_paths(jvm):
 # ---- the environment ----
 
 
+def objects_in_reach(world: JavaObject) -> set[int]:
+    """The numbers of the objects that the simulator's parser finds: in the room and the agent's
+    inventory, but in nothing that is closed."""
+    interface = world.agentInterface().get()
+    roots = interface.getAgentVisibleObjects(False)._2(), interface.agent()
+    names = [interface.inputParser().getAllUniqueReferentsLUT(root, True, False).mkString(",")
+             for root in roots]
+    return set(map(int, re.findall(r"(\d+) ->", ",".join(names))))
+
+
 class SciWorld(Env):
     """One world at a time. Any number of environments may play at once, in threads.
 
@@ -327,7 +336,7 @@ class SciWorld(Env):
         self.plan = None
 
     def _call(self, *calls):
-        """Call methods of the world: (name, arguments ...) -> their results."""
+        """Call methods of the world, (name, arguments ...), or functions of it -> the results."""
         # Three things in the simulator belong to all worlds of a JVM. Each call starts from its own
         # world's, so that a world's texts depend on its item and its own steps alone.
         # * The random generator chooses by which of its names an object appears among the valid
@@ -345,7 +354,8 @@ class SciWorld(Env):
                     if self.active_simplifications is not None:
                         jvm.simplifier.parseSimplificationStr(self.active_simplifications)
                     jvm.simplifications = self.active_simplifications
-                results = [getattr(self.world, name)(*args) for name, *args in calls]
+                results = [call(self.world) if callable(call) else
+                           getattr(self.world, call)(*args) for call, *args in calls]
                 self.last_object_id = jvm.object_ids.count()
                 return results
         except EnvError:
@@ -392,9 +402,7 @@ class SciWorld(Env):
             raise EnvError("sciworld: step before reset")
         before = self.last
         if before.done:
-            return Step(
-                before.observation, 0.0, before.score, True, before.success, before.valid
-            )
+            return Step(before.observation, 0.0, before.score, True, before.success, before.valid)
         # Lone surrogates cannot be sent, and a line break would end py4j's command.
         action = action[:MAX_ACTION].encode("utf-8", "replace").decode("utf-8")
         action = " ".join(action.split())
@@ -427,14 +435,17 @@ class SciWorld(Env):
         return task_of(item)[0]
 
     def valid_actions(self) -> list[str]:
-        """All actions that the simulator takes now, sorted: thousands.
+        """All actions that the simulator takes now, sorted: hundreds or thousands.
 
-        The list is empty before a reset and after the end of an episode.
+        Of those that it lists itself it refuses the ones on things that are shut away. The list is
+        empty before a reset and after the end of an episode.
         """
         if self.last is None or self.last.done:
             return []
-        listed = json.loads(self._call(("getValidActionObjectCombinationsJSON",))[0])
-        return sorted({entry["action"] for entry in listed["validActions"]})
+        listed, found = self._call(("getValidActionObjectCombinationsJSON",), (objects_in_reach,))
+        return sorted({entry["action"] for entry in json.loads(listed)["validActions"]
+                       if found.issuperset(entry["obj_ids"])
+                       or entry["action"].startswith("teleport")})
 
     def action_hint(self) -> tuple[list[str], list[str]]:
         """The templates of actions, such as "open OBJ", and the names of the objects in reach."""
@@ -455,9 +466,7 @@ class SciWorld(Env):
         if self.last is None or self.last.done:
             return None
         if self.plan is None:
-            self.plan = solve(
-                self.item, self.simplifications, self.max_moves, self.actions
-            )
+            self.plan = solve(self.item, self.simplifications, self.max_moves, self.actions)
         return self.plan[0] if self.plan else None
 
     def variations(self, split: str) -> list[int]:
