@@ -437,8 +437,8 @@ class SciWorld(Env):
     def valid_actions(self) -> list[str]:
         """All actions that the simulator takes now, sorted: hundreds or thousands.
 
-        Of those that it lists itself it refuses the ones on things that are shut away. The list is
-        empty before a reset and after the end of an episode.
+        The simulator's own list also holds actions on things in closed containers, which it
+        refuses. They are left out. Before a reset and after the end of an episode: none.
         """
         if self.last is None or self.last.done:
             return []
