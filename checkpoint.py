@@ -66,7 +66,7 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
-    of_rank_0(write_policy)  # before any rank adds to the folder, which may be an old one
+    of_rank_0(write_policy)  # the other ranks wait: it clears the folder that they write to below
     weights = None  # their memory is free before the rest is copied
     if state is not None:
         tensors, numbers = training_state(trained, any(opt.state for _, opt in trained.values()))

@@ -297,8 +297,9 @@ def _set_search_paths(jvm):
 
 
 def objects_in_reach(world: JavaObject) -> set[int]:
-    """The numbers of the objects that the simulator's parser finds: in the room and the agent's
-    inventory, but in nothing that is closed."""
+    """The numbers of the objects that an action may name: those in the room and in the agent's
+    inventory, but in nothing that is closed. ScienceWorld's `InputParser.parse` looks for an
+    action's objects in these two sets."""
     interface = world.agentInterface().get()
     roots = interface.getAgentVisibleObjects(False)._2(), interface.agent()
     names = [interface.inputParser().getAllUniqueReferentsLUT(root, True, False).mkString(",")
@@ -445,7 +446,7 @@ class SciWorld(Env):
         listed, found = self._call(("getValidActionObjectCombinationsJSON",), (objects_in_reach,))
         return sorted({entry["action"] for entry in json.loads(listed)["validActions"]
                        if found.issuperset(entry["obj_ids"])
-                       or entry["action"].startswith("teleport")})
+                       or entry["action"].startswith("teleport")})  # to any room
 
     def action_hint(self) -> tuple[list[str], list[str]]:
         """The templates of actions, such as "open OBJ", and the names of the objects in reach."""
