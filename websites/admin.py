@@ -3,7 +3,7 @@
 It has no tables of its own: it works on those of the shop.
 """
 
-from websites.shop import MONTHS, STATES, TOTAL, state_tag
+from websites.shop import MONTHS, STATES, TOTAL, lines_table, state_tag
 from websites.site import (
     Site, button, choose, esc, field, form, link, links, money, pager, table,
 )
@@ -133,15 +133,8 @@ def orders(request):
 def order(request, number):
     order_id, date, state, shipping, address, tracking, note, name, email, total = request.row(
         f"select orders.id,date,state,shipping,address,tracking,note,name,email,{TOTAL} "
-        "from orders join customer on customer.id=customer where number=?",
-        number,
-    )
-    lines = [
-        [esc(product), money(price), str(amount), money(price * amount)]
-        for product, price, amount in request.rows(
-            "select name,price,amount from line where orders=? order by rowid", order_id
-        )
-    ]
+        "from orders join customer on customer.id=customer where number=?", number)
+    lines = lines_table(request, order_id, lambda product, name: esc(name))
     cancel_button = ship_form = ""
     if state in OPEN_STATES:
         cancel_button = button(f"/orders/{number}/cancel", "Cancel order", kind="danger")
@@ -155,8 +148,7 @@ def order(request, number):
         f'<p>{esc(name)}, {esc(email)}</p><p>To {esc(address)}</p>'
         f'<p>Tracking number: {esc(tracking) or "none"}</p>'
         f'<p id="note">Note: {esc(note) or "none"}</p></div>'
-        f'{table(["Product", "Price", "Quantity", "Sum"], lines)}'
-        f'<p class="price">Total {money(total)}</p></div>'
+        f'{lines}<p class="price">Total {money(total)}</p></div>'
         f'<div class="box">{cancel_button}{ship_form}{note_form}</div></div>'
     )
 

@@ -429,20 +429,21 @@ def orders(request):
     )
 
 
+def lines_table(request, order_id, product_cell):
+    """What was ordered. product_cell: the product's id and name -> a cell."""
+    lines = request.rows(
+        "select product,name,price,amount from line where orders=? order by rowid", order_id)
+    return table(["Product", "Price", "Quantity", "Sum"], [
+        [product_cell(product, name), money(price), str(amount), money(price * amount)]
+        for product, name, price, amount in lines])
+
+
 @SITE.get(r"/orders/(\d{9})")
 def order_page(request, number):
     order_id, date, state, shipping, address, tracking, total = request.row(
         f"select id,date,state,shipping,address,tracking,{TOTAL} from orders "
-        "where number=? and customer=?",
-        number, EMMA,
-    )
-    lines = request.rows(
-        "select product,name,price,amount from line where orders=? order by rowid", order_id
-    )
-    rows = [
-        [link(f"/product/{product_id}", name), money(price), str(amount), money(price * amount)]
-        for product_id, name, price, amount in lines
-    ]
+        "where number=? and customer=?", number, EMMA)
+    lines = lines_table(request, order_id, lambda product, name: link(f"/product/{product}", name))
     cancel_button = ""
     if state == "Pending":
         cancel_button = button(f"/orders/{number}/cancel", "Cancel order", kind="danger")
@@ -450,9 +451,8 @@ def order_page(request, number):
     return f"Order #{number}", (
         f'<h1>Order #{number}</h1><p>{state_tag(state)} '
         f'<span class="muted">placed on {date}</span></p>'
-        f'{table(["Product", "Price", "Quantity", "Sum"], rows)}'
-        f'<p class="price">Total {money(total)}</p><div class="box"><p>Shipping: {shipping}</p>'
-        f'<p>Delivered to {esc(address)}</p>'
+        f'{lines}<p class="price">Total {money(total)}</p>'
+        f'<div class="box"><p>Shipping: {shipping}</p><p>Delivered to {esc(address)}</p>'
         f'<p>Tracking number: {esc(tracking) or "none yet"}</p></div>{cancel_button}{again_button}'
     )
 

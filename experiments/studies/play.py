@@ -212,7 +212,7 @@ def train_command(run, steps):
     """The command that repeats the training in one piece."""
     limit = "" if "--steps" in run.flags else f" --steps {steps}"
     return (f"OMP_NUM_THREADS=1 python train.py --env {run.world} --seed {run.seed}{limit} "
-            f"{' '.join(run.flags)}")
+            f"{shlex.join(run.flags)}")
 
 
 def held_out_figures(found):

@@ -1,5 +1,6 @@
 """The runs of each study, in the order in which they are trained, listed and drawn."""
 
+import shlex
 from typing import NamedTuple
 
 from config import presets
@@ -12,11 +13,13 @@ MIDWAY = {
     "horizon": QUARTERS, "collapse": QUARTERS, "distill": QUARTERS, "credit": HALF,
     "rooms_horizon": HALF, "pretrained_horizon": HALF, "pretrained_rooms": HALF,
     "pretrained_rooms_gpu": HALF, "pretrained_rooms_36k": HALF, "oracle": (1 / 32, 1 / 8, 0.5),
+    "ideas": HALF,
 }
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with, if it is not "scaling".
-BASELINES = {"credit": "grpo", "distill": "grpo", "oracle": "grpo", "pretrained_lora": "all"}
+BASELINES = dict.fromkeys(("credit", "distill", "ideas", "oracle"), "grpo") | {
+    "pretrained_lora": "all"}
 
 # Folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -61,8 +64,18 @@ ORACLE_WORLDS = {
     "babyai": ("--data data/rooms --horizon 6", 6),
     "textcraft": ("--horizon 6", 6),
 }
+# Study "ideas": label -> flags. {data}: the folder of the world's items.
+IDEAS = {
+    "grpo": "",
+    "choose": "--agent choose",
+    "few_shot": "--agent few_shot --agent_args 'shots=2 data={data}'",
+    "guide": "--agent guide --agent_args fade=20",
+    "backward": "--agent backward --agent_args 'share=1.0 mixed=true'",
+    "backward_choose": "--agent backward --agent_args 'share=1.0 mixed=true choose=true'",
+    "echo": "--loss echo",
+}
 CREDIT_TURNS = 16_000
-CREDIT_WORLDS = {  # flags of all runs, horizon in evaluation
+CREDIT_WORLDS = {  # of this study and "ideas": flags of all runs, horizon in evaluation
     "babyai": ("--data data/rooms --horizon 3,6 --horizon_steps 20", 10),
     "textcraft": ("", 8),
 }
@@ -162,7 +175,7 @@ class Run(NamedTuple):
 
 
 def run(world, label, seed=0, flags="", **rest):
-    return Run(world, label, seed, tuple(flags.split()), **rest)
+    return Run(world, label, seed, tuple(shlex.split(flags)), **rest)
 
 
 def algorithms():
@@ -256,14 +269,15 @@ def worlds():
     return found
 
 
-def credit():
+def credit(labels=CREDITS):
     found = [run(world, "base", flags=flags, horizon=horizon)
              for world, (flags, horizon) in CREDIT_WORLDS.items()]
     for seed in range(5):
         for world, (flags, horizon) in CREDIT_WORLDS.items():
-            found += [run(world, label, seed, f"{flags} {own} --save_every 5 --set keep=1000",
-                          turns=CREDIT_TURNS, horizon=horizon)
-                      for label, own in CREDITS.items()
+            own_data = "data/rooms" if "data/rooms" in flags else "data"
+            found += [run(world, label, seed, f"{flags} {own.format(data=own_data)} --save_every 5 "
+                          "--set keep=1000", turns=CREDIT_TURNS, horizon=horizon)
+                      for label, own in labels.items()
                       if (world, label) != ("textcraft", "sequence")]
     return found
 
@@ -313,7 +327,7 @@ STUDIES = {
     "algorithms": algorithms, "horizon": horizon, "rooms_horizon": rooms_horizon,
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
     "pretrained_lora": pretrained_lora, "worlds": worlds, "transfer": transfer, "credit": credit,
-    "distill": distill, "oracle": oracle, "speedrun": speedrun,
+    "distill": distill, "ideas": lambda: credit(IDEAS), "oracle": oracle, "speedrun": speedrun,
 }
 
 
