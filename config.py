@@ -357,8 +357,8 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
         for own in saved["worlds"].values():
             started = (saved | own).get(f.name)
             if not f.metadata.get("may_change") and given.get(f.name, started) != started:
-                raise ValueError(f"{out} was started with --{f.name} {started}, not "
-                                 f"{given[f.name]}")
+                name = f"--{f.name}" if f.metadata else "agent_sha256 (of its agent's source)"
+                raise ValueError(f"{out} was started with {name} {started}, not {given[f.name]}")
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
