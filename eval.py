@@ -34,7 +34,7 @@ from transformers.utils import logging
 import envs
 import rl
 import schedule
-from agent import Chat, note_history, try_template
+from agent import Chat, hash_of_sources, note_history, try_template
 from envs import ABOVE_0, NOT_NEGATIVE, EnvError, EnvPool, flag
 from models.check import find_paths
 from models.served import ModelError, ServedModel, play_served
@@ -258,18 +258,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
-def bootstrap(values: Sequence[float] | np.ndarray, seed: int,
-              resamples: int = 10_000) -> list[float]:
+def bootstrap(values: Sequence[float] | np.ndarray, seed: int, resamples: int = 10_000,
+              is_share: bool = True) -> list[float]:
     """The 95 % interval of the mean of `values`, which has one value an item: the percentiles 2.5
     and 97.5 of the means of resampled items. resamples: a multiple of 1000.
 
-    It is a little too narrow for a handful of values. Where all are 0, or all are 1, resampling
-    would give no width: there it is Wilson's.
+    It is a little too narrow for a handful of values. Where all are equal, resampling would give no
+    width: there it is Wilson's, if they lie between 0 and 1 and not by chance (is_share).
     """
     values = np.asarray(values, float)
-    if values.min() == values.max() and values[0] in (0, 1):
-        width = 1.96**2 / (len(values) + 1.96**2)
-        return [0.0, width] if values[0] == 0 else [1 - width, 1.0]
+    if is_share and values.min() == values.max() and 0 <= values[0] <= 1:
+        p, z2 = values[0], 1.96**2 / len(values)
+        half = (p * (1 - p) * z2 + z2**2 / 4) ** 0.5
+        return [(p + z2 / 2 + side) / (1 + z2) for side in (-half, half)]
     rng = np.random.default_rng(seed)
     means = []
     for _ in range(resamples // 1000):  # a thousand at a time, to bound the memory
@@ -315,7 +316,7 @@ def summarise(trajectories: list[Trajectory], categories: dict[str, str], sample
                                 for ts in played.values() if len(ts) >= k]
 
     result = {name: float(np.mean(values)) if values else None for name, values in columns.items()}
-    result["ci95"] = {name: bootstrap(values, seed) if values else None
+    result["ci95"] = {name: bootstrap(values, seed, is_share=name != "turns") if values else None
                       for name, values in columns.items()}
     result["categories"] = {}
     kinds = [categories.get(item) for item in played]
@@ -349,6 +350,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
         model_sha256 = weights.hexdigest() if files else None
     return flags | {
         "model_sha256": model_sha256, "chat_template_sha256": template_sha256,
+        "agent_sha256": hash_of_sources(cfg.agent, cfg.agent_args),
         "items": len(items), "items_sha256": sha256("\n".join(items)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -213,7 +213,8 @@ def warn(rows: list[dict]) -> None:
 def turns_are_played(cfg: Any, rows: list[dict]) -> bool:
     """Whether `turns` is set and less than half of the last step's environment turns are left.
     cfg: has `turns`."""
-    played = [row["turns"] * row["trajectories"] + row.get("continued_turns", 0) for row in rows]
+    played = [row["turns"] * row["trajectories"] * (1 - row["env_error"])
+              + row.get("continued_turns", 0) for row in rows]
     return bool(cfg.turns and played) and cfg.turns - sum(played) < played[-1] / 2
 
 
@@ -243,6 +244,7 @@ def is_number(x: object) -> bool:
 
 
 def columns_of(name: str, columns: Iterable[str]) -> list[str]:
-    """The columns of a measure: "success" for one world, "success/babyai" and so on for several."""
+    """The columns of a measure: "success" for one world, "success/babyai" and so on for several,
+    in the same order for every measure."""
     of_worlds = [key for key in columns if key.startswith(f"{name}/")]
-    return of_worlds or [key for key in [name] if key in columns]
+    return sorted(of_worlds) or [key for key in [name] if key in columns]

@@ -282,7 +282,7 @@ def collect_demos(run: train.Run) -> tuple[list[Trajectory], list[Trajectory]]:
         if not demos:
             raise ValueError(f"{run.folder}/demos.jsonl is empty")
         return demos, held_out
-    cfg, chat = run.cfg, agent.Chat(run.tokenizer)
+    cfg, chat = run.cfg, agent.Chat(run.tokenizer, run.cfg.history)
     demos, held_out = [], []
     if cfg.trajectories:
         demos += read_demonstrations(Path(cfg.trajectories), chat, cfg)
@@ -290,7 +290,7 @@ def collect_demos(run: train.Run) -> tuple[list[Trajectory], list[Trajectory]]:
         demos += expert_trajectories(cfg, chat, "train", cfg.demos, cfg.noise)
     if cfg.demos and cfg.eval_every:
         held_out = expert_trajectories(cfg, chat, "test", EVAL_ITEMS, noise=0.0)
-    for number, t in enumerate(demos):
+    for number, t in enumerate([*demos, *held_out]):
         t.group, t.choices = number, {}  # all tokens are learnt, those that were forced, too
     return demos, held_out
 

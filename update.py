@@ -170,8 +170,9 @@ class Gathered:
 
     trajectories: Sequence[Trajectory]
     batch: Batch  # see `collate`
-    mask: Tensor  # [B, T] bool: sampled by the policy, and the environment did not fail
-    rewards: Tensor  # [B, T]
+    mask: Tensor  # [B, T] bool: chosen by the policy, and the environment did not fail
+    rewards: Tensor  # [B, T]: where no token of a turn was chosen, its reward is in the turn before
+    turn_rewards: Tensor  # [B, T]: each in its own turn, as "turns" of the batch counts them
     # [B], `Trajectory.reward`: an exactly rounded sum. The sum over a row of `rewards` would be
     # rounded by the turns in which the rewards came.
     outcomes: Tensor
@@ -189,10 +190,11 @@ class Gathered:
 
 def gather_step(trajectories: Sequence[Trajectory], **more: Any) -> Gathered:
     """The trajectories of a step as tensors. more: further fields of `Gathered`."""
-    batch = collate(trajectories, rewards=[t.credited() for t in trajectories])
+    batch = collate(trajectories, rewards=[t.credited() for t in trajectories],
+                    turn_rewards=[t.rewards for t in trajectories])
     valid = torch.tensor([t.status != "env_error" for t in trajectories])
     return Gathered(trajectories, batch, batch["mask"] & valid[:, None], batch["rewards"],
-                    outcomes=torch.tensor([t.reward for t in trajectories]),
+                    batch["turn_rewards"], outcomes=torch.tensor([t.reward for t in trajectories]),
                     groups=torch.tensor([t.group for t in trajectories]), valid=valid, **more)
 
 
@@ -218,20 +220,19 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
         if settings.kl_in == "reward":
             kl = algos.kl(batch["old_logprobs"], batch["ref_logprobs"], settings.kl_type, step.mask)
             penalty = settings.kl_coef * torch.where(step.mask, kl, 0.0)
-            step.rewards = step.rewards - penalty
+            step.rewards, step.turn_rewards = step.rewards - penalty, step.turn_rewards - penalty
             step.outcomes = step.outcomes - penalty.sum(1)
 
     if critic is not None:
         with rl.compute_in(settings.dtype, device):
             step.values = map_rows(lambda critic, part: critic(part["ids"], part["mask"]), critic,
                                    batch, settings.microbatch_tokens)
-    advantage = settings.advantage
-    batch["advantages"] = advantage(step)
+    batch["advantages"] = settings.advantage(step)
     if critic is not None:
         batch |= {"old_values": step.values, "returns": step.returns}
     for t, row in zip(trajectories, batch["advantages"].tolist()):
         t.advantage = row[: len(t.tokens)]
-        if getattr(advantage, "one_a_trajectory", False):
+        if getattr(settings.advantage, "one_a_trajectory", False):
             t.advantage = next((a for a, decided in zip(row, t.decided()) if decided), 0.0)
     return batch
 
@@ -351,8 +352,7 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
             loss = loss + settings.kl_coef * kl
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * entropy
-    objective = algos.aggregate(loss, mask, settings.aggregation, denominator,
-                                part["num_sampled"])
+    objective = algos.aggregate(loss, mask, settings.aggregation, denominator, part["num_sampled"])
     if others:  # the loss of observations
         objective = objective + algos.aggregate(others[0], part["observed"], denominator=observed)
         stats["observed"] = part["observed"].sum()
@@ -367,8 +367,7 @@ def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
     with rl.compute_in(settings.dtype, part["ids"].device):
         values = critic(part["ids"], mask)
     loss = algos.value_loss(values, part["old_values"], part["returns"], mask, settings.value_clip)
-    return algos.aggregate(loss, mask, settings.aggregation, denominator,
-                           part["num_sampled"]), {}
+    return algos.aggregate(loss, mask, settings.aggregation, denominator, part["num_sampled"]), {}
 
 
 # ---- batches and micro-batches ----

@@ -32,8 +32,7 @@ def write_page(folders: str | Path | list, most: int = 20_000,
     Raises ValueError if a folder holds no run.
     """
     folders = folders if isinstance(folders, list) else [folders]
-    name = "view.html" if len(folders) == 1 else "compare.html"
-    out = Path(out or Path(folders[0]) / name)
+    out = Path(out or Path(folders[0], "view.html" if len(folders) == 1 else "compare.html"))
     data = {"live": False, "runs": [contents(folder, most) for folder in folders]}
     for run in data["runs"]:
         if run["left_out"]:

@@ -10,6 +10,8 @@ world must tell its states (`Env.state`). Where it does not know one, V is the t
     python train.py --algo gagpo --algo_args "gamma=0.95 lam=0.95"
 """
 
+from statistics import mean
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def advantage(step, gamma: float = 0.95, lam: float = 0.95, normalize: bool = Tr
     rewards, returns, of_state = [], [], {}
     for b, t in enumerate(step.trajectories):
         spans = reply_spans(t.mask)[: len(t.states)]
-        rewards.append([step.rewards[b, start:end].sum().item() for start, end in spans])
+        rewards.append([step.turn_rewards[b, start:end].sum().item() for start, end in spans])
         to_go = [0.0]
         for reward in reversed(rewards[-1]):
             to_go.insert(0, reward + gamma * to_go[0])
@@ -34,7 +36,7 @@ def advantage(step, gamma: float = 0.95, lam: float = 0.95, normalize: bool = Tr
     for b, t in enumerate(step.trajectories):
         known = [of_state.get((t.group, state)) if state is not None else None
                  for state in t.states[: len(returns[b])]]
-        values = [sum(v) / len(v) if v else own for v, own in zip(known, returns[b])] + [0.0]
+        values = [mean(v) if v else own for v, own in zip(known, returns[b])] + [0.0]
         later = 0.0
         spans = reply_spans(t.mask)
         for k in reversed(range(len(returns[b]))):

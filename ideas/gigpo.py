@@ -27,9 +27,9 @@ def advantage(step, gamma: float = 0.95, compare: str = "grpo") -> Tensor:
         raise UserError(f"gigpo compares by {' or '.join(COMPARE)}, not {compare}")
     function = COMPARE[compare]
     of_trajectories = function(step.outcomes, step.groups, step.valid)[:, None] * step.mask
-    turns = torch.where(step.mask, step.batch["turns"], 0) - 1
-    return of_trajectories + turn_advantage(step.rewards, turns, turns_by_state(step.trajectories),
-                                            step.valid, gamma, function)
+    of_turns = turn_advantage(step.turn_rewards, step.batch["turns"] - 1,
+                              turns_by_state(step.trajectories), step.valid, gamma, function)
+    return of_trajectories + of_turns * step.mask
 
 
 advantage.compares_samples = advantage.needs_states = True

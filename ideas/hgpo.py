@@ -28,7 +28,7 @@ def advantage(step, gamma: float = 0.95, history: int = 2, alpha: float = 1.0,
         later = 0.0
         states = [(b, k) if s is None else s for k, s in enumerate(t.states)]
         for k, span in reversed(list(enumerate(reply_spans(t.mask)[: len(states)]))):
-            later = step.rewards[b, slice(*span)].sum().item() + gamma * later
+            later = step.turn_rewards[b, slice(*span)].sum().item() + gamma * later
             turns.append((b, span))
             returns.append(round(later, 5))
             pasts.append(states[: k + 1])

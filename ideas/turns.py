@@ -18,15 +18,18 @@ import algos
 
 def advantage(step, gamma: float = 1.0, normalize_std: bool = True) -> Tensor:
     """step: see `update.Gathered`. gamma: discount per turn. -> [B, T]"""
-    numbers = torch.where(step.mask, step.batch["turns"], 0) - 1  # [B, T]
+    numbers = step.batch["turns"] - 1  # [B, T]
+    rewards = step.turn_rewards.double()
     advantages, later = torch.zeros(step.mask.shape), torch.zeros(len(step.mask))
     for k in reversed(range(int(numbers.max()) + 1)):
         in_turn = numbers == k
-        later = (step.rewards * in_turn).sum(1) + gamma * later
+        later = (rewards * in_turn).sum(1) + gamma * later
         has_turn = in_turn.any(1) & step.valid
-        own = algos.grpo_advantage(later, step.groups, has_turn, normalize_std)
+        # Rounded, so that equal returns that came in another order stay equal.
+        returns = later.round(decimals=5).float()
+        own = algos.grpo_advantage(returns, step.groups, has_turn, normalize_std)
         advantages += own[:, None] * in_turn
-    return advantages
+    return advantages * step.mask
 
 
 advantage.compares_samples = True

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from types import UnionType
@@ -212,22 +213,26 @@ class Run:
         self.left_out["numbers of trajectories that are not finite"] += (
             len(numbers) - sum(map(is_number, numbers)))
         replies = [str(m.get("content")) for m in t.messages[3:] if m.get("role") == "assistant"]
-        actions = [self.replay.action(t.env, reply) for reply in replies]
-        turns = [mean_of(t.advantage[start:end]) for start, end in reply_spans(t.mask)[:t.turns]]
+        spans, chosen = reply_spans(t.mask), t.decided()
+        others = len(replies) - len(spans)  # replies that the policy did not give, as an expert's
+        actions = [self.replay.action(t.env, reply) for reply in replies if not others]
+        turns = [mean_of([*compress(t.advantage[i:j], chosen[i:j])]) for i, j in spans[:t.turns]]
         invalid = [turn for turn in t.invalid_turns if 0 < turn <= len(replies)]
-        goal = goal_of(first_observation(t.messages))
+        shown = [str(m.get("content")) for m in t.messages[2:] if m.get("role") == "user"]
+        goal = goal_of(next(filter(goal_line, shown[max(0, others)::-1]), ""))
         return {name: getattr(t, name) for name in COPIED} | {
             "category": self.replay.category(t.item),
             "reward": number_or_none(t.reward),
             "success": t.success,
             "tokens": len(t.tokens),
             "invalid": min(t.invalid_turns, default=None),
-            "invalid_action": (actions[min(invalid) - 1] or "(no action)") if invalid else "",
+            "invalid_action": (actions[min(invalid) - 1] or "(no action)"
+                               if actions and invalid else ""),
             "invalid_count": len(invalid),
-            "advantage": mean_of(turns),
+            "advantage": mean_of([x for x in turns if x is not None]),
             "invalid_advantage": (
                 mean_of([turns[k - 1] for k in invalid]) if len(turns) == t.turns else None),
-            "logprob": mean_of([x for x, sampled in zip(t.logprobs, t.mask) if sampled and x]),
+            "logprob": mean_of([*compress(t.logprobs, chosen)] if any(t.logprobs) else []),
             "goal": goal,
             "colour": compare_colours(goal, actions),
             "last_reply": " ".join(replies[-1].split())[-LAST_REPLY:] if replies else "",

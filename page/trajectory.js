@@ -230,8 +230,11 @@ function environment(trajectory, row, {start, end, turn, segment, known}, next, 
 function reply(trajectory, row, {start, end, turn}, marks) {
   const sum = (values, from, to) => values.slice(from, to).reduce((a, b) => a + b, 0);
   const reward = sum(trajectory.rewards, start, end);
-  const isFinite = !trajectory.advantage.slice(start, end).includes(null);
-  const advantage = isFinite ? sum(trajectory.advantage, start, end) / (end - start) : null;
+  // Where replies are chosen among texts, a token of log-prob 0 was the only one possible.
+  const isChoice = trajectory.choices?.[start]?.length > 0;
+  const own = trajectory.advantage.slice(start, end)
+    .filter((_, i) => !isChoice || trajectory.logprobs[start + i] !== 0);
+  const advantage = own.includes(null) || !own.length ? null : sum(own, 0) / own.length;
   const label = make("div", {className: "who"}, `turn ${turn}: reply, reward ${short(reward)}, `
     + `advantage ${signed(advantage)}`);
   const isInvalid = trajectory.invalid_turns.includes(turn);

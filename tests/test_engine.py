@@ -339,12 +339,10 @@ class Slow(Env):
     prompt = "Wait."
 
     def __init__(self, scale=1.0, hang=0.0):
-        self.scale = scale
-        self.hang = hang
+        self.scale, self.hang = scale, hang
 
     def reset(self, item):
-        self.item = item
-        self.turns = 0
+        self.item, self.turns = item, 0
         return f"Item {item}."
 
     def step(self, action):

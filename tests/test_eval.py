@@ -21,6 +21,7 @@ import envs
 import eval as evaluation
 import rl
 import train
+from agent import hash_of_sources
 from envs import EnvPool
 from eval import bootstrap, evaluate, parse_eval_config, pass_at_k, summarise
 from rollout import Rollouts, rollout
@@ -51,8 +52,9 @@ def test_the_bootstrap_interval_holds_the_truth_about_19_times_in_20():
 def test_the_bootstrap_is_a_function_of_values_and_seed_and_has_no_width_without_spread():
     values = np.random.default_rng(2).random(30)
     assert bootstrap(values, 5) == bootstrap(list(values), 5) != bootstrap(values, 6)
-    assert bootstrap([0.5] * 9, 0) == [0.5, 0.5]
-    # Wilson's interval where all are 0, or all are 1: z^2 / (n + z^2) wide.
+    assert bootstrap([1] * 9, 0, is_share=False) == [1.0, 1.0]
+    # Wilson's interval where all are equal: z^2 / (n + z^2) wide where they are 0 or 1.
+    assert bootstrap([0.5] * 9, 0) == pytest.approx([0.2265, 0.7735], abs=1e-4)
     assert bootstrap([0] * 16, 0) == pytest.approx([0.0, 0.1936], abs=1e-4)
     assert bootstrap([1] * 16, 0) == pytest.approx([0.8064, 1.0], abs=1e-4)
     # One stream of random numbers, although it is drawn in parts to bound the memory.
@@ -321,7 +323,7 @@ def test_the_number_of_slots_does_not_change_what_is_played(tiny):
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
     def flags(name):
-        return ["--items", "20", "--horizon", "2,3", "--max_tokens", "16",
+        return ["--items", "20", "--horizon", "2,3", "--max_tokens", "16", "--agent", "choose",
                 "--out", str(tmp_path / f"{name}.json"),
                 "--trajectories", str(tmp_path / f"{name}.jsonl")]
 
@@ -340,7 +342,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
         f.write('{"item": "babyai_')  # cut off in the middle of a line
     assert evaluation.main(flags("killed")) == evaluation.main(flags("whole")) == 0
     assert f"goes on from {whole} trajectories in {file}" in capsys.readouterr().err
-    assert result_of(tmp_path / "killed.json") == result_of(tmp_path / "whole.json")
+    assert (killed := result_of(tmp_path / "killed.json")) == result_of(tmp_path / "whole.json")
+    assert killed["config"]["agent_sha256"] == hash_of_sources("choose")
     for horizon in (2, 3):
         killed, uninterrupted = (
             [(t.item, t.group, t.tokens, t.mask, t.messages, t.score, t.status)
@@ -396,8 +399,7 @@ def test_an_evaluation_goes_on_with_other_slots_and_deadlines_but_nothing_else(t
     template.write_text("{{ messages[0].content }}")
     flags = ("--chat_template", str(template))
     record_of(tmp_path, *flags).add(Trajectory("babyai_1", "babyai", turns=1))
-    changed = record_of(tmp_path, *flags, "--slots", "3", "--deadline", "9")
-    assert len(changed.finished) == 1
+    assert len(record_of(tmp_path, *flags, "--slots", "3", "--deadline", "9").finished) == 1
 
     def refuses(*changes, **horizon):
         with pytest.raises(ValueError, match="is of an evaluation with another"):

@@ -292,6 +292,21 @@ def turn_trajectory(rewards, group=0, states=(), status=Status.DONE):
     return t
 
 
+def test_turns_that_end_alike_have_no_advantage_by_exactly_nothing():
+    """Equal returns that came in another order; equal trajectories; and equal ones of which some
+    were forced to their last reply: the turn before it earns what it does in the others."""
+    orders = itertools.permutations((0.03, 0.08, 0.17, 0.34))
+    step = update.gather_step([turn_trajectory(order) for order in orders])
+    assert not turns.advantage(step)[:, 2:4].any()
+    step = update.gather_step([turn_trajectory([0.1, 0.7], states=["a", "b"])] * 3)
+    assert not gagpo.advantage(step).any()
+    played = [turn_trajectory([0.0, 1.0], states=["a", str(number)]) for number in range(4)]
+    for t in played[::2]:
+        t.choices = {6: [[7, 8]]}
+    for method in gagpo, gigpo, hgpo, turns:
+        assert not method.advantage(update.gather_step(played), gamma=0.95)[:, 2:4].any()
+
+
 # Three trajectories of an item, and two of another one. The failed one has the most turns.
 TURNS = [
     turn_trajectory([0.0, 1.0], 4, ["a", "b"]),
@@ -430,7 +445,7 @@ def test_the_advantage_of_playing_on_is_the_difference_of_mean_returns():
 
     step = update.gather_step(played, play=play)
     found = vine.advantage(step, continuations=3)
-    assert step.columns["continued_turns"] > 0
+    assert step.columns["continued_turns"] > 0 < step.columns["continued_env_error"] < 1
     assert len(asked) == len(set(asked)) == 2 + 1 + 2 + 1  # the first prompts are shared
     for b, t in enumerate(played):
         values = [returns.get((t.item, tuple(t.tokens[: 4 * k + 2]))) for k in range(t.turns)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from metrics import explained_variance, held_out_summary, rollout_bar, rollout_metrics
+from metrics import turns_are_played
 from page import curves
 from trajectory import Status, Trajectory, read_objects
 
@@ -28,6 +29,7 @@ def test_failed_environments_are_left_out_of_the_metrics():
                 "reply_tokens": 1.0, "zero_gradient_groups": 2 / 3, "truncated": 0.25,
                 "env_error": 0.2, "env_error/fault": 0.2, "trajectories": 5}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert not turns_are_played(SimpleNamespace(turns=12), [row])  # 8 were, of which 2 each
     # Nothing was played: that is no success of 0.
     assert rollout_metrics([failed]) == {"env_error": 1, "env_error/fault": 1, "trajectories": 1}
 

@@ -728,8 +728,7 @@ def test_question_share_of_failures_by_a_wrong_colour(ask):
 
 def test_question_when_invalid_actions_grow_and_which(ask):
     ask.choose("group by", "invalid_action")
-    actions = column(ask.page, "first invalid action")
-    assert actions == ["(none)", "fly", "pickup blue ball 1"]
+    assert column(ask.page, "first invalid action") == ["(none)", "fly", "pickup blue ball 1"]
     label, lines = ask.lines()
     assert label.startswith("trajectories by first invalid action")
     assert lines == [pytest.approx([0, 0, 1, 2]), pytest.approx([0, 0, 1, 0])]  # not of (none)

@@ -122,8 +122,7 @@ def test_a_trajectory_depends_on_its_seed_step_item_and_sample_alone(tiny, pool,
     def again(items=ITEMS, **changes):
         return [t.to_json() for t in rollout(*tiny, pool, items, 4, **SETTINGS | changes)]
 
-    expected = [t.to_json() for t in played]
-    assert again() == expected
+    assert again() == [t.to_json() for t in played]
     tokens = [t.tokens for t in played]
     for others in (again(ITEMS[2:3]), again(slots=3), again(samples=1)):  # what is played beside it
         for t in others:
@@ -386,12 +385,10 @@ class Where(Env):
     instant = True
 
     def __init__(self, remote, in_main_thread):
-        self.remote = remote
-        self.in_main_thread = in_main_thread
+        self.remote, self.in_main_thread = remote, in_main_thread
 
     def reset(self, item):
-        self.item = item
-        self.turns = 0
+        self.item, self.turns = item, 0
         return f"Item {item}."
 
     def step(self, action):
@@ -418,8 +415,7 @@ def test_an_instant_world_is_stepped_in_the_rollouts_own_thread_and_a_remote_one
         # wait to copy the first one's prefix. No slot is idle later.
         assert sum(unfinished) - stats["busy"] == 9
     assert [t.to_json() for t in played[True]] == [t.to_json() for t in played[False]]
-    statuses = [t.status for t in played[False]]
-    assert statuses == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
+    assert [t.status for t in played[False]] == ["done"] * 6 + ["env_error"] * 2 + ["done"] * 2
 
 
 # ---- an item that is named twice in a step ----

@@ -104,8 +104,7 @@ def test_each_token_is_sampled_once_with_the_log_prob_of_its_segment_alone(
     if name == "window":  # a new segment copies the prefix that it shares
         assert stats["forwarded"] < 0.8 * sum(len(t.tokens) for t in played)
     said = attrgetter("tokens", "starts", "reward", "status")
-    hf = play(tiny, pool, name, engine="hf", slots=2)
-    assert [*map(said, hf)] == [*map(said, played)]
+    assert [*map(said, play(tiny, pool, name, engine="hf", slots=2))] == [*map(said, played)]
 
 
 def test_the_longest_segment_is_limited_and_not_the_trajectory(tiny, pool):

@@ -78,8 +78,9 @@ def test_an_experts_replies_are_learnt_and_random_ones_are_not(tiny, tmp_path):
 def test_an_expert_that_chooses_teaches_all_its_tokens(tmp_path):
     def learnt(name):
         flags = ["--demos", "4", "--batch", "4", "--epochs", "1", "--agent", name]
-        completed(*SMALL, *flags, "--out", tmp_path / name, script="sft.py")
-        return read_jsonl(tmp_path / name / "metrics.jsonl")[0]["learnt_tokens"]
+        completed(*SMALL, *flags, "--eval_every", "1", "--out", tmp_path / name, script="sft.py")
+        row = read_jsonl(tmp_path / name / "metrics.jsonl")[0]
+        return row["learnt_tokens"], row["held_out_loss"]
 
     assert learnt("choose") == learnt("react")
 

@@ -190,6 +190,18 @@ def test_all_trajectories_have_a_row_and_whole_groups_have_tokens(copied):
     assert undrawn in ([], [EVIL])  # all that can be opened have pictures
 
 
+def test_the_table_is_of_the_policys_own_replies_and_of_its_own_goal(copied):
+    """Of few_shot and backward the messages begin with episodes, or turns, of an expert."""
+    rows = played_in(copied, 2)
+    for row in rows:
+        row["messages"][2:2] = [{"role": "user", "content": "Your goal: find the grey box"},
+                                {"role": "assistant", "content": "go forward"}]
+    write_rows(copied, rows, 2)
+    table = [row for row in run_of(view.write_page(copied))["table"] if row["step"] == 2]
+    assert {row["invalid_action"] for row in table} == {""} and all(row["goal"] for row in table)
+    assert not any("grey box" in row["goal"] for row in table)
+
+
 def test_a_supervised_run_has_the_steps_of_its_files_and_counts_learnt_turns_alone(copied):
     """sft.py learns from trajectories of other steps, and not from their random actions."""
     rows = [row | {"step": 0} for row in played_in(copied, 2)]

@@ -51,8 +51,7 @@ def order_table(request, where, values, size):
     orders = request.page_of(
         f"select number,date,name,state,{TOTAL} "
         f"from orders join customer on customer.id=customer where {where} order by number desc",
-        size, *values,
-    )
+        size, *values)
     rows = [
         [link(f"/orders/{number}", f"#{number}"), date, esc(name), state_tag(state), money(total)]
         for number, date, name, state, total in orders
@@ -95,8 +94,7 @@ def dashboard(request):
         ("Customers", request.value("select count(*) from customer")),
     ]
     cards = "".join(
-        f'<div class="card"><span class="stat">{value}</span>{name}</div>' for name, value in stats
-    )
+        f'<div class="card"><span class="stat">{value}</span>{name}</div>' for name, value in stats)
     return "Dashboard", (
         f'<h1>Dashboard</h1><div class="grid">{cards}</div>'
         f'<h2>Sales by month, 2025</h2>{bars(request)}'
@@ -119,8 +117,7 @@ def orders(request):
         where += " and instr(lower(number||' '||name), lower(?))"
         values.append(request.query["q"].lstrip("#"))
     count = request.value(
-        f"select count(*) from orders join customer on customer.id=customer where {where}", *values
-    )
+        f"select count(*) from orders join customer on customer.id=customer where {where}", *values)
     states = links("/orders", "status", dict(zip(STATES, STATES)))
     return "Orders", (
         f'<h1>Orders</h1>{find_form(request, "/orders", "Find orders")}'
@@ -157,8 +154,7 @@ def order(request, number):
 def order_cancel(request, number):
     request.change(
         "update orders set state='Canceled' where number=? and state in ('Pending','Processing')",
-        number,
-    )
+        number)
     return f"/orders/{number}"
 
 
@@ -169,8 +165,7 @@ def order_ship(request, number):
         request.change(
             "update orders set state='Complete', tracking=? "
             "where number=? and state in ('Pending','Processing')",
-            tracking, number,
-        )
+            tracking, number)
     return f"/orders/{number}"
 
 
@@ -212,8 +207,7 @@ def products(request):
 @SITE.get(r"/products/(\d{1,9})")
 def product(request, number):
     product_id, sku, name, price, stock, enabled = request.row(
-        "select id,sku,name,price,stock,enabled from product where id=?", int(number)
-    )
+        "select id,sku,name,price,stock,enabled from product where id=?", int(number))
     product_form = form(
         f"/products/{product_id}", "Save product", field("name", "Name", name),
         field("price", "Price in dollars", f"{price / 100:.2f}"), field("stock", "Stock", stock),
@@ -228,8 +222,7 @@ def product(request, number):
 @SITE.post(r"/products/(\d{1,9})")
 def product_save(request, number):
     name, price, stock, enabled = request.row(
-        "select name,price,stock,enabled from product where id=?", int(number)
-    )
+        "select name,price,stock,enabled from product where id=?", int(number))
     # What the form leaves out, or what is no number, stays as it is.
     text = request.text("price", 12).lstrip("$")
     if text.replace(".", "", 1).isdecimal() and text.isascii():
@@ -274,8 +267,7 @@ def reviews(request):
     found = request.page_of(
         "select review.id,name,author,stars,title,body from review "
         "join product on product.id=product where state=? order by review.id",
-        REVIEWS_PAGE_SIZE, state,
-    )
+        REVIEWS_PAGE_SIZE, state)
     rows = []
     for review_id, product, author, stars, title, body in found:
         path = f"/reviews/{review_id}"
@@ -328,8 +320,7 @@ def sales(request):
         for month, count, total in request.rows(
             f"select substr(date,6,2),count(*),sum({TOTAL}) from orders "
             "where state!='Canceled' and date like ? group by 1",
-            year + "%",
-        )
+            year + "%")
     }
     rows = []
     for month, name in enumerate(MONTHS, 1):
@@ -348,8 +339,7 @@ def bestsellers(request):
         "select line.name,sum(amount),sum(price*amount) "
         "from line join orders on orders.id=orders where state!='Canceled' and date like ? "
         "group by product order by 2 desc, 3 desc limit 10",
-        year + "%",
-    )
+        year + "%")
     rows = [
         [str(rank), esc(name), str(amount), money(total)]
         for rank, (name, amount, total) in enumerate(found, 1)

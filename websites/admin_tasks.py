@@ -94,8 +94,7 @@ def top(db, rng):
         "select line.name from line join orders on orders.id=orders "
         "where state!='Canceled' and date like ? group by product "
         "order by sum(amount) desc, sum(price*amount) desc",
-        f"{year}%",
-    )
+        f"{year}%")
     (name,) = rows[rank - 1]
     plan = [click("link", "Bestsellers"), click("link", f"Year {year}")]
     return {"n": rank, "year": year}, exactly(name), plan, name
@@ -105,12 +104,10 @@ def top(db, rng):
 def sales(db, rng):
     year, month = db.any(
         "select distinct substr(date,1,4), substr(date,6,2) from orders "
-        "where state!='Canceled' order by 1, 2"
-    )
+        "where state!='Canceled' order by 1, 2")
     cents = db.value(
         f"select sum({TOTAL}) from orders where state!='Canceled' and date like ?",
-        f"{year}-{month}-%",
-    )
+        f"{year}-{month}-%")
     values = {"month": MONTHS[int(month) - 1], "year": year}
     plan = [click("link", "Sales report"), click("link", f"Year {year}")]
     return values, says(money(cents).strip("$")), plan, money(cents)
@@ -204,8 +201,7 @@ def note(db, rng):
 def review(db, rng):
     pending = db.rows(
         "select author,name from review join product on product.id=product "
-        "where review.state='Pending' order by review.id"
-    )
+        "where review.state='Pending' order by review.id")
     what = rng.choice(["Approve", "Delete"])
     approved = db.value("select count(*) from review where state='Approved'")
     if not pending:
@@ -223,8 +219,7 @@ def review(db, rng):
     check = shows(
         list_after,
         (reviews, "main", [f"{len(pending) - 1} pending reviews"]),
-        (f"{reviews}?status=Approved", "main", [f"{approved} approved reviews"]),
-    )
+        (f"{reviews}?status=Approved", "main", [f"{approved} approved reviews"]))
     author, _ = pending[0]
     plan = [click("link", "Reviews"), click("button", f"{what} the review by {author}")]
     return {"what": what}, check, plan

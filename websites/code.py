@@ -45,8 +45,7 @@ def fill(db, rng):
         owner = ME if project < 4 else rng.choice(WORDS.other_owners)
         db.execute(
             "insert into project(id,path,about,stars) values(?,?,?,?)",
-            (project, f"{owner}/{name}", WORDS.projects[name], count),
-        )
+            (project, f"{owner}/{name}", WORDS.projects[name], count))
         all_titles = [title.format(part) for title in WORDS.titles for part in WORDS.parts]
         titles = rng.sample(all_titles, 22)
         _fill_issues(db, rng, project, titles[:14])
@@ -69,13 +68,11 @@ def _fill_issues(db, rng, project, titles):
         assignee = rng.choice([ME, *PEOPLE, "", ""])
         db.execute(
             "insert into issue values(?,?,?,?,?,?,?,?)",
-            (project, number, title, label, state, author, assignee, _random_date(rng)),
-        )
+            (project, number, title, label, state, author, assignee, _random_date(rng)))
         for writer in rng.sample(PEOPLE, rng.choice([0, 0, 1, 2])):
             db.execute(
                 "insert into note values(?,'issues',?,?,?)",
-                (project, number, writer, rng.choice(WORDS.notes)),
-            )
+                (project, number, writer, rng.choice(WORDS.notes)))
 
 
 def _fill_merge_requests(db, rng, project, titles):
@@ -86,8 +83,7 @@ def _fill_merge_requests(db, rng, project, titles):
         reviewer = rng.choice([ME, *PEOPLE])
         db.execute(
             "insert into mr values(?,?,?,?,?,?,?,?)",
-            (project, number, "Resolve: " + title, branch, "main", state, author, reviewer),
-        )
+            (project, number, "Resolve: " + title, branch, "main", state, author, reviewer))
 
 
 def _fill_commits(db, rng, project):
@@ -100,8 +96,7 @@ def _fill_commits(db, rng, project):
         commit_hash = f"{rng.getrandbits(32):08x}"
         title = f"{rng.choice(['Fix', 'Improve', 'Rework', 'Test'])} {rng.choice(WORDS.parts)}"
         db.execute(
-            "insert into commits values(?,?,?,?,?)", (project, commit_hash, title, author, date)
-        )
+            "insert into commits values(?,?,?,?,?)", (project, commit_hash, title, author, date))
 
 
 # ---- pieces of pages ----
@@ -130,8 +125,7 @@ def project_boxes(request, where, *values, order="path"):
         "select path,about,stars+mine,"
         "(select count(*) from issue where project=project.id and state='open') "
         f"from project where {where} order by {order}",
-        *values,
-    )
+        *values)
     if not projects:
         return "<p>None.</p>"
     return "".join(
@@ -144,8 +138,7 @@ def project_boxes(request, where, *values, order="path"):
 def project_head(request, path):
     """-> (the project's id, the head of its pages). Raises NotFound for an unknown path."""
     project, about, stars, mine = request.row(
-        "select id,about,stars+mine,mine from project where path=?", path
-    )
+        "select id,about,stars+mine,mine from project where path=?", path)
     star_button = button(f"/{path}/-/star", "Unstar" if mine else "Star", kind="plain")
     parts = " ".join([
         link(f"/{path}", "Overview"),
@@ -181,8 +174,7 @@ def issue_table(request, where, *values):
     issues = request.page_of(
         "select path,number,title,label,issue.state,assignee from issue "
         f"join project on project.id=project where {where} order by path, number desc",
-        PAGE_SIZE, *values,
-    )
+        PAGE_SIZE, *values)
     rows = []
     for path, number, title, label, state, assignee in issues:
         title_link = link(f"/{path}/-/issues/{number}", title)
@@ -200,8 +192,7 @@ def merge_request_table(request, where, *values):
     found = request.rows(
         "select path,number,title,source,target,mr.state,reviewer "
         f"from mr join project on project.id=project where {where} order by path, number desc",
-        *values,
-    )
+        *values)
     rows = []
     for path, number, title, source, target, state, reviewer in found:
         title_link = link(f"/{path}/-/merge_requests/{number}", title)
@@ -219,12 +210,10 @@ def notes(request, project, kind, number, path):
     """The comments on an issue or a merge request, with the form for another one."""
     found = request.rows(
         "select author,body from note where project=? and kind=? and number=? order by rowid",
-        project, kind, number,
-    )
+        project, kind, number)
     boxes = "".join(
         f'<div class="box note"><b>{esc(author)}</b><p>{esc(body)}</p></div>'
-        for author, body in found
-    )
+        for author, body in found)
     return (
         f'<div id="notes">{boxes}</div>' + form(
             f"/{path}/-/{kind}/{number}/note", "Add comment", field("body", "Comment", kind="area"))
@@ -280,8 +269,7 @@ def overview(request, path):
     name = path.split("/")[1]
     commits = request.rows(
         "select title,author,date from commits where project=? order by date desc, rowid limit 4",
-        project,
-    )
+        project)
     rows = [[esc(title), esc(author), date] for title, author, date in commits]
     return path, (
         f'{head}<div class="box"><h2>Clone</h2>'
@@ -304,8 +292,7 @@ def commits(request, path):
     count = request.value("select count(*) from commits where project=?", project)
     found = request.page_of(
         "select hash,title,author,date from commits where project=? order by date desc, rowid",
-        PAGE_SIZE, project,
-    )
+        PAGE_SIZE, project)
     rows = [[commit, esc(title), esc(author), date] for commit, title, author, date in found]
     return f"Commits of {path}", (
         f'{head}{table(["Hash", "Commit", "Author", "Date"], rows)}'
@@ -318,8 +305,7 @@ def graphs(request, path):
     project, head = project_head(request, path)
     found = request.rows(
         "select author,count(*) from commits where project=? group by author order by 2 desc, 1",
-        project,
-    )
+        project)
     rows = [[esc(author), str(count)] for author, count in found]
     return f"Contributors of {path}", f'{head}{table(["Contributor", "Commits"], rows)}'
 
@@ -406,8 +392,7 @@ def issue(request, path, number):
     number, title, label, state, author, assignee, date = request.row(
         "select number,title,label,state,author,assignee,date from issue "
         "where project=? and number=?",
-        project, int(number),
-    )
+        project, int(number))
     here = f"/{path}/-/issues/{number}"
     text, kind = ("Close issue", "danger") if state == "open" else ("Reopen issue", "plain")
     toggle_button = button(f"{here}/toggle", text, kind=kind)
@@ -430,8 +415,7 @@ def issue_change(request, path, number, what):
         request.change(
             "update issue set state=case state when 'open' then 'closed' else 'open' end "
             "where project=? and number=?",
-            project, int(number),
-        )
+            project, int(number))
     else:
         assignee = known(request.text("assignee"), [ME, *PEOPLE], "")
         request.change("update issue set assignee=? where project=? and number=?",
@@ -469,8 +453,7 @@ def merge_request(request, path, number):
     number, title, source, target, state, author, reviewer = request.row(
         "select number,title,source,target,state,author,reviewer from mr "
         "where project=? and number=?",
-        project, int(number),
-    )
+        project, int(number))
     buttons = ""
     if state == "open":
         here = f"/{path}/-/merge_requests/{number}"

@@ -104,8 +104,7 @@ def most_commits(db, rng):
     project, path = any_project(db)
     name = db.value(
         "select author from commits where project=? group by author order by count(*) desc",
-        project,
-    )
+        project)
     return {"project": path}, says(name), find_project(path, "Contributors"), name
 
 
@@ -114,8 +113,7 @@ def commits_of(db, rng):
     _, path, name, count = db.any(
         "select project,path,author,count(*) "
         "from commits join project on project.id=project "
-        "group by project,author order by 1, 3"
-    )
+        "group by project,author order by 1, 3")
     plan = find_project(path, "Contributors")
     return {"project": path, "person": name}, exactly(count), plan, count
 
@@ -192,8 +190,7 @@ def comment(db, rng):
 def finish(db, rng):
     path, number, title = db.any(
         "select path,number,title from mr join project on project.id=project "
-        "where state='open' order by path, number"
-    )
+        "where state='open' order by path, number")
     what, button_name, state = rng.choice([
         ("Merge", "Merge", "merged"),
         ("Close", "Close merge request", "closed"),

@@ -57,15 +57,13 @@ def fill(db, rng):
         text = rng.choice(WORDS.texts)
         db.execute(
             "insert into post values(?,?,?,?,?,?,?)",
-            (post_id, forum, title, author, text, days[index], votes[index]),
-        )
+            (post_id, forum, title, author, text, days[index], votes[index]))
         writers = rng.sample(people, rng.choice([0, 1, 2, 3, 4, 5, 7]))
         comment_votes = rng.sample(range(1, 90), len(writers))
         for writer, count in zip(writers, comment_votes):
             db.execute(
                 "insert into comment(post,author,body,votes) values(?,?,?,?)",
-                (post_id, writer, rng.choice(WORDS.comments), count),
-            )
+                (post_id, writer, rng.choice(WORDS.comments), count))
 
 
 # ---- pieces of pages ----
@@ -89,8 +87,7 @@ def entries(request, where, *values):
     posts = request.page_of(
         f"select id,forum,title,author,date,votes,{COUNT},"
         f"(select way from vote where post=post.id) from post where {where} order by {order}",
-        PAGE_SIZE, *values,
-    )
+        PAGE_SIZE, *values)
     html = ""
     for post_id, forum, title, author, date, votes, num_comments, own_vote in posts:
         html += (
@@ -126,13 +123,11 @@ def front(request):
 @SITE.get("/forums")
 def forums(request):
     found = request.rows(
-        "select name,about,(select count(*) from post where forum=name) from forum order by name"
-    )
+        "select name,about,(select count(*) from post where forum=name) from forum order by name")
     boxes = "".join(
         f'<div class="box">{link("/f/" + name, name)} <span class="muted">{count} posts</span>'
         f'<p>{esc(about)}</p></div>'
-        for name, about, count in found
-    )
+        for name, about, count in found)
     return "Forums", f'<h1>Forums</h1>{boxes}<p>{link("/forums/new", "Create a forum")}</p>'
 
 
@@ -202,8 +197,7 @@ def post(request, forum, number):
     post_id, title, author, body, date, votes, own_vote = request.row(
         "select id,title,author,body,date,votes,(select way from vote where post=post.id) "
         "from post where id=? and forum=?",
-        int(number), forum,
-    )
+        int(number), forum)
     path = f"/f/{forum}/{post_id}"
     up_kind = "" if own_vote == 1 else "plain"
     down_kind = "" if own_vote == -1 else "plain"
@@ -216,13 +210,11 @@ def post(request, forum, number):
         delete_button = button(f"{path}/delete", "Delete post", kind="danger")
 
     comments = request.rows(
-        "select author,body,votes from comment where post=? order by id", post_id
-    )
+        "select author,body,votes from comment where post=? order by id", post_id)
     comment_boxes = "".join(
         f'<div class="box comment"><p class="muted">{link("/user/" + writer, writer)}, '
         f'{count} votes</p><p>{esc(text)}</p></div>'
-        for writer, text, count in comments
-    )
+        for writer, text, count in comments)
     return title, (
         f'<p class="muted">{link("/f/" + forum, forum)}</p>'
         f'<div class="box" id="post"><h1>{esc(title)}</h1>'

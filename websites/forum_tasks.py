@@ -108,8 +108,7 @@ def best_comment(db, rng):
 @TASKS.add("find", "Since when has {member} been a member? Answer in the form 2020-12-31.")
 def since(db, rng):
     name, joined = db.any(
-        "select name,joined from member where name in (select author from post) order by name"
-    )
+        "select name,joined from member where name in (select author from post) order by name")
     title = db.value("select title from post where author=? order by id desc", name)
     return {"member": name}, says(joined), [*find_post(title), click("link", name)], joined
 

@@ -203,8 +203,7 @@ def home(websites, key):
     cards = "".join(
         f'<a class="card" href="{websites.address(site.name)}/{episode}">'
         f"<h2>{esc(site.title)}</h2><p>{site.name}.localhost</p></a>"
-        for site in SITES.values()
-    )
+        for site in SITES.values())
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><title>Homepage</title>"
         f"<style>{STYLE}</style></head><body class=shop>"

@@ -76,8 +76,7 @@ def _fill_products(db, rng):
         db.execute(
             "insert into product values(?,?,?,?,?,?,?,?,?,?,1)",
             (product, f"SKU-{product}", name, category, price, stock, color, material, weight,
-             warranty),
-        )
+             warranty))
     return [name for name, _ in chosen]
 
 
@@ -90,8 +89,7 @@ def _fill_customers(db, rng, names):
         phone = f"555-{rng.randint(1000, 9999)}"
         db.execute(
             "insert into customer values(?,?,?,?,?,?,?)",
-            (customer, name, email, city, street, postcode, phone),
-        )
+            (customer, name, email, city, street, postcode, phone))
 
 
 def _fill_reviews(db, rng, products, reviewers):
@@ -105,8 +103,7 @@ def _fill_reviews(db, rng, products, reviewers):
             state = "Pending" if rng.random() < 0.07 else "Approved"
             db.execute(
                 "insert into review(product,author,stars,title,body,state) values(?,?,?,?,?,?)",
-                (product, author, stars, title, body, state),
-            )
+                (product, author, stars, title, body, state))
 
 
 def _fill_orders(db, rng, num_products):
@@ -142,8 +139,7 @@ def place_order(db, number, customer, date, state, shipping, lines):
             "select name, price from product where id=?", (product_id,)
         ).fetchone()
         db.execute(
-            "insert into line values(?,?,?,?,?)", (order_id, product_id, name, price, amount)
-        )
+            "insert into line values(?,?,?,?,?)", (order_id, product_id, name, price, amount))
 
 
 # SQL expressions: an order's total in cents, and a product's mean number of stars.
@@ -201,8 +197,7 @@ def cards(request, where, values, order="product.id", limit=PAGE_SIZE):
     """A grid of the products that meet the SQL condition `where`: the request's page of them."""
     products = request.page_of(
         f"select id,name,price,{RATING} from product where enabled=1 and {where} order by {order}",
-        limit, *values,
-    )
+        limit, *values)
     html = ""
     for product_id, name, price, rating in products:
         rated = stars(rating) if rating else "<span class=muted>no reviews</span>"
@@ -277,8 +272,7 @@ def product(request, number):
     product_id, sku, name, kind, price, stock, color, material, weight, warranty = request.row(
         "select id,sku,name,category,price,stock,color,material,weight,warranty from product "
         "where id=? and enabled=1",
-        int(number),
-    )
+        int(number))
     details = [
         ["SKU", sku],
         ["Color", color],
@@ -291,13 +285,11 @@ def product(request, number):
     reviews = request.rows(
         "select author,stars,title,body from review where product=? and state='Approved' "
         "order by id desc",
-        product_id,
-    )
+        product_id)
     review_boxes = "".join(
         f'<div class="box"><b>{esc(title)}</b> {stars(rating)} '
         f'<span class="muted">by {esc(author)}</span><p>{esc(body)}</p></div>'
-        for author, rating, title, body in reviews
-    )
+        for author, rating, title, body in reviews)
 
     buy = ""
     if stock:
@@ -333,8 +325,7 @@ def review(request, number):
         request.change(
             "insert into review(product,author,stars,title,body,state) "
             "values(?,'Emma Lopez',?,?,?,'Approved')",
-            int(number), rating, title, request.text("body"),
-        )
+            int(number), rating, title, request.text("body"))
     return f"/product/{int(number)}"
 
 
@@ -350,8 +341,7 @@ ADD_TO_CART = (
 def cart(request):
     lines = request.rows(
         "select product.id,name,price,amount from cart join product on product.id=product "
-        "order by cart.rowid"
-    )
+        "order by cart.rowid")
     if not lines:
         return "Cart", "<h1>Cart</h1><p>Your cart is empty.</p>"
     rows = []
@@ -371,8 +361,7 @@ def cart(request):
 @SITE.post("/cart/add")
 def cart_add(request):
     product_id = request.value(
-        "select id from product where id=? and enabled=1 and stock>0", request.number("product")
-    )
+        "select id from product where id=? and enabled=1 and stock>0", request.number("product"))
     request.change(ADD_TO_CART, product_id, max(1, request.number("amount", 1, 99)))
     return "/cart"
 
@@ -417,8 +406,7 @@ def orders(request):
     count = request.value("select count(*) from orders where customer=?", EMMA)
     found = request.page_of(
         f"select number,date,state,{TOTAL} from orders where customer=? order by number desc",
-        ORDERS_PAGE_SIZE, EMMA,
-    )
+        ORDERS_PAGE_SIZE, EMMA)
     rows = [
         [link(f"/orders/{number}", f"#{number}"), date, money(total), state_tag(state)]
         for number, date, state, total in found
@@ -461,8 +449,7 @@ def order_page(request, number):
 def cancel(request, number):
     request.change(
         "update orders set state='Canceled' where number=? and customer=? and state='Pending'",
-        number, EMMA,
-    )
+        number, EMMA)
     return f"/orders/{number}"
 
 
@@ -507,8 +494,7 @@ def wish(request, what):
 @SITE.get("/account")
 def account(request):
     name, email, street, city, postcode, phone = request.row(
-        "select name,email,street,city,postcode,phone from customer where id=?", EMMA
-    )
+        "select name,email,street,city,postcode,phone from customer where id=?", EMMA)
     return "Account", (
         f'<h1>Account</h1><div class="box"><h2>{esc(name)}</h2><p>{esc(email)}</p>'
         f'<p>Telephone {esc(phone)}</p></div><div class="box address"><h2>Address</h2>'
@@ -520,8 +506,7 @@ def account(request):
 @SITE.get("/account/edit")
 def account_form(request):
     street, city, postcode, phone = request.row(
-        "select street,city,postcode,phone from customer where id=?", EMMA
-    )
+        "select street,city,postcode,phone from customer where id=?", EMMA)
     return "Change address", "<h1>Change address</h1>" + form(
         "/account/edit", "Save address", field("street", "Street", street),
         field("city", "City", city), field("postcode", "Postcode", postcode),

@@ -74,8 +74,7 @@ def material(db, rng):
 @TASKS.add("find", "What is the total of my order #{number}?")
 def order_total(db, rng):
     number, cents = db.any(
-        f"select number,{TOTAL} from orders where customer=? order by number desc limit 10", EMMA
-    )
+        f"select number,{TOTAL} from orders where customer=? order by number desc limit 10", EMMA)
     plan = [click("link", "My orders"), click("link", f"#{number}")]
     return {"number": number}, says(money(cents).strip("$")), plan, money(cents)
 
@@ -89,13 +88,11 @@ def spent(db, rng):
     year, month = db.any(
         "select distinct substr(date,1,4), substr(date,6,2) from orders "
         "where customer=? and state!='Canceled' order by 1, 2",
-        EMMA,
-    )
+        EMMA)
     cents = db.value(
         f"select sum({TOTAL}) from orders "
         "where customer=? and state!='Canceled' and date like ?",
-        EMMA, f"{year}-{month}-%",
-    )
+        EMMA, f"{year}-{month}-%")
     values = {"month": MONTHS[int(month) - 1], "year": year}
     return values, exactly(money(cents)), [click("link", "My orders")], money(cents)
 
@@ -107,12 +104,10 @@ def reviewers(db, rng):
     product_id, name, stars = db.any(
         "select distinct product.id,name,stars "
         "from review join product on product.id=product "
-        "where review.state='Approved' order by 1, 3"
-    )
+        "where review.state='Approved' order by 1, 3")
     rows = db.rows(
         "select author from review where product=? and stars=? and state='Approved'",
-        product_id, stars,
-    )
+        product_id, stars)
     authors = [author for (author,) in rows]
     values = {"product": name, "stars": stars}
     return values, says(*authors), find_product(name), ", ".join(authors)

@@ -96,8 +96,7 @@ def button(path, text, label="", kind="", **hidden):
     """
     inputs = "".join(
         f'<input type="hidden" name="{esc(name)}" value="{esc(value)}">'
-        for name, value in hidden.items()
-    )
+        for name, value in hidden.items())
     accessible_name = f' aria-label="{esc(label)}"' if label else ""
     return (
         f'<form method="post" action="{esc(path)}" class="inline">{inputs}'

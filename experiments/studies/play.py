@@ -235,8 +235,8 @@ def held_out_figures(found):
 
 def turns_played(metrics):
     """Environment turns in all of these steps, those of continuations included."""
-    return sum(row["turns"] * row["trajectories"] + row.get("continued_turns", 0)
-               for row in metrics)
+    return sum(row["turns"] * row["trajectories"] * (1 - row.get("env_error", 0))
+               + row.get("continued_turns", 0) for row in metrics)
 
 
 def seconds(metrics):
