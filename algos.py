@@ -137,8 +137,7 @@ def reinforce_pp_advantage(rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
     tensor([[ 0.8660,  0.0000,  0.8660],
             [-0.8660,  0.0000, -0.8660]])
     """
-    zero_values = torch.zeros_like(_as_float(rewards))
-    returns_to_go, _ = gae(rewards, zero_values, mask, gamma)
+    returns_to_go, _ = gae(rewards, torch.zeros_like(_as_float(rewards)), mask, gamma)
     return whiten(returns_to_go, mask)
 
 
@@ -233,6 +232,7 @@ def ppo(step: Any, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
 
 grpo.compares_samples = rloo.compares_samples = True
 grpo.one_a_trajectory = rloo.one_a_trajectory = True
+grpo.divides_unless = "normalize_std=false"
 ppo.needs_critic = True
 
 

@@ -56,18 +56,21 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     folder.
     """
     folder, partial = Path(folder), Path(f"{folder}.partial")
-    weights = full_state_dict(model, dtype)
 
-    def write_policy():
+    def write_policy(weights):
         shutil.rmtree(partial, ignore_errors=True)
         with torch.device("meta"):  # the plain class has neither FSDP's nor peft's wrappers
             plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
         plain.generation_config = model.generation_config
+        # What ends a reply: without a generation_config.json transformers made up something.
+        plain.generation_config.eos_token_id = (
+            getattr(tokenizer, "generation_eos_ids", None) or tokenizer.eos_token_id)
         plain.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
-    of_rank_0(write_policy)  # the other ranks wait: it clears the folder that they write to below
-    weights = None  # their memory is free before the rest is copied
+    # The other ranks wait: it clears the folder that they write to below. The memory of the weights
+    # is free before the rest is copied.
+    of_rank_0(write_policy, full_state_dict(model, dtype))
     if state is not None:
         tensors, numbers = training_state(trained, any(opt.state for _, opt in trained.values()))
         # A rank copies its part of a file's tensors to the CPU before it writes the file.

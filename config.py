@@ -256,14 +256,14 @@ def parse_config(argv: list[str] | None = None) -> Config:
     advantage, _ = cfg.advantage, cfg.loss_function
     cfg.record_states = getattr(advantage, "needs_states", False)
     gamma = inspect.signature(advantage, follow_wrapped=False).parameters.get("gamma")
-    gives_progress = cfg.env_url or any(class_of(world).has_progress for world in cfg.worlds)
+    gives_progress = any(class_of(w).has_progress or w not in envs.WORLDS for w in cfg.worlds)
+    divides = getattr(advantage, "divides_unless", "")  # by the deviation, unless this is given
     for is_wrong, why in (
         (cfg.kl_in == "loss" and cfg.kl_type == "k1",
          "kl_type=k1 has no expected gradient as a loss: use k3, or --kl_in reward"),
         # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
-        (cfg.algo == "grpo" and cfg.kl_in == "reward" and cfg.kl_coef
-         and advantage.keywords.get("normalize_std", True),
-         "--kl_in reward with --algo grpo needs --algo_args normalize_std=false"),
+        (cfg.kl_in == "reward" and cfg.kl_coef and divides not in f" {cfg.algo_args}",
+         f"--kl_in reward with --algo {cfg.algo} needs --algo_args {divides}"),
         (getattr(advantage, "compares_samples", False) and cfg.rollouts_per_item < 2,
          f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item 2 or more"),
         (cfg.shaping != "none" and not gives_progress,

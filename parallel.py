@@ -78,13 +78,13 @@ def gather(part: list) -> list:
     return list(itertools.chain(*parts))
 
 
-def of_rank_0(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0 only -> its result, on every rank. A ValueError is raised on every
+def of_rank_0(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on rank 0 only -> its result, on every rank. A ValueError is raised on every
     rank. Any other exception is raised on rank 0 alone, and the other ranks wait for it."""
     box = [None]  # the result, or the error
     if ranks()[0] == 0:
         try:
-            box = [function()]
+            box = [function(*args)]
         except ValueError as e:
             box = [e]
     if dist.is_initialized():

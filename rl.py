@@ -130,8 +130,8 @@ def generation_eos_ids(path: str) -> list[int]:
 
 def gguf_split(path: str) -> str:
     """Read the name of a GGUF file's pre-tokenizer, "" for SentencePiece. Raises ValueError for a
-    file that transformers would read wrongly without an error: it ignores scaled rotary embeddings,
-    and takes GPT-2's pre-tokenizer for one that it does not know."""
+    file that transformers would read wrongly without an error: it ignores scaled rotary embeddings
+    and, but for Qwen2, biases, and takes GPT-2's pre-tokenizer for one that it does not know."""
     from gguf import GGUFReader
     reader = GGUFReader(path)
 
@@ -140,12 +140,12 @@ def gguf_split(path: str) -> str:
 
     family = value("general.architecture")
     split = value("tokenizer.ggml.pre") if value("tokenizer.ggml.model") == "gpt2" else ""
-    is_scaled = (value(f"{family}.rope.scaling.type") not in ("", "none")
-                 or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors))
-    if (family not in ("llama", "qwen2", "qwen3") or is_scaled
+    names = " ".join(tensor.name for tensor in reader.tensors)
+    is_scaled = value(f"{family}.rope.scaling.type") not in ("", "none") or "rope_freqs" in names
+    if (family != "qwen2" and (family not in ("llama", "qwen3") or ".bias" in names) or is_scaled
             or split not in ("", "gpt-2", "qwen2", "smollm")):
         raise ValueError(f"{path} is not supported: architecture {family}, pre-tokenizer {split}, "
-                         f"scaled rotary embeddings: {is_scaled}")
+                         f"scaled rotary embeddings: {is_scaled}, biases: {'.bias' in names}")
     return split
 
 

@@ -282,7 +282,7 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     # dtype. What will be sharded is read in the dtype of its files: `shard` says why.
     frozen_dtype = "auto" if cfg.shard else getattr(torch, cfg.dtype)
     own_dtype = frozen_dtype if cfg.shard or cfg.lora_rank else torch.float32
-    policy = load_model(source, own_dtype)
+    policy = load_model(source, own_dtype).requires_grad_(not cfg.lora_rank)  # its head, too
     trained = {"policy": trainable(policy, cfg.lr)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
     if getattr(advantage, "needs_critic", False):

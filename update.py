@@ -261,7 +261,7 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
     # A trajectory of advantage 0 has a gradient only if the loss has another term.
     has_kl = "ref_logprobs" in batch and settings.kl_in == "loss"
     needs_observations = getattr(settings.loss_function, "needs_observations", False)
-    has_other_term = settings.entropy_coef > 0 or has_kl or needs_observations
+    has_other_term = settings.entropy_coef > 0 or has_kl or settings.loss not in algos.LOSSES
     has_gradient = ((batch["advantages"] != 0).any(1) | has_other_term).tolist()
     sums: Counter[str] = Counter()
     gap = 0.0

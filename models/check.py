@@ -210,7 +210,8 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
 
 def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """A float32 copy, on `device`, of the model with its first layers only: two, or as many as show
-    each kind of layer. Its sliding windows are short, so that short sequences are longer."""
+    each kind of layer. Its sliding windows, and the blocks of keys that it selects, are short, so
+    that short sequences are longer."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     depth = text.num_hidden_layers
@@ -220,10 +221,10 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     firsts = [kinds.index(kind) for kinds in lists.values() for kind in kinds]
     firsts += [1, getattr(text, "first_k_dense_replace", 0) or 0]
     count = min(depth, 1 + max(firsts))
-    text.update({"num_hidden_layers": count}
+    text.update({"num_hidden_layers": count, "index_topk_blocks": 1}
                 | {name: kinds[:count] for name, kinds in lists.items()}
-                | {name: SMALL_WINDOW for name in ("sliding_window", "attention_chunk_size")
-                   if getattr(text, name, None)})
+                | {key: SMALL_WINDOW for key in ("sliding_window", "attention_chunk_size",
+                                                  "index_block_size") if getattr(text, key, None)})
     with torch.random.fork_rng(devices=[]), device:  # no result depends on a GPU's generator
         small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = model.state_dict()

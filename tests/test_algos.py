@@ -44,8 +44,7 @@ def random_batch(seed, B=5, T=23, p=0.4):
     mask[0] = False
     mask[1] = True
     rewards = normal(g, B, T) * mask
-    values = normal(g, B, T)
-    return rewards, values, mask
+    return rewards, normal(g, B, T), mask
 
 
 def gae_oracle(rewards, values, mask, gamma, lam):
@@ -389,8 +388,7 @@ def test_entropy_equals_the_sum_and_survives_excluded_words():
     def of_logits(logits):
         return entropy(logits.log_softmax(-1))
 
-    probs = LOGITS.softmax(0).tolist()
-    close(of_logits(LOGITS), -sum(p * math.log(p) for p in probs))
+    close(of_logits(LOGITS), -sum(p * math.log(p) for p in LOGITS.softmax(0).tolist()))
     close(of_logits(torch.zeros(2, 3, 8)), torch.full((2, 3), math.log(8)))
     logits = torch.tensor([[1.0, -INF, 1.0, -INF], [-INF, 3.0, -INF, -INF]], requires_grad=True)
     out = of_logits(logits)

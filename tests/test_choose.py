@@ -1,6 +1,7 @@
 """Replies that are chosen among given texts: sampling, log-probs and training over them."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine import Ragged
 from envs import UserError, items, make_env, split_item
 from rollout import Conversation, Rollouts, rollout
 from trajectory import Trajectory, reply_spans
+from worlds.agentgym import RemoteEnv
 
 TOKENIZER = rl.load_tokenizer("tiny")
 ITEMS = ["babyai_8", "babyai_50", "babyai_19", "textcraft_3"]
@@ -223,8 +225,7 @@ def step_of_expert(env):
 
 
 def test_examples_of_other_items_stand_before_the_own_episode(tiny, pool):
-    first = items("babyai", "train")[0]
-    names = [first, "babyai_8", "textcraft_3"]
+    names = [items("babyai", "train")[0], "babyai_8", "textcraft_3"]
     played = rollout(*tiny, pool, names, 2, agent="few_shot", agent_args="shots=2", **KW)
     for t in played:
         shown = shown_before_the_first_reply(t)
@@ -254,6 +255,8 @@ def test_a_model_on_a_server_cannot_choose():
     conversation = Conversation(Trajectory("babyai_8", "babyai"), 2, Rollouts(agent=words), None)
     with pytest.raises(UserError, match="tokens"):
         conversation.advance(make_env("babyai"))
+    with pytest.raises(UserError, match="h:1"):  # nor among what a world on a server offers
+        RemoteEnv.choices(SimpleNamespace(url="http://h:1"))
 
 
 def test_the_agent_choose_plays_only_possible_actions(tiny, pool):

@@ -92,8 +92,7 @@ def test_studies_set_fields_and_a_field_of_a_study_is_no_flag():
 
 
 def test_a_model_made_of_the_tiny_one_is_so_wherever_it_lies(tmp_path):
-    warm = started_run(tmp_path / "warm")
-    trained = started_run(tmp_path / "a", "--model", warm)
+    trained = started_run(tmp_path / "a", "--model", started_run(tmp_path / "warm"))
     shutil.rmtree(tmp_path / "warm")
     assert parsed("--model", trained).lr == TINY["lr"]
 

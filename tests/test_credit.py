@@ -36,8 +36,7 @@ def continued(tiny, pool, after, horizon, **how):
 
 @pytest.mark.parametrize("world, how", WAYS)
 def test_a_continuation_is_the_recorded_episode_up_to_its_turn(tiny, pool, world, how):
-    played = recorded(tiny, pool, world, **how)
-    after = [(t, k) for t in played for k in range(t.turns)]
+    after = [(t, k) for t in recorded(tiny, pool, world, **how) for k in range(t.turns)]
     found = continued(tiny, pool, after, 4, samples=3, **how)
     assert len(found) == 3 * len(after) > 30
     differs = 0

@@ -242,8 +242,7 @@ def test_the_hash_of_a_gguf_model_is_that_of_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation.rl, "model_path", lambda name: str(path))
     monkeypatch.setattr(evaluation.rl, "load_tokenizer", lambda *names: SimpleNamespace(
         chat_template=""))
-    cfg = parse_eval_config([])
-    found = evaluation.result_config(cfg, ["babyai_1"])["model_sha256"]
+    found = evaluation.result_config(parse_eval_config([]), ["babyai_1"])["model_sha256"]
     assert found == hashlib.sha256(b"weights").hexdigest()
 
 

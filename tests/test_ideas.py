@@ -625,8 +625,7 @@ def test_mutual_information_is_that_of_a_small_channel():
     with pytest.raises(UserError, match="all tokens"):
         information.item_information(chosen, None)
     # Items that are compared within two kinds: replies that tell the kind alone, or the item, too.
-    same_kind = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) > 0
-    scores = torch.where(same_kind, 0.0, NAN)
+    scores = torch.where(torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) > 0, 0.0, NAN)
     assert mutual_information(scores) == 0.0
     close(mutual_information(scores + torch.eye(4).log()), math.log(2))
 

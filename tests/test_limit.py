@@ -13,8 +13,7 @@ def test_the_recorder_keeps_every_product_with_its_shapes_and_the_weights_it_rea
     x = torch.randn(3, 4)
 
     def job():
-        y = torch.relu(x @ weight.T)  # 1 product; relu is none
-        q = y.view(1, 1, 3, 6)
+        q = torch.relu(x @ weight.T).view(1, 1, 3, 6)  # 1 product; relu is none
         o = scaled_dot_product_attention(q, q, q)
         o.sum().backward()  # attention's, and the weight's; x needs no gradient
 
@@ -58,5 +57,4 @@ def test_the_estimate_of_memory_has_ppos_critic_and_takes_nested_configs():
     assert with_critic["critic"] == pytest.approx(critic)
     for part in ("rollout", "update"):
         assert with_critic[part] - alone[part] == pytest.approx(critic)
-    nested = memory.estimate(AutoConfig.for_model("gemma3"), gpus=1)
-    assert nested["cache"] > 0
+    assert memory.estimate(AutoConfig.for_model("gemma3"), gpus=1)["cache"] > 0

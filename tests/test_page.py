@@ -397,8 +397,7 @@ def test_a_reply_says_what_it_was_chosen_among(copied, opened, tiny, pool):
     details = page.locator("article .turn.assistant details").first
     probability = math.exp(sum(played[0].logprobs[start:end]))
     assert f"among {len(played[0].choices[start])}, " in details.inner_text()
-    shown = float(details.inner_text().split()[-1])
-    assert shown == pytest.approx(probability, rel=0.01)
+    assert float(details.inner_text().split()[-1]) == pytest.approx(probability, rel=0.01)
     details.locator("summary").click()
     texts = details.locator("li").all_inner_texts()
     reply = tiny[1].decode(played[0].tokens[start:end])
@@ -518,8 +517,7 @@ def test_curves_have_axes_say_their_values_and_choose_steps(page, folder):
 
 
 def test_curves_that_are_equal_are_shown_once(opened, played_run):
-    page = opened(played_run / "view.html")
-    titles = page.locator("#curves figure").all_inner_texts()
+    titles = opened(played_run / "view.html").locator("#curves figure").all_inner_texts()
     assert [title[:17] for title in titles if "kl" in title] == ["kl\n= kl behaviour"]
 
 
@@ -683,8 +681,7 @@ def ask(opened, played_run):
 
 def test_the_first_ten_questions(opened, played_run, copied):
     """Of each, the clicks of docs/view.md and what shows the answer."""
-    address = (played_run / "view.html").as_uri()
-    asks = [Asker(opened(address)) for _ in range(9)]
+    asks = [Asker(opened((played_run / "view.html").as_uri())) for _ in range(9)]
     items, hard, first_wrong, says, changed, other, unsure, out_of_turns, ever = asks
     items.choose("group by", "item")
     assert column(items.page, "item")[0] == DOOR[0]

@@ -165,8 +165,7 @@ def scripted(monkeypatch, ids):
 def test_special_tokens_that_the_policy_writes_change_nothing(tiny, pool, monkeypatch):
     model, tokenizer = tiny
     end, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
-    word = tokenizer.encode("turn left")
-    reply = [start, *word, start, end]
+    reply = [start, *tokenizer.encode("turn left"), start, end]
     scripted(monkeypatch, reply)
     (t,) = rollout(model, tokenizer, pool, ["babyai_8"], 1, max_tokens=20, action_format="plain")
     assert t.tokens[-len(reply):] == reply
@@ -545,8 +544,7 @@ def test_a_rollout_begins_with_the_texts_that_it_is_given(tiny, pool):
 @pytest.mark.parametrize("parse, wins", [("lenient", True), ("strict", False)])
 def test_a_rollout_reads_replies_as_it_is_told_to(parse, wins):
     config = Rollouts(parse=parse)
-    env = BabyAI()
-    play = config.play("babyai_88", env, 9)
+    play = config.play("babyai_88", BabyAI(), 9)
     play.send()
     play.send("Action: [turn right].")
     assert play.turn.valid == wins

@@ -62,8 +62,7 @@ def test_the_adaptive_horizon_does_not_grow_because_of_the_largest_length():
 
 
 def test_the_adaptive_horizon_steps_back_once_from_a_collapse():
-    collapse = [0.4] * 5 + [0.1] * 5
-    assert horizons_of(collapse) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
+    assert horizons_of([0.4] * 5 + [0.1] * 5) == [2, 2, 2, 4, 4, 4, 2, 2, 2, 2]
     # The first horizon is the shortest.
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1], cut=0.0) == [2] * 5
     assert horizons_of([0.4, 0.4, 0.1, 0.1, 0.1]) == [2] * 5

@@ -277,8 +277,7 @@ def test_agentgyms_conversations_become_trajectories(tiny, tmp_path):
     ids = chat.prompt(t.messages[:3]) + chat.reply(said[3]) + chat.turns(t.messages[4:5], True)
     assert t.tokens[: len(ids)] == ids
     assert not any(t.mask[: len(ids)])
-    learnt = [token for token, m in zip(t.tokens, t.mask) if m]
-    assert learnt == chat.reply(said[5])
+    assert [token for token, m in zip(t.tokens, t.mask) if m] == chat.reply(said[5])
     # Other ways to write the same.
     entry = {"item_id": "babyai_7", "reward": 0.5, "success": False, "messages": [
         {"role": m["role"], "content": m["content"]} for m in t.messages]}

@@ -227,8 +227,7 @@ def test_a_reference_keeps_what_its_commands_find(commands, tmp_path, monkeypatc
 def test_a_policy_is_measured_as_recorded():
     recorded = rows.load("references")["policies_textcraft_20"][0]["figures"]["uniform"]
     entry = references.REFERENCES["policies_textcraft_20"]._replace(only="uniform")
-    found = references.measure_policies(entry)
-    assert json.loads(json.dumps(found)) == {"uniform": recorded}
+    assert json.loads(json.dumps(references.measure_policies(entry))) == {"uniform": recorded}
 
 
 def test_the_report_of_pretrained_models_says_what_grpo_adds(tmp_path, monkeypatch, capsys):

@@ -43,8 +43,7 @@ def test_a_marker_that_is_no_special_token_is_text_in_what_others_say(tokenizers
     """As in DeepSeek-R1's distilled models. The end-of-turn token stands in generation_config.json
     alone."""
     tokenizer = copy.deepcopy(tokenizers["byte-level"])
-    markers = ["<U>", "<A>", "<E>"]
-    tokenizer.add_tokens(markers)
+    tokenizer.add_tokens(["<U>", "<A>", "<E>"])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<U>' + m.content if m.role == 'user' else "
         "'<A>' + m.content + '<E>' }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}")

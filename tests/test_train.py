@@ -425,12 +425,22 @@ def test_bfloat16_arithmetic_trains_float32_weights(tmp_path):
         assert {weight.dtype for weight in weights.values()} == {dtype}
 
 
-def test_frozen_weights_of_lora_keep_the_compute_dtype_in_policy_and_critic():
-    cfg = parse_config(["--algo", "ppo", "--lora_rank", "2", "--dtype", "bfloat16", *NO_RUN])
+def test_frozen_weights_of_lora_keep_the_compute_dtype_in_policy_and_critic(tmp_path):
+    """Also where the model has a head of its own; and what ends a reply is saved as it is here."""
+    model, tokenizer = rl.load_policy()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.config.tie_word_embeddings, model.generation_config.eos_token_id = False, 7
+    checkpoint.save(tmp_path / "untied", model, tokenizer)
+    own_ends = tokenizer.generation_eos_ids or [tokenizer.eos_token_id]
+    assert rl.load_tokenizer(str(tmp_path / "untied")).generation_eos_ids == own_ends
+    cfg = parse_config(["--model", str(tmp_path / "untied"), "--algo", "ppo", "--lora_rank", "2",
+                        "--dtype", "bfloat16", *NO_RUN])
     trained = train.load(cfg, None, None).trained
     for name, (model, _) in trained.items():
         dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
         assert dtypes == {True: torch.float32, False: torch.bfloat16}, name
+    assert all(p.requires_grad == (".lora_" in name)
+               for name, p in trained["policy"][0].named_parameters())
 
 
 @pytest.mark.parametrize("name", agent.FORMATS)
@@ -439,8 +449,7 @@ def test_each_action_format_rolls_out_and_trains_a_step(name, tmp_path):
               "32", "--temperature", "1.5", "--out", tmp_path / "r", "--action_format", name)
     (row,) = metrics(tmp_path / "r")
     assert row["turns"] > 1 and row["env_error"] == 0 and row["logprob_gap"] < 1e-4
-    trajectories = read_jsonl(tmp_path / "r/trajectories/step_000000.jsonl")
-    messages = trajectories[0]["messages"]
+    messages = read_jsonl(tmp_path / "r/trajectories/step_000000.jsonl")[0]["messages"]
     assert agent.FORMATS[name] in messages[0]["content"]
     assert messages[2]["content"].endswith(agent.PLAN)
 

@@ -211,6 +211,16 @@ def check_small_micro_batches(tiny, trajectories, flags):
     assert (whole_weights[:len(unchanged)] - unchanged).abs().max() > 1e-4
 
 
+def test_a_loss_of_ones_own_is_that_of_all_rows_of_advantage_0_too(tiny, trajectories, tmp_path):
+    (tmp_path / "own.py").write_text("def loss(part):\n    return -part['logprobs'], {}")
+    cfg = config("--loss", f"{tmp_path}/own.py:loss", "--minibatches", "1")
+    batch, model = update.advantages_of(trajectories, cfg, "cpu"), copy.deepcopy(tiny[0])
+    batch["advantages"] *= 0
+    row = update.update(trajectories, batch, cfg, 0, model, torch.optim.SGD(model.parameters()))
+    expected = -(batch["old_logprobs"].sum() / batch["mask"].sum()).item()
+    assert row["loss"] == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("algo, per_token", [
     ("grpo", False), ("grpo --algo_args normalize_std=false", False), ("rloo", False),
     ("reinforce_pp", True)])

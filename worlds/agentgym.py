@@ -297,6 +297,10 @@ class RemoteEnv(Env):
             observation += f"\nAVAILABLE ACTIONS: {','.join(map(str, actions))}"
         return observation
 
+    def choices(self):
+        """Raises UserError: a server does not list actions, and any would be allowed."""
+        raise UserError(f"{self.url} lists no actions, so that an agent cannot choose among them")
+
     def step(self, action: str) -> Step:
         """Send the action -> the Step that the server's reply means."""
         protocol = self.protocol
