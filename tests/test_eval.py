@@ -368,8 +368,7 @@ def test_an_evaluation_goes_on_from_no_trajectory_with_an_impossible_field(tmp_p
     record = record_of(tmp_path)
     record.add(Trajectory("babyai_1", "babyai", turns=1))
     assert len(record_of(tmp_path).finished) == 1
-    row = json.loads(record.path.read_text()) | wrong
-    record.path.write_text(json.dumps(row) + "\n")
+    record.path.write_text(json.dumps(json.loads(record.path.read_text()) | wrong) + "\n")
     with pytest.raises(ValueError, match=f"line 1 of {record.path}"):
         record_of(tmp_path)
 

@@ -48,7 +48,8 @@ def commands(results, tmp_path, monkeypatch):
         ending = endings.pop(0) if endings else "well"
         if ending == "killed":
             raise RuntimeError(ending)
-        (out / "metrics.jsonl").write_text(json.dumps(row | {"turns": 2, "trajectories": 128}))
+        (out / "metrics.jsonl").write_text(json.dumps(
+            row | {"turns": 2, "trajectories": 256, "env_error": 0.5}))
         if ending == "well":
             (out / "final").mkdir()
         return ""

@@ -297,7 +297,7 @@ class RemoteEnv(Env):
             observation += f"\nAVAILABLE ACTIONS: {','.join(map(str, actions))}"
         return observation
 
-    def choices(self):
+    def choices(self) -> tuple[list[str], list[str]]:
         """Raises UserError: a server does not list actions, and any would be allowed."""
         raise UserError(f"{self.url} lists no actions, so that an agent cannot choose among them")
 
