@@ -412,11 +412,11 @@ def items_per_world(cfg: RunConfig, total_items: int) -> dict[str, int]:
 
 
 def read_prompts(path: str, worlds: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The file --prompts: world -> {"prompt": str, "reply": str}; {} for the path "". Raises
+    """The file --prompts: world -> {"prompt": str, "reply": str}; {} for "" and "none". Raises
     ValueError for a file of another form, or without texts for any of `worlds`."""
-    texts = read_json(path) if path else {}
+    texts = {} if path in ("", "none") else read_json(path)
     is_read = all(sorted(own) == ["prompt", "reply"] for own in texts.values())
-    if path and not (is_read and texts.keys() & set(worlds)):
+    if path not in ("", "none") and not (is_read and texts.keys() & set(worlds)):
         raise ValueError(f'{path}: write {{WORLD: {{"prompt": a text, "reply": a text}}}} for '
                          f"{' or '.join(worlds)}")
     return texts
