@@ -232,7 +232,7 @@ def ppo(step: Any, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
 
 grpo.compares_samples = rloo.compares_samples = True
 grpo.one_a_trajectory = rloo.one_a_trajectory = True
-grpo.divides_unless = "normalize_std=false"
+grpo.divides_unless = "normalize_std", False
 ppo.needs_critic = True
 
 

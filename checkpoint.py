@@ -62,7 +62,8 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         with torch.device("meta"):  # the plain class has neither FSDP's nor peft's wrappers
             plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype or torch.float32)
         plain.generation_config = model.generation_config
-        # What ends a reply: without a generation_config.json transformers made up something.
+        # The tokens that end a reply in this run. If the model has no generation_config.json,
+        # transformers takes those of config.json, which may be others.
         plain.generation_config.eos_token_id = (
             getattr(tokenizer, "generation_eos_ids", None) or tokenizer.eos_token_id)
         plain.save_pretrained(partial, state_dict=weights)

@@ -257,13 +257,14 @@ def parse_config(argv: list[str] | None = None) -> Config:
     cfg.record_states = getattr(advantage, "needs_states", False)
     gamma = inspect.signature(advantage, follow_wrapped=False).parameters.get("gamma")
     gives_progress = any(class_of(w).has_progress or w not in envs.WORLDS for w in cfg.worlds)
-    divides = getattr(advantage, "divides_unless", "")  # by the deviation, unless this is given
+    # The setting with which an algorithm does not divide by the group's standard deviation.
+    setting, value = getattr(advantage, "divides_unless", ("", ""))
     for is_wrong, why in (
         (cfg.kl_in == "loss" and cfg.kl_type == "k1",
          "kl_type=k1 has no expected gradient as a loss: use k3, or --kl_in reward"),
         # Where the rewards are equal, the deviation is that of the KL, and rounding decides.
-        (cfg.kl_in == "reward" and cfg.kl_coef and divides not in f" {cfg.algo_args}",
-         f"--kl_in reward with --algo {cfg.algo} needs --algo_args {divides}"),
+        (cfg.kl_in == "reward" and cfg.kl_coef and advantage.keywords.get(setting, "") != value,
+         f"--kl_in reward with --algo {cfg.algo} needs --algo_args {setting}={value}"),
         (getattr(advantage, "compares_samples", False) and cfg.rollouts_per_item < 2,
          f"--algo {cfg.algo} compares the rollouts of an item: --rollouts_per_item 2 or more"),
         (cfg.shaping != "none" and not gives_progress,

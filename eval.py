@@ -264,7 +264,8 @@ def bootstrap(values: Sequence[float] | np.ndarray, seed: int, resamples: int = 
     and 97.5 of the means of resampled items. resamples: a multiple of 1000.
 
     It is a little too narrow for a handful of values. Where all are equal, resampling would give no
-    width: there it is Wilson's, if they lie between 0 and 1 and not by chance (is_share).
+    width: there it is Wilson's interval, if the values are shares. is_share: False for a count,
+    such as turns, which may be 1 for every item without being a share.
     """
     values = np.asarray(values, float)
     if is_share and values.min() == values.max() and 0 <= values[0] <= 1:

@@ -278,11 +278,12 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
         return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
 
     # What is trained: the policy and, with PPO, the critic, each with its optimizer. Trained
-    # weights are float32; LoRA's base and the reference are frozen, and may stay in the compute
-    # dtype. What will be sharded is read in the dtype of its files: `shard` says why.
+    # weights are float32; LoRA's base, an untied head included, and the reference are frozen, and
+    # may stay in the compute dtype. What will be sharded is read in the dtype of its files: `shard`
+    # says why.
     frozen_dtype = "auto" if cfg.shard else getattr(torch, cfg.dtype)
     own_dtype = frozen_dtype if cfg.shard or cfg.lora_rank else torch.float32
-    policy = load_model(source, own_dtype).requires_grad_(not cfg.lora_rank)  # its head, too
+    policy = load_model(source, own_dtype).requires_grad_(not cfg.lora_rank)
     trained = {"policy": trainable(policy, cfg.lr)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
     if getattr(advantage, "needs_critic", False):

@@ -54,4 +54,4 @@ def advantage(step, gamma: float = 0.95, lam: float = 0.95, normalize: bool = Tr
 
 
 advantage.compares_samples = advantage.needs_states = True
-advantage.divides_unless = "normalize=false"
+advantage.divides_unless = "normalize", False

@@ -33,7 +33,7 @@ def advantage(step, gamma: float = 0.95, compare: str = "grpo") -> Tensor:
 
 
 advantage.compares_samples = advantage.needs_states = True
-advantage.divides_unless = "compare=rloo"
+advantage.divides_unless = "compare", "rloo"
 
 
 def turns_by_state(trajectories: Sequence[Trajectory]) -> Tensor:

@@ -49,4 +49,4 @@ def advantage(step, gamma: float = 0.95, history: int = 2, alpha: float = 1.0,
 
 
 advantage.compares_samples = advantage.needs_states = True
-advantage.divides_unless = "normalize_std=false"
+advantage.divides_unless = "normalize_std", False

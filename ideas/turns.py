@@ -32,4 +32,4 @@ def advantage(step, gamma: float = 1.0, normalize_std: bool = True) -> Tensor:
     return advantages * step.mask
 
 
-advantage.compares_samples, advantage.divides_unless = True, "normalize_std=false"
+advantage.compares_samples, advantage.divides_unless = True, ("normalize_std", False)

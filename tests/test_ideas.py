@@ -292,7 +292,7 @@ def turn_trajectory(rewards, group=0, states=(), status=Status.DONE):
     return t
 
 
-def test_turns_that_end_alike_have_no_advantage_by_exactly_nothing():
+def test_equal_returns_give_turns_exactly_no_advantage():
     """Equal returns that came in another order; equal trajectories; and equal ones of which some
     were forced to their last reply: the turn before it earns what it does in the others."""
     orders = itertools.permutations((0.03, 0.08, 0.17, 0.34))

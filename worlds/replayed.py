@@ -74,14 +74,13 @@ def play_on(step: Gathered, after: Sequence[tuple[Trajectory, int]],
     if step.rewards is not step.batch["rewards"]:
         raise UserError("--kl_in reward does not reach the turns that are played on: use loss")
     found: list[list[Trajectory]] = [[] for _ in after]
-    turns = failed = 0
+    turns, played = 0, len(after) * samples
     for t in step.play([t.item for t, _ in after], samples, partial(Continuation, after)):
         turns += max(0, t.turns - after[t.group][1])
-        failed += t.status == Status.ENV_ERROR
         if t.status != Status.ENV_ERROR:
             found[t.group].append(t)
-    step.columns |= {"continued_turns": turns,
-                     "continued_env_error": failed / max(1, len(after) * samples)}
+    failed = played - sum(map(len, found))
+    step.columns |= {"continued_turns": turns, "continued_env_error": failed / max(1, played)}
     return found
 
 
