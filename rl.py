@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 import algos
 from envs import NOT_NEGATIVE, flag
 from models.packed import pack, use_attention
-from parallel import blocks, ranks, through
+from parallel import blocks, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -108,9 +108,8 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     if tokenizer.decode(ids).strip() != sentence:
         raise ValueError(f"the tokenizer of {name} makes {tokenizer.decode(ids)!r} of {sentence!r}:"
                          " are its files complete?")
-    moved = [token["content"] for token in added
-             if tokenizer.convert_tokens_to_ids(token["content"]) != token["id"]]
-    if moved:
+    if moved := [token["content"] for token in added
+                 if tokenizer.convert_tokens_to_ids(token["content"]) != token["id"]]:
         raise ValueError(f"{file} gives an added token an id that is another's: {moved[0]!r}")
     if chat_template:
         tokenizer.chat_template = Path(chat_template).read_text("utf-8")
@@ -378,8 +377,8 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """
     if not packs(body):
         return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
-    place = torch.arange(ids.shape[1], device=ids.device)
-    lengths = (place * mask).amax(1).clamp(min=1).tolist()  # the last sampled token is not fed
+    # The last sampled token is not fed.
+    lengths = (torch.arange(ids.shape[1], device=ids.device) * mask).amax(1).clamp(min=1).tolist()
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths)]
     (packed, positions), parts, index = pack(rows, ids.shape[1], ids.device)
     with use_attention(body.config, "within"):
@@ -464,10 +463,12 @@ def full_state_dict(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = without_adapters(get_model_state_dict(model, options=options))
     for name, layer in model.named_modules():
-        if state and hasattr(layer, "lora_A"):  # peft wraps a layer, or a tensor of all experts
+        if hasattr(layer, "lora_A"):  # peft wraps a layer, or a tensor of all experts
             key = f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", "")
-            change = layer.get_delta_weight("default").detach().cpu()
-            state[key] = (state[key].float() + change).to(state[key].dtype)
+            change = layer.get_delta_weight("default").detach()
+            change = change.full_tensor() if sharded(model) else change
+            if state:
+                state[key] = (state[key].float() + change.cpu()).to(state[key].dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         for name in getattr(model, "_tied_weights_keys", None) or ():
             state.pop(name, None)

@@ -32,6 +32,7 @@ from trajectory import write_trajectories
 
 TWO_PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+LORA = ["--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1", "--save_every", "1", *SMALL]
 PPO = ["--save_every", "1", "--algo", "ppo", *SMALL, "--agent", "window", "--agent_args", "keep=0"]
 # Of 24 trajectories with two slots a rank, most are dealt while others are played.
 DEALT = ["--items_per_step", "6", "--rollouts_per_item", "4", "--slots", "2", "--horizon", "3",
@@ -102,6 +103,7 @@ def by_two(reference, played, models, tmp_path_factory):
     jobs += [[script, [*flags, "--out", str(folder / name)]] for name, script, flags in (
         ("stopped", "train", [*DEALT, "--resume"]),
         ("dealt", "train", DEALT), ("warm", "sft", WARM),
+        ("lora", "train", [*LORA, "--shard", "true"]),
         ("asked", "train", [*DEALT, "--steps", "1", "--set", "arrival_order=true",
                             "--eval_every", "1"]),
         ("from_shards", "train", [*PPO, "--shard", "true", "--steps", "2"]),
@@ -135,9 +137,7 @@ def test_gradients_are_the_same_however_they_are_computed(played, by_two, ranks,
                     for path in (tmp_path / "plain", out))
     before = load_file(rl.TINY_MODEL / "model.safetensors")
     assert max((expected[name] - before[name].float()).abs().max() for name in before) > 1e-3
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
     assert stats["tokens"] == plain["tokens"]
     assert abs(stats["loss"] - plain["loss"]) < 1e-5
     assert abs(stats["grad_norm"] - plain["grad_norm"]) < 1e-4
@@ -257,9 +257,7 @@ def test_shards_hold_the_weights_that_from_pretrained_reads(by_two, models, name
         expected = {f"base_model.{name}": tensor for name, tensor in tensors.items()}
         expected |= {"head.weight": torch.zeros(1, 64), "head.bias": torch.zeros(1)}
     found = load_file(models / name / f"{kind}.loaded")
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 # ---- runs that are stopped and go on ----
@@ -308,9 +306,8 @@ def test_a_run_stopped_at_a_random_moment_gives_every_bit_of_one_that_was_not(
 # ---- what a run leaves behind ----
 
 
-def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
-    completed("--out", tmp_path, "--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1",
-              "--save_every", "1", *SMALL)
+def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, by_two, tmp_path):
+    completed("--out", tmp_path, *LORA)
     rows = metrics(tmp_path)
     assert rows[2]["kl"] > 0
     assert rows[0]["logprob_gap"] < 1e-4
@@ -323,6 +320,9 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     resume(checkpoint, {"policy": (model, optimizer)})
     final, _ = rl.load_policy(str(tmp_path / "final"))
+    whole, sharded = (load_file(folder / "final/model.safetensors")
+                      for folder in (tmp_path, by_two / "lora"))
+    torch.testing.assert_close(sharded, whole, atol=1e-4, rtol=1e-4)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         adapted = model(ids).logits
@@ -339,8 +339,7 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, tmp_path):
     weights = (tmp_path / "final" / travel.WEIGHTS).stat().st_size
     assert (tmp_path / "run.tar").stat().st_size < weights
     travel.unpack(tmp_path / "run.tar", there)
-    completed("--out", there, "--lora_rank", "4", "--lr", "0.01", "--kl_coef", "0.1",
-              "--save_every", "1", *SMALL, "--resume")
+    completed("--out", there, *LORA, "--resume")
     for name in ("final/model.safetensors", "trajectories/step_000002.jsonl"):
         assert (there / name).read_bytes() == (tmp_path / name).read_bytes()
     assert metrics(there)[2]["kl"] == rows[2]["kl"]
