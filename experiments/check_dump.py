@@ -67,10 +67,11 @@ def part_of(row, reward, messages=None):
 
 class Record:
     """One trajectory. A field is None where the dump does not say. `cut`: of each reply, whether a
-    limit ended it. `mates`: the records of its group. `denominators`: those of its step."""
+    limit ended it. `chosen`: whether replies were chosen from a list. `mates`: the records of its
+    group. `denominators`: those of its step."""
 
     def __init__(self, row):
-        self.parts, self.cut = None, None
+        self.parts, self.cut, self.chosen = None, None, bool(row.get("choices"))
         self.failed = bool(row["error"]) if "error" in row else None
         if {"item", "env", "tokens"} <= row.keys():
             row = vars(Trajectory("", "")) | row
@@ -151,6 +152,7 @@ def encoded_again(record, chat, policy):
     for part in [] if record.is_torn() else record.parts:
         recorded = torch.tensor([need(part.logprobs, "field logprobs")])
         if policy:
+            need(not record.chosen or None, "log-probs over all tokens: replies were chosen")
             mask = torch.tensor([need(part.mask, "field completion_mask")]).bool()
             own, _ = rl.token_logprobs(policy, torch.tensor([part.ids]), mask)
             gaps += (own - recorded)[mask].abs().tolist()

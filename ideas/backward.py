@@ -18,6 +18,7 @@ is credited to the first reply: the same for all samples of an item.
 import random
 
 from agent import Agent, Play, assistant, converse, user
+from envs import UserError
 
 LONGEST = 200  # actions of an expert
 
@@ -29,7 +30,7 @@ def expert_actions(play: Play) -> list[str]:
     while len(actions) < LONGEST:
         action = play.expert()
         if action is None:
-            raise ValueError(f"{play.item} has no expert who reaches its goal")
+            raise UserError(f"{play.item} has no expert who reaches its goal (servers have none)")
         actions.append(action)
         if play.skip(action).done:
             return actions

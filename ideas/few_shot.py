@@ -13,7 +13,7 @@ whose training items are shown, if they are not those of data/: that of --data.
 """
 
 from agent import Agent, Messages, Play, assistant, converse, readable, user
-from envs import items, split_item
+from envs import UserError, items, split_item
 
 NEXT = "\n\nThe next task.\n\n"
 LONGEST = 50  # actions of an example
@@ -28,7 +28,7 @@ def example(play: Play, item: str) -> Messages:
         while len(shown) < 2 * LONGEST:
             action = play.expert()
             if action is None:
-                raise ValueError(f"{item} has no expert who reaches its goal")
+                raise UserError(f"{item} has no expert who reaches its goal (servers have none)")
             step = play.skip(action)
             shown += [assistant(play.reply_with(action)),
                       user(readable(step.observation) or "Done.")]

@@ -171,10 +171,9 @@ def test_on_a_gpu_the_choice_waits_for_the_token_before_it(model, tiny, pool, pl
 
 def test_a_guide_plays_turns_that_are_context_and_fades(tiny, pool):
     items = [f"babyai_{n}" for n in (0, 1, 8, 9, 10)]
-    model, tokenizer = tiny
 
     def play(step, **kw):
-        return rollout(model, tokenizer, pool, items, 4, step=step, **KW | kw)
+        return rollout(*tiny, pool, items, 4, step=step, **KW | kw)
 
     for t in play(5, agent="guide", agent_args="fade=1000000"):
         assert t.success and t.turns == 1  # the policy's; the expert did the rest
@@ -210,7 +209,7 @@ def test_backward_begins_so_many_turns_before_the_goal(tiny, pool, horizon, shar
             step = env.step(action)
             assert step.observation.strip() == observation and not step.done
         needed, moved = 0, moved + len(rest) // 2
-        while not step_of_expert(env).done:  # from where the policy begins
+        while not env.step(env.expert()).done:  # from where the policy begins
             needed += 1
         assert needed + 1 in left or (not rest and needed + 1 < max(left))
         seen.add(needed + 1)
@@ -218,10 +217,6 @@ def test_backward_begins_so_many_turns_before_the_goal(tiny, pool, horizon, shar
     assert moved > 1 and len(seen) >= min(2, len(left))
     alone = [t.tokens for t in rollout(*tiny, pool, ITEMS, 2, agent="react", **KW)]
     assert [t.tokens for t in rollout(*tiny, pool, ITEMS, 2, **KW | settings)] == alone
-
-
-def step_of_expert(env):
-    return env.step(env.expert())
 
 
 def test_examples_of_other_items_stand_before_the_own_episode(tiny, pool):

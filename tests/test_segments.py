@@ -485,6 +485,12 @@ def test_a_message_that_the_agent_writes_itself_extends_the_segment_and_is_not_l
     assert text.count("assistant\njump<|im_end|>") == text.count("assistant\nhop<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("agent", ["guide", "backward"])
+def test_an_agent_that_needs_an_expert_is_refused_without_one(tiny, echoes, agent):
+    with pytest.raises(envs.UserError, match="no expert"):
+        rollout(*tiny, echoes, ["echo_1"], 3, agent=agent, step=1)
+
+
 def yields(*prompts):
     """An agent that yields these prompts, or raises one, and then ends the episode."""
     def agent(play):
