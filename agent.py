@@ -292,7 +292,7 @@ class Play:
         to show an episode of it before the own one begins. Raises ItemError if there is no such
         item."""
         def begin():
-            self.began, self.turn.progress = True, 0.0
+            self.began, self.turn.score, self.turn.progress = True, 0.0, 0.0
             return readable(self.env.reset(self.number if number is None else number))
 
         return self._of_environment(begin)

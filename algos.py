@@ -30,7 +30,7 @@ MAX_LOG_RATIO = 20.0
 # take settings as keyword arguments. Attributes of a function say what it needs: several
 # trajectories of an item (`compares_samples`), a critic (`needs_critic`), `Trajectory.states`
 # (`needs_states`), models that its settings name (`needs_models`). `one_a_trajectory`: all tokens
-# of a trajectory have one advantage.
+# of a trajectory have one advantage. `sums_rewards`: what a trajectory earns counts, not when.
 ALGOS = {"grpo": "algos:grpo", "rloo": "algos:rloo", "reinforce_pp": "algos:reinforce_pp",
          "ppo": "algos:ppo"}
 LOSSES = {"ppo": "algos:ppo_loss"}
@@ -231,7 +231,7 @@ def ppo(step: Any, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
 
 
 grpo.compares_samples = rloo.compares_samples = True
-grpo.one_a_trajectory = rloo.one_a_trajectory = True
+grpo.one_a_trajectory = rloo.one_a_trajectory = grpo.sums_rewards = rloo.sums_rewards = True
 grpo.divides_unless = "normalize_std", False
 ppo.needs_critic = True
 

@@ -275,18 +275,17 @@ def parse_config(argv: list[str] | None = None) -> Config:
     ):
         if is_wrong:
             raise ValueError(why)
-    has_critic = getattr(advantage, "needs_critic", False)
     for name, has_effect in {
-        "critic_lr": has_critic, "value_clip": has_critic, "kl_in": cfg.kl_coef,
-        "kl_type": cfg.kl_coef, "offload": cfg.shard,
+        **dict.fromkeys(["critic_lr", "value_clip"], getattr(advantage, "needs_critic", False)),
+        **dict.fromkeys(["kl_in", "kl_type"], cfg.kl_coef),
+        "offload": cfg.shard and torch.cuda.is_available(),
         "horizon_steps": cfg.horizon_schedule != "fixed",
         # The rewards that it adds to a trajectory sum to 0.
-        "shaping": cfg.shaping != "potential" or not getattr(advantage, "one_a_trajectory", False),
+        "shaping": cfg.shaping != "potential" or not getattr(advantage, "sums_rewards", False),
     }.items():
         if name in given and not has_effect and not given.get("resume"):
-            raise ValueError(f"{name}={given[name]} has no effect here: with --algo {cfg.algo}, "
-                             f"kl_coef={cfg.kl_coef:g}, shard={cfg.shard}, "
-                             f"--horizon_schedule {cfg.horizon_schedule}")
+            raise ValueError(f"{name}={given[name]} has no effect, see --help: --algo {cfg.algo}, "
+                             f"kl_coef={cfg.kl_coef:g}, --horizon_schedule {cfg.horizon_schedule}")
     check_worlds(cfg, cfg.worlds)
     return cfg
 
@@ -363,7 +362,8 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")
     worlds = {world: WorldSettings(**settings) for world, settings in saved["worlds"].items()}
-    run = {"run_id": ""} | saved | given | {"out": out, "worlds": worlds}
+    env_args = f"{saved['env_args']} {given.get('env_args', '')}".strip()  # the last one wins
+    run = {"run_id": ""} | saved | given | {"out": out, "worlds": worlds, "env_args": env_args}
     return config_class(**{f.name: run[f.name] for f in fields(config_class)})
 
 

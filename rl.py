@@ -228,13 +228,15 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, the adapters are off: the model is the one that training started from."""
     layers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    # Not by `enable_adapters`, which also sets requires_grad: FSDP reads that in the first forward
+    # pass, and would find nothing to train.
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def recompute_blocks(model: nn.Module) -> None:

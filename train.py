@@ -278,11 +278,10 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
         return model, torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
 
     # What is trained: the policy and, with PPO, the critic, each with its optimizer. Trained
-    # weights are float32; LoRA's base, an untied head included, and the reference are frozen, and
-    # may stay in the compute dtype. What will be sharded is read in the dtype of its files: `shard`
-    # says why.
-    frozen_dtype = "auto" if cfg.shard else getattr(torch, cfg.dtype)
-    own_dtype = frozen_dtype if cfg.shard or cfg.lora_rank else torch.float32
+    # weights are float32; LoRA's base, an untied head included, is frozen, and may stay in the
+    # compute dtype. What will be sharded is read in the dtype of its files: `shard` says why.
+    base_dtype = getattr(torch, cfg.dtype if cfg.lora_rank else "float32")
+    own_dtype = "auto" if cfg.shard else base_dtype
     policy = load_model(source, own_dtype).requires_grad_(not cfg.lora_rank)
     trained = {"policy": trainable(policy, cfg.lr)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none
@@ -291,9 +290,10 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
         rl.set_compute_paths(critic, rl.compute_paths_of(policy))
         trained["critic"] = trainable(critic, cfg.critic_lr)
 
-    # What is frozen: the reference of the KL, and models that the algorithm names.
+    # What is frozen: the reference of the KL, and models that the algorithm names. They are
+    # computed as the policy is, or a KL would begin above 0.
     def load_frozen(name):
-        return place(load_model(name, frozen_dtype), getattr(torch, cfg.dtype))
+        return place(load_model(name, own_dtype), getattr(torch, cfg.dtype))
 
     reference, models = None, {}
     if getattr(cfg, "kl_coef", 0.0):

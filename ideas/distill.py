@@ -22,6 +22,8 @@ def advantage(step, teacher: str = "", weight: float = 1.0, plus: str = "none") 
     | rloo | reinforce_pp. -> [B, T]"""
     if plus not in PLUS:
         raise UserError(f"distill adds {', '.join(PLUS)}, not {plus}")
+    if plus == "grpo" and step.rewards is not step.batch["rewards"]:
+        raise UserError("--kl_in reward: GRPO would divide by the KL's deviation; use plus=rloo")
     logprobs = step.logprobs_of(step.models["teacher"])
     kl = algos.kl(step.batch["old_logprobs"], logprobs, "k1", step.mask)
     return PLUS[plus](step) - weight * kl

@@ -3,9 +3,10 @@
     L = L_ppo + weight * mean over the tokens of observations of -log pi(o_t | what came before)
 
 ECHO (arXiv 2605.24517). An observation counts where it follows a reply of the same segment, the
-template around it included, in every trajectory whose environment did not fail, with a denominator
-of its own. `observation_loss` in metrics.jsonl is the mean before the weight, on trajectories that
-the policy has just played: what it has understood of the world.
+template around it and what an agent writes itself (the turns of guide's expert) included, in every
+trajectory whose environment did not fail, with a denominator of its own. `observation_loss` in
+metrics.jsonl is the mean before the weight, on trajectories that the policy has just played: what
+it has understood of the world.
 
     python train.py --env babyai --loss echo --loss_args weight=0.1
 """

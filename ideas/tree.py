@@ -50,4 +50,4 @@ def advantage(step, branches: int = 2) -> Tensor:
     return advantages * step.mask
 
 
-advantage.needs_continuations = True
+advantage.needs_continuations = advantage.sums_rewards = True

@@ -390,7 +390,7 @@ def test_the_episode_restarts_after_the_reflection_on_a_failure_and_only_once():
     assert last(play.send("left")) == "A wall." + agent.REFLECT_ON_ALL
     assert play.kind == "RETRY" and play.forgets
     assert last(play.send("Not left.")) == agent.AGAIN + "Two doors."
-    assert earned(play) == (0.0, 0.25, 0.0, True) and play.kind == "" and not play.forgets
+    assert earned(play) == (0.0, 0.0, 0.0, True) and play.kind == "" and not play.forgets
     assert play.send("left") is None and not play.forgets
     assert play.env.seen == ["reset 3", "left", "reset 3", "left"]
 

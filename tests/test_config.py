@@ -142,7 +142,8 @@ def test_a_limit_that_one_world_of_a_mixture_does_not_have_is_refused_at_a_resum
 def test_a_run_is_not_resumed_elsewhere_or_from_an_earlier_version(tmp_path):
     started_run(tmp_path / "r", "--env_args", "babyai.upstream=1")
     flags = ["--out", str(tmp_path / "r"), "--resume"]
-    assert parse_config(flags).env_args == "babyai.upstream=1"
+    for more, added in (([], ""), (["--env_args", "babyai.upstream=0"], " babyai.upstream=0")):
+        assert parse_config([*flags, *more]).env_args == "babyai.upstream=1" + added
     saved = json.loads((tmp_path / "r/config.json").read_text())
     with pytest.raises(ValueError, match="--env_url"):
         parse_config([*flags, "--env_url", "http://127.0.0.1:9"])

@@ -104,6 +104,7 @@ def by_two(reference, played, models, tmp_path_factory):
         ("stopped", "train", [*DEALT, "--resume"]),
         ("dealt", "train", DEALT), ("warm", "sft", WARM),
         ("lora", "train", [*LORA, "--shard", "true"]),
+        ("rounded", "train", [*LORA, "--shard", "true", "--dtype", "bfloat16", "--steps", "1"]),
         ("asked", "train", [*DEALT, "--steps", "1", "--set", "arrival_order=true",
                             "--eval_every", "1"]),
         ("from_shards", "train", [*PPO, "--shard", "true", "--steps", "2"]),

@@ -387,11 +387,11 @@ def test_every_server_of_the_table_is_spoken_to_in_its_own_bodies(name):
     assert seen == expected
 
 
-TEXTS = {  # observations after invalid actions
+TEXTS = {  # observations after invalid actions; BabyAI's "You cannot see any" is of a valid one
     "babyai": ["The action is not recognized. Please check", "You cannot drop the object"],
     "textcraft": ["Could not execute dance", "Wrong item format: x",
                   "Could not find a valid recipe for"],
-    "sciworld": ["No known action matches that input."],
+    "sciworld": ["No known action matches that input.", "Unknown action. Type 'help'"],
 }
 
 
@@ -415,8 +415,8 @@ TEXTS = {  # observations after invalid actions
     # "info" is null after an action that was not understood, else what the browser said
     ("webarena", [dict(info=None), dict(info={"fail_error": "no such element"}), {}],
      [Step("x", valid=False), Step("x", valid=False), Step("x")]),
-    *((name, [dict(observation=text) for text in [*texts, "Well."]],
-       [*(Step(text, valid=False) for text in texts), Step("Well.")])
+    *((name, [dict(observation=text) for text in [*texts, "You cannot see any"]],
+       [*(Step(text, valid=False) for text in texts), Step("You cannot see any")])
       for name, texts in TEXTS.items()),
 ])
 def test_replies_are_read_as_each_server_means_them(name, replies, steps):

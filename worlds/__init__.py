@@ -15,13 +15,14 @@ def check_item(world: str, item: int, end: int | None = None) -> None:
 
 
 def goal_line(observation: str) -> str:
-    """The first line that names a goal, task, question or objective; "" if there is none. So the
-    first observation of BabyAI, TextCraft, SciWorld, SearchQA and WebArena says what is to be done.
+    """The first line that begins with a goal, task, question or objective, after two words at most;
+    "" if there is none. So the first observation of BabyAI, TextCraft, SciWorld, SearchQA and
+    WebArena says what is to be done.
 
-    >>> goal_line("Two rooms.\\nYour goal: go to the red ball\\nYou see a wall.")
+    >>> goal_line("A link to a question.\\nYour goal: go to the red ball\\nYou see a wall.")
     'Your goal: go to the red ball'
     """
-    named = re.search(r".*\b(goal|task|question|objective)\b.*", observation, re.IGNORECASE)
+    named = re.search(r"(?im)^(?:\w+ ){0,2}(?:goal|task|question|objective)\b.*", observation)
     return named[0].strip() if named else ""
 
 

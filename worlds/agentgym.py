@@ -88,7 +88,7 @@ PROTOCOLS = {
     # ends only with a reward above 0.5: 1 less a cost for each step.
     "babyai": Protocol(
         server_name="BabyAI", opening="Your goal: ", success_reward=0.5, ended_is_unknown=True,
-        invalid_pattern="The action is not recognized|You cannot|There is a barrier"),
+        invalid_pattern="The action is not recognized|You cannot (?!see)|There is a barrier"),
     "textcraft": Protocol(
         server_name="TextCraft", opening="Goal: craft ",
         create_body={"commands": None, "goal": None},
@@ -97,7 +97,7 @@ PROTOCOLS = {
         server_name="ScienceWorld", opening="Your task is ",
         first_observation_keys=("task_description", "observation"),
         score_key="score", max_score=100.0, ended_is_unknown=True,
-        invalid_pattern="No known action matches that input",
+        invalid_pattern="No known action|Unknown action",
         prompt="You are in a small world of rooms with things in them, and you have a science task "
                "to carry out.\n"
                "Some actions: look around, look at OBJ, look in OBJ, inventory, open OBJ, close "

@@ -41,6 +41,7 @@ class Continuation(Episode):
         if not super().take_answer():
             return False
         if self.trajectory.turns >= self.num_replayed:
+            self.begins |= self.trajectory.turns == self.num_replayed  # its tokens are in no cache
             return True
         # Append the next recorded reply.
         own = slice(*reply_spans(self.recorded.mask)[self.trajectory.turns])
