@@ -35,7 +35,6 @@ def expert_actions(play: Play) -> list[str]:
         if play.skip(action).done:
             return actions
     return []
-    return actions
 
 
 def agent(play: Play, share: float = 0.5, mixed: bool = False, choose: bool = False,

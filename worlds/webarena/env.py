@@ -452,8 +452,8 @@ class WebArena(Env):
 
     def choices(self) -> tuple[list[str], list[str]]:
         """A click on each element in view, and what needs none; what is typed and answered is free.
-        go_back is refused on a tab's first page.
-        There is no `valid_actions`, because a random click may end what an expert can mend."""
+        go_back is refused on a tab's first page. There is no `valid_actions`, because a random
+        click may end what an expert can mend."""
         elements = self.window.elements.items()
         clicks = [f"```click [{n}]```" for n, e in elements
                   if not e.editable and e.role not in ("RootWebArea", "StaticText")]
