@@ -353,7 +353,9 @@ class Play:
         return [*map(self.reply_with, actions), *map(Open, beginnings)]
 
     def expert(self) -> str | None:
-        """`Env.expert`."""
+        """`Env.expert`. Raises UserError in a world that has none."""
+        if type(self.env).expert is Env.expert:
+            raise UserError(f"{self.item} has no expert (servers have none)")
         return self._of_environment(self.env.expert)
 
     def _of_environment(self, function: Callable[[], Any]) -> Any:
@@ -430,8 +432,7 @@ def react(play: Play, plan: bool = False, reflect: bool = False) -> Agent:
         reply = yield messages
         messages.append(assistant(reply))
         if kind:  # it was asked for words
-            observation = AGAIN + play.reset() if kind == "RETRY" else ACT
-            kind = ""
+            observation, kind = AGAIN + play.reset() if kind == "RETRY" else ACT, ""
             continue
         step = play.act(reply)
         observation = step.observation
@@ -483,8 +484,7 @@ def converse(play: Play, messages: Messages, choose: bool = False, keep: int = 1
     goal = f"\n\n{goal_line(turns[0]['content'])}" if task else ""
     turns = [m if m["role"] == "assistant" else user(m["content"] + goal) for m in turns]
     while True:
-        recent = turns[max(0, len(turns) - 2 * keep - 1):]
-        reply = yield Choice([*start, *recent], play.replies() if choose else [])
+        reply = yield Choice([*start, *turns[-2 * keep - 1:]], play.replies() if choose else [])
         step = play.act(reply)
         if step.done:
             return

@@ -28,7 +28,7 @@ def example(play: Play, item: str) -> Messages:
         while len(shown) < 2 * LONGEST:
             action = play.expert()
             if action is None:
-                raise UserError(f"{item} has no expert who reaches its goal (servers have none)")
+                raise UserError(f"{item}: the expert knows no way to its goal")
             step = play.skip(action)
             shown += [assistant(play.reply_with(action)),
                       user(readable(step.observation) or "Done.")]

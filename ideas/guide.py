@@ -15,7 +15,6 @@ choose: the replies are chosen among the possible actions, as by ideas/choose.py
 import random
 
 from agent import Agent, Choice, Play, assistant, user
-from envs import Env, UserError
 
 
 def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
@@ -23,8 +22,6 @@ def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
     messages = [*play.start(), user(play.reset())]
     draws = random.Random(f"{play.item} {play.training_step}")
     beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
-    if beta and type(play.env).expert is Env.expert:
-        raise UserError(f"{play.item} has no expert (servers have none)")
     while True:
         reply = yield Choice(messages, play.replies() if choose else [])
         step = play.act(reply)
