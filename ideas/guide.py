@@ -9,24 +9,29 @@ the same. In evaluation, and in step 0, the expert does not play. `turns` counts
 
     python train.py --env babyai --agent guide --agent_args "fade=20 choose=true"
 
-choose: the replies are chosen among the possible actions, as by ideas/choose.py.
+choose: the replies are chosen among the possible actions. keep, task: as in ideas/choose.py.
 """
 
 import random
 
 from agent import Agent, Choice, Play, assistant, user
+from worlds import goal_line
 
 
-def agent(play: Play, fade: int = 20, choose: bool = False) -> Agent:
-    """The model sees the whole conversation, the expert's turns included."""
-    messages = [*play.start(), user(play.reset())]
+def agent(play: Play, fade: int = 20, choose: bool = False, keep: int = 1000,
+          task: bool = False) -> Agent:
+    """Of the earlier turns, the expert's included, the model sees the last `keep`."""
+    observation = play.reset()
+    goal = f"\n\n{goal_line(observation)}" if task else ""
+    turns = [user(observation + goal)]
     draws = random.Random(f"{play.item} {play.training_step}")
     beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
     while True:
-        reply = yield Choice(messages, play.replies() if choose else [])
+        shown = [*play.start(), *turns[-2 * keep - 1:]]
+        reply = yield Choice(shown, play.replies() if choose else [])
         step = play.act(reply)
         while not step.done:
-            messages = [*messages, assistant(reply), user(step.observation)]
+            turns += [assistant(reply), user(step.observation + goal)]
             action = play.expert() if draws.random() < beta else None
             if action is None:
                 break
