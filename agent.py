@@ -240,7 +240,7 @@ class Play:
 
     An agent may set `kind`: what the next reply is, if not an action. Credit by state compares only
     replies of one kind. It may set `tools`, a list in OpenAI's form, for templates that show them.
-    `turns`: replies so far. `cut`: the last reply reached --max_tokens.
+    `turns`: replies so far. `cut`: the last reply reached --max_tokens or --max_length.
 
     For drivers: `send` passes a reply on. Then `turn` is what the reply has earned: the sum of the
     rewards, and the newest score, success and progress. `forgets`: what was earned before does not
@@ -256,6 +256,7 @@ class Play:
     # "prompt" replaces the whole first message, "reply" the fixed reply to it.
     texts: dict[str, str] = field(default_factory=dict)
     training_step: int = 0  # 0 in evaluation
+    seed: int = 0  # the run's
     deadline: float = 60.0  # seconds that the agent and its environment have between two replies
 
     def __post_init__(self):
@@ -263,10 +264,8 @@ class Play:
         self.tools: list[dict] | None = None
         self.turns = 0
         self.turn = Step("")
-        self.began = False  # an episode of the environment
-        self.forgets = False
+        self.began = self.forgets = self.cut = False  # began: an episode of the environment
         self.kind = ""
-        self.cut = False
         self.choices: Sequence[str] = []  # of a `Choice`
         self._failure: Exception | None = None  # the environment's
         self.agent = (self.make_agent or react)(self)
@@ -292,7 +291,7 @@ class Play:
         to show an episode of it before the own one begins. Raises ItemError if there is no such
         item."""
         def begin():
-            self.began, self.turn.score, self.turn.progress = True, 0.0, 0.0
+            self.began, self.turn = True, replace(self.turn, score=0.0, progress=0.0, success=False)
             return readable(self.env.reset(self.number if number is None else number))
 
         return self._of_environment(begin)
@@ -509,12 +508,14 @@ def load_agent(agent: str | Callable[..., Agent], agent_args: str = "") -> Calla
     return function
 
 
-def hash_of_sources(agent: str, agent_args: str = "") -> str:
-    """The SHA-256 of an agent's source file, and of the files that its settings name: a run is not
-    continued with another agent. "" if there are none: an agent of AGENTS is this project's."""
-    settings = read_settings(agent_args, "--agent_args").values()
+def hash_of_sources(run: dict[str, Any]) -> str:
+    """The SHA-256 of the source files of a run's agent, algorithm and loss, and of the files that
+    the agent's settings name: a run is not continued with other code. "" if there are none: what
+    stands in the core's tables is this project's. run: has "agent" and "agent_args"."""
+    settings = read_settings(run["agent_args"], "--agent_args").values()
+    code = [run["agent"], run.get("algo", ""), run.get("loss", ""), *map(str, settings)]
     paths = []
-    for word in [agent, *" ".join(map(str, settings)).split()]:
+    for word in " ".join(code).split():
         where = word.rpartition(":")[0]
         if re.fullmatch(r"[\w.]+:\w+", word) and not where.endswith(".py"):  # a module's
             where = getattr(importlib.util.find_spec(where), "origin", None) or ""

@@ -106,7 +106,7 @@ class RunConfig(Setup, Optim):
     first_model: str = ""  # what --model was made of, over any number of runs
     # random; its checkpoints and final/ have it, too
     run_id: str = field(default="", compare=False)
-    agent_sha256: str = ""  # of the agent's source: `agent.hash_of_sources`
+    agent_sha256: str = ""  # of the files of its agent, algorithm and loss
 
 
 @dataclass
@@ -339,7 +339,7 @@ def fill_in(config_class: type[RunConfig], given: dict[str, Any]) -> Any:
         "shard": torch.cuda.is_available() and not run["lora_rank"],
         "slots": min(values["slots"] for values in own.values()),
     } | given | {
-        "agent_sha256": hash_of_sources(run["agent"], run["agent_args"]),
+        "agent_sha256": hash_of_sources(run),
         "env_args": " ".join([*env_args, given.get("env_args", "")]).strip(),  # the last one wins
         "first_model": run_of(model).get("first_model", model),
         "out": out, "run_id": os.urandom(8).hex(), "worlds": worlds,
@@ -352,12 +352,12 @@ def resumed(config_class: type[RunConfig], given: dict[str, Any], out: str) -> A
     """The settings of the run in `out`, and those of `given` that may change. Raises ValueError for
     one that may not."""
     saved = read_json(f"{out}/config.json")
-    given = given | {"agent_sha256": hash_of_sources(saved["agent"], saved["agent_args"])}
+    given = given | {"agent_sha256": hash_of_sources(saved)}
     for f in fields(config_class):
         for own in saved["worlds"].values():
             started = (saved | own).get(f.name)
             if not f.metadata.get("may_change") and given.get(f.name, started) != started:
-                name = f"--{f.name}" if f.metadata else "agent_sha256 (of its agent's source)"
+                name = f"--{f.name}" if f.metadata else "agent_sha256 (of its agent, algo or loss)"
                 raise ValueError(f"{out} was started with {name} {started}, not {given[f.name]}")
     if given.get("env_url") and not saved["env_url"]:
         raise ValueError(f"{out} was started without --env_url")

@@ -79,8 +79,8 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
 def _truncate(weights: Tensor, top_p: float, top_k: int) -> Tensor:
     """weights [B, V] -> the same, with 0 for each token that top_k or top_p leaves out."""
     if top_k:
-        kth_largest = weights.topk(min(top_k, weights.shape[-1])).values[:, -1:]
-        weights = weights.masked_fill(weights < kth_largest, 0.0)
+        largest = weights.topk(min(top_k, weights.shape[-1]))
+        weights = torch.zeros_like(weights).scatter(-1, largest.indices, largest.values)
     if top_p < 1.0:
         ordered, order = weights.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered

@@ -351,7 +351,7 @@ def result_config(cfg: EvalConfig, items: list[str]) -> dict:
         model_sha256 = weights.hexdigest() if files else None
     return flags | {
         "model_sha256": model_sha256, "chat_template_sha256": template_sha256,
-        "agent_sha256": hash_of_sources(cfg.agent, cfg.agent_args),
+        "agent_sha256": hash_of_sources(vars(cfg)),
         "items": len(items), "items_sha256": sha256("\n".join(items)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -122,7 +122,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "entropy": -sum(sum(t.logprobs) for t in played) / decided_tokens,
         "valid_actions": sum(t.valid_actions for t in played) / turns,
         "reply_tokens": sampled_tokens / turns,  # sampled tokens of a reply
-        "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached max_tokens
+        "cut_replies": sum(len(t.cut_turns) for t in played) / turns,  # that reached a limit
         "truncated": np.mean([t.status in ("horizon", "length") for t in played]),
         "truncated/length": np.mean([t.status == "length" for t in played]),
         # Whose advantages are all 0.

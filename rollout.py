@@ -104,7 +104,7 @@ class Rollouts(Sampling):
         world, _ = split_item(item)
         choose = LENIENT.get(world) if self.parse == "lenient" else None
         return Play(env, item, horizon, load_agent(self.agent, self.agent_args), self.action_format,
-                    choose, self.prompt_texts.get(world, {}), step, self.deadline)
+                    choose, self.prompt_texts.get(world, {}), step, self.seed, self.deadline)
 
 
 # ---- one trajectory while it is played ----
@@ -229,7 +229,7 @@ class Conversation:
         if t.rewards:  # it was not played as text
             # An exactly rounded sum: equal rewards must compare equal, in whichever turns they
             # came.
-            t.reward = math.fsum(t.rewards)
+            t.reward = round(math.fsum(t.rewards), 9)
         return False
 
     def give_back(self, pool: EnvPool, worker: Worker) -> None:
@@ -255,8 +255,7 @@ class Episode(Conversation):
     def __init__(self, trajectory: Trajectory, horizon: int, config: Rollouts, chat: Chat,
                  pool: EnvPool, on_cpu: bool, key: list[int]):
         super().__init__(trajectory, horizon, config, chat)
-        self.pool = pool
-        self.on_cpu = on_cpu
+        self.pool, self.on_cpu = pool, on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
         self.numbers = np.random.default_rng(key)
         self.unused: list[float] = []  # random numbers that were drawn, for tokens that are dropped
@@ -294,7 +293,8 @@ class Episode(Conversation):
         """Send the complete reply to the environment."""
         t = self.trajectory
         closed = self.chat.is_ended(self.reply)
-        cut = not closed and len(self.reply) >= self.max_tokens
+        is_full = len(self.reply) >= self.max_tokens or len(t.segment()) >= self.max_length
+        cut = is_full and not closed
         t.cut_turns += [t.turns + 1] * cut
         env, agent = self.worker.env, self.play.make_agent
         # Whether the answer is taken before the next forward pass. On a GPU it never is: the
@@ -499,12 +499,12 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
         return episode_class(t, horizons[t.env], config, chat, envs, on_cpu, key)
 
     engine = engine or make_engine(policy, min(config.slots, len(trajectories)), config)
-    slots = config.slots if engine == "hf" else engine.slots
     queue = TrajectoryQueue(trajectories, make_episode, config, on_end, on_step, dealer)
     try:
         with unsharded(policy):
             if engine == "hf":
-                forwarded = decode_in_lockstep(policy, queue, 1 if plays_alone(policy) else slots)
+                forwarded = decode_in_lockstep(
+                    policy, queue, 1 if plays_alone(policy) else config.slots)
             else:
                 engine.clear(max(config.of_world("max_length", t.env) for t in trajectories))
                 engine.reads_late &= not chooses  # the ids that are allowed depend on the last one

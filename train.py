@@ -220,9 +220,10 @@ def start(cfg: Config, pool: envs.EnvPool, signals: StopSignals) -> Run:
     run = load(cfg, pool, signals)
     run.items = {world: envs.items(world, "train", cfg.data or None) for world in cfg.worlds}
     items_of_step(run, run.step)  # raises ValueError if there are too few
-    digest = checkpoint.digest(run.items)
+    base = checkpoint.hashes(Path(cfg.model)) if run.reference or cfg.lora_rank else {}
+    digest = checkpoint.digest(run.items | base)
     if run.items_sha256 not in ("", digest):
-        raise ValueError(f"{cfg.out} was started with other training items")
+        raise ValueError(f"{cfg.out} was started with other items, or another --model")
     run.items_sha256 = digest
     if cfg.horizon_schedule == "adaptive":
         run.adaptive = {world: {"stage": 0} for world in cfg.worlds} | run.adaptive
@@ -280,8 +281,7 @@ def load(cfg: RunConfig, pool: envs.EnvPool, signals: StopSignals) -> Run:
     # What is trained: the policy and, with PPO, the critic, each with its optimizer. Trained
     # weights are float32; LoRA's base, an untied head included, is frozen, and may stay in the
     # compute dtype. What will be sharded is read in the dtype of its files: `shard` says why.
-    base_dtype = getattr(torch, cfg.dtype if cfg.lora_rank else "float32")
-    own_dtype = "auto" if cfg.shard else base_dtype
+    own_dtype = "auto" if cfg.shard else getattr(torch, cfg.dtype if cfg.lora_rank else "float32")
     policy = load_model(source, own_dtype).requires_grad_(not cfg.lora_rank)
     trained = {"policy": trainable(policy, cfg.lr)}
     advantage = getattr(cfg, "advantage", None)  # sft.py has none

@@ -6,6 +6,7 @@ A leaf: it imports no other file of the project.
 import codecs
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -55,7 +56,7 @@ class Trajectory:
     valid_actions: int = 0
     # Numbers (from 1) of the turns whose action was not valid.
     invalid_turns: list[int] = field(default_factory=list)
-    # Numbers (from 1) of the turns whose reply reached max_tokens.
+    # Numbers (from 1) of the turns whose reply reached max_tokens or max_length.
     cut_turns: list[int] = field(default_factory=list)
     # Numbers (from 1) of the turns whose reply ends within a thought.
     unclosed_turns: list[int] = field(default_factory=list)
@@ -127,9 +128,8 @@ class Trajectory:
         self.messages.append({"role": "assistant", "content": reply})
         self.invalid_turns += [self.turns] * (not turn.valid)
         reward = turn.reward
-        if forgets:
-            self.rewards = [0.0] * len(self.rewards)
-            self.reward = 0.0
+        if forgets:  # the turn that loses it is to blame
+            reward -= math.fsum(self.rewards) if self.rewards else self.reward
         elif not turn.valid:
             reward -= invalid_penalty
         self.reward += reward
@@ -173,7 +173,7 @@ class Trajectory:
         if not {"item", "env"} <= row.keys():
             raise ValueError("it has no item or no env")
         t = cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
-        t.choices = {int(place): options for place, options in t.choices.items()}
+        t.choices = {int(place): options for place, options in dict(t.choices).items()}
         count = len(t.tokens)
         t.starts = t.starts or [0] * bool(count)
         for name in ("logprobs", "entropies", "rewards"):

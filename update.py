@@ -138,7 +138,7 @@ def shape_rewards(trajectories: Sequence[Trajectory], shaping: str = "none",
             # returns must stay equal.
             t.reward -= turn_cost * turns
         else:
-            t.reward = math.fsum(t.rewards)
+            t.reward = round(math.fsum(t.rewards), 9)
     return trajectories
 
 

@@ -41,7 +41,7 @@ def agent(play: Play, share: float = 0.5, mixed: bool = False, choose: bool = Fa
     messages = [*play.start(), user(play.reset())]
     turns = max(1, int(share * play.horizon))
     if mixed:
-        turns = random.Random(f"{play.item} {play.training_step}").randint(1, turns)
+        turns = random.Random(f"{play.item} {play.training_step} {play.seed}").randint(1, turns)
     for action in actions[: max(0, len(actions) - turns)]:
         observation = play.skip(action).observation
         messages += [assistant(play.reply_with(action)), user(observation)]

@@ -56,7 +56,7 @@ def turn_returns(rewards: Tensor, turns: Tensor, gamma: float = 1.0) -> Tensor:
 
     rewards [B, T] float, turns [B, T] long, the number of each token's turn or -1 -> [B, K] for at
     most K turns, 0 after the last turn of a row. gamma discounts once per turn. Sums are rounded to
-    five decimals, so that float32's rounding does not make equal returns unequal.
+    six decimals, so that float32's rounding does not make equal returns unequal.
 
     >>> turns = torch.tensor([[-1, 0, 0, -1, 1]])
     >>> turn_returns(torch.tensor([[0., 0., 1., 0., 2.]]), turns, gamma=0.5)
@@ -68,7 +68,7 @@ def turn_returns(rewards: Tensor, turns: Tensor, gamma: float = 1.0) -> Tensor:
     returns.index_put_((row, turns[row, column]), rewards[row, column].double(), accumulate=True)
     for k in reversed(range(num_turns - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
-    return returns.round(decimals=5).to(torch.float32)
+    return returns.round(decimals=6).to(torch.float32)
 
 
 @torch.no_grad()

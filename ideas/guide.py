@@ -24,7 +24,7 @@ def agent(play: Play, fade: int = 20, choose: bool = False, keep: int = 1000,
     observation = play.reset()
     goal = f"\n\n{goal_line(observation)}" if task else ""
     turns = [user(observation + goal)]
-    draws = random.Random(f"{play.item} {play.training_step}")
+    draws = random.Random(f"{play.item} {play.training_step} {play.seed}")
     beta = max(0.0, 1 - play.training_step / fade) if play.training_step else 0.0
     while True:
         shown = [*play.start(), *turns[-2 * keep - 1:]]

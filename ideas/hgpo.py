@@ -30,7 +30,7 @@ def advantage(step, gamma: float = 0.95, history: int = 2, alpha: float = 1.0,
         for k, span in reversed(list(enumerate(reply_spans(t.mask)[: len(states)]))):
             later = step.turn_rewards[b, slice(*span)].sum().item() + gamma * later
             turns.append((b, span))
-            returns.append(round(later, 5))
+            returns.append(round(later, 6))
             pasts.append(states[: k + 1])
     returns, valid = torch.tensor(returns), step.valid[[b for b, _ in turns]]
     total, weights = torch.zeros(2, len(turns))

@@ -28,7 +28,7 @@ def advantage(step, branches: int = 2) -> Tensor:
     all. A branch whose environment failed is left out. -> [B, T]"""
     drawn = []  # (trajectory, the turn before which it branches)
     for b, t in enumerate(step.trajectories):
-        turns = random.Random(str((t.item, t.sample, t.step))).sample(range(t.turns), t.turns)
+        turns = random.Random(str((t.tokens, t.sample, t.step))).sample(range(t.turns), t.turns)
         drawn += [(b, k) for k in turns[:branches] if step.valid[b]]
     grown = play_on(step, [(step.trajectories[b], k) for b, k in drawn], 1) if drawn else []
     branched = [(b, k, t.reward) for (b, k), found in zip(drawn, grown) for t in found]

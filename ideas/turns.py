@@ -26,7 +26,7 @@ def advantage(step, gamma: float = 1.0, normalize_std: bool = True) -> Tensor:
         later = (rewards * in_turn).sum(1) + gamma * later
         has_turn = in_turn.any(1) & step.valid
         # Rounded, so that equal returns that came in another order stay equal.
-        returns = later.round(decimals=5).float()
+        returns = later.round(decimals=6).float()
         own = algos.grpo_advantage(returns, step.groups, has_turn, normalize_std)
         advantages += own[:, None] * in_turn
     return advantages * step.mask

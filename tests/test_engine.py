@@ -430,6 +430,7 @@ def test_a_token_that_is_left_out_is_never_drawn():
     uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)  # the smallest and the largest
     for truncation in (dict(top_k=2), dict(top_p=0.8)):
         assert sample(logits, uniforms, **truncation)[0].tolist() == [1, 2]
+    assert (_truncate(torch.tensor([[0.2, 0.4, 0.4]]), 1.0, 1) > 0).sum() == 1  # of equal ones
     # The fewest tokens that reach top_p.
     assert _truncate(torch.tensor([[0.25, 0.5, 0.25]]), 0.5, 0).tolist() == [[0.0, 0.5, 0.0]]
 

@@ -342,7 +342,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, capsys):
     assert evaluation.main(flags("killed")) == evaluation.main(flags("whole")) == 0
     assert f"goes on from {whole} trajectories in {file}" in capsys.readouterr().err
     assert (killed := result_of(tmp_path / "killed.json")) == result_of(tmp_path / "whole.json")
-    assert killed["config"]["agent_sha256"] == hash_of_sources("choose")
+    assert killed["config"]["agent_sha256"] == hash_of_sources(dict(agent="choose", agent_args=""))
     for horizon in (2, 3):
         killed, uninterrupted = (
             [(t.item, t.group, t.tokens, t.mask, t.messages, t.score, t.status)
@@ -363,7 +363,7 @@ def record_of(tmp_path, *changes, horizon=2):
 
 @pytest.mark.parametrize("wrong", [
     {"score": math.nan}, {"score": 1e308}, {"turns": -7}, {"success": "yes"}, {"success": None},
-    {"tokens": 3}, {"status": "won"}])
+    {"tokens": 3}, {"status": "won"}, {"choices": [1]}])
 def test_an_evaluation_goes_on_from_no_trajectory_with_an_impossible_field(tmp_path, wrong):
     record = record_of(tmp_path)
     record.add(Trajectory("babyai_1", "babyai", turns=1))

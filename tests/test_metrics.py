@@ -88,15 +88,6 @@ def test_each_measure_has_an_axis_of_its_own_with_the_values_of_its_column(
         assert [text.get_text() for text in success.get_legend().get_texts()] == ["a", "b"]
 
 
-def test_only_a_curve_below_0_has_an_axis_that_does_not_start_there(draw):
-    values = {"success": 0.5, "reward": -0.5, "turns": 2.0, "horizon": 4, "entropy": 0.0}
-    axes = draw([{"step": step} | {name: x * (step + 1) for name, x in values.items()}
-                 for step in range(9)])
-    bottoms = {title: ax.get_ylim()[0] for title, ax in axes.items()}
-    assert bottoms.pop("reward of a trajectory") < -4.5
-    assert list(bottoms.values()) == [0.0, 0.0, 0.0]
-
-
 def test_a_mixtures_stages_are_those_of_each_world():
     horizons = [(5, 3), (5, 3), (5, 4), (8, 4)]
     rows = [{"horizon": h, "horizon/babyai": b, "horizon/textcraft": h} for h, b in horizons]

@@ -55,12 +55,6 @@ def test_the_ratio_is_taken_to_the_fastest_peer_and_failed_ones_are_left_out():
     assert peers.ratios({"ours": row(60.0, 90.0), "c": {"error": ""}}) == {}
 
 
-def test_user_lines_leave_out_comments_docstrings_empty_lines_and_measurements():
-    source = '"""A\nscript."""\n\nimport x  # counts\n# does not\n\ndef f():\n    """No."""\n' \
-             '    return """two\nlines"""\n# ---- measurements\ny = 1\n'
-    assert peers.user_lines(source) == 4
-
-
 def test_a_model_of_ones_own_gets_the_job_of_a_real_model(tmp_path):
     args = SimpleNamespace(items=2, samples=None, measured=None, threads=1, horizon=4, data="")
     assert peers.scale_of(args, "tiny") == peers.TINY._replace(items=2)

@@ -48,9 +48,3 @@ def test_nonsense_is_one_line(args, capsys):
     assert worlds.play.main(["play", *args.split()]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and args.split()[-1] in said
-
-
-def test_an_item_can_be_named_with_its_world():
-    done = play("--item", "textcraft_7", said="\n")
-    assert done.returncode == 0, done.stderr
-    assert make_env("textcraft").reset(7) in done.stdout

@@ -142,7 +142,16 @@ def test_a_trajectory_fills_its_largest_length_exactly(tiny, pool, monkeypatch):
         scripted(monkeypatch, [word] * 9)
         (t,) = rollout(*tiny, pool, ["babyai_8"], 2, max_tokens=9, max_length=prompt + room)
         assert (t.status, t.turns, len(t.tokens)) == ("length", 1, prompt + room)
-        assert t.tokens[prompt:] == [word] * room
+        assert t.tokens[prompt:] == [word] * room and t.cut_turns == [1]
+
+
+def test_the_turn_that_forgets_what_was_earned_loses_it():
+    t = Trajectory("door_1", "door")
+    for reward, forgets in ((0.1, False), (0.2, False), (0.0, True), (0.5, False)):
+        t.append([1, 2], [0.0, 0.0])
+        t.record_turn("", Step("", reward=reward), forgets)
+    assert t.rewards[1::2] == pytest.approx([0.1, 0.2, -0.3, 0.5])
+    assert t.reward == pytest.approx(0.5) and not any(t.rewards[::2])
 
 
 # ---- tokens that the policy is made to sample ----

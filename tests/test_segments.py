@@ -798,7 +798,9 @@ def test_an_example_needs_no_more_than_its_file():
 
 
 def test_the_hash_of_an_agent_is_that_of_its_files(tmp_path):
-    hashed = partial(agent.hash_of_sources, "examples/foreign.py:agent")
+    def hashed(args, **own):
+        return agent.hash_of_sources(dict(agent="examples/foreign.py:agent", agent_args=args) | own)
+
     path = tmp_path / "a.py"
     path.write_text("x = 1\n")
     first = hashed(f"run={path}:run")
@@ -807,4 +809,4 @@ def test_the_hash_of_an_agent_is_that_of_its_files(tmp_path):
     others = map(hashed, (f"run={path}:run", "run=worlds.babyai:BabyAI",
                           "run=worlds.textcraft:TextCraft"))
     assert len({first, *others}) == 4
-    assert agent.hash_of_sources("window") == "" != agent.hash_of_sources("choose")
+    assert hashed("", agent="window") == "" != hashed("", agent="window", loss="echo")

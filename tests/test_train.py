@@ -565,16 +565,19 @@ def test_a_run_is_not_continued_with_other_items(tmp_path):
     items = json.loads(whole)
     for others in (items[:40], items[::-1], items[1:] + [{"item_id": "babyai_1"}]):
         path.write_text(json.dumps(others))
-        assert "other training items" in refused(*args, "--resume", "--steps", "2")
+        assert "other items" in refused(*args, "--resume", "--steps", "2")
     path.write_text(whole)
     completed(*args, "--resume", "--steps", "2")
 
 
 def test_a_resumed_run_keeps_the_model_that_its_kl_refers_to(tmp_path):
-    flags = [*TINIEST, "--kl_coef", "0.1", "--entropy_coef", "0.1", "--lr", "1e-2"]
+    base = shutil.copytree(rl.TINY_MODEL, tmp_path / "base")
+    flags = [*TINIEST, "--model", base, "--kl_coef", "0.1", "--entropy_coef", "0.1", "--lr", "1e-2"]
     completed(*flags, "--steps", "2", "--out", tmp_path / "a")
     completed(*flags, "--out", tmp_path / "b")
     completed(*flags, "--resume", "--steps", "2", "--out", tmp_path / "b")
     rows, resumed = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert rows[1]["kl"] > 1e-6
     assert [row["kl"] for row in resumed] == [row["kl"] for row in rows]
+    shutil.copytree(tmp_path / "a/final", base, dirs_exist_ok=True)
+    assert "another --model" in refused(*flags, "--resume", "--steps", "3", "--out", tmp_path / "b")
