@@ -22,6 +22,8 @@ def advantage(step, teacher: str = "", weight: float = 1.0, plus: str = "none") 
     | rloo | reinforce_pp. -> [B, T]"""
     if plus not in PLUS:
         raise UserError(f"distill adds {', '.join(PLUS)}, not {plus}")
+    if plus in ("grpo", "rloo") and len(step.groups.unique()) == len(step.groups):
+        raise UserError(f"plus={plus} compares the rollouts of an item: have 2 or more")
     if plus == "grpo" and step.rewards is not step.batch["rewards"]:
         raise UserError("--kl_in reward: GRPO would divide by the KL's deviation; use plus=rloo")
     logprobs = step.logprobs_of(step.models["teacher"])
