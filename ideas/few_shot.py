@@ -9,7 +9,8 @@ not trained on.
     python train.py --env babyai --agent few_shot --agent_args "shots=2 choose=true"
 
 choose: the replies are chosen among the possible actions, as by ideas/choose.py. data: the folder
-whose training items are shown, if they are not those of data/: that of --data.
+whose training items are shown, if they are not those of data/: that of --data. With the built-in
+model success was below GRPO's at equal turns (docs/ideas.md).
 """
 
 from agent import Agent, Messages, Play, assistant, converse, readable, user

@@ -9,7 +9,8 @@ the same. In evaluation, and in step 0, the expert does not play. `turns` counts
 
     python train.py --env babyai --agent guide --agent_args "fade=20 choose=true"
 
-choose: the replies are chosen among the possible actions. keep, task: as in ideas/choose.py.
+choose: the replies are chosen among the possible actions. keep, task: as in ideas/choose.py. With
+the built-in model there was no gain over GRPO at equal turns (docs/ideas.md).
 """
 
 import random
