@@ -27,6 +27,7 @@ def advantage(step, branches: int = 2) -> Tensor:
     """step: see `update.Gathered`. branches: turns of a trajectory at which it branches, at most
     all. A branch whose environment failed is left out. -> [B, T]"""
     drawn = []  # (trajectory, the turn before which it branches)
+    # The key has the tokens: what was sampled depends on the seed of the run.
     for b, t in enumerate(step.trajectories):
         turns = random.Random(str((t.tokens, t.sample, t.step))).sample(range(t.turns), t.turns)
         drawn += [(b, k) for k in turns[:branches] if step.valid[b]]
