@@ -24,7 +24,7 @@ noise       the share of the estimate's variance that does not come from the tur
 bias-free   the correlation that would be left if this noise were averaged out: below 1, the
             estimator is wrong about turns in the mean, too
 gradient    cosine of its policy gradient with the gradient of the same tokens under the true
-            advantages, with their noise
+            advantages, with their noise (a model of n weights: of every n / 10,000,000th)
 
 Below the table: mixed, groups whose returns differ; large, turns with a true advantage larger than
 0.1; largest, the share of the truth's variance that one turn has; halves and gradient_halves, the
@@ -98,7 +98,8 @@ def parse():
                         "value, for returns from 0 to 1: N = 1 / (2 error)^2, 31 by default")
     parser.add_argument("--critic_steps", type=int, nargs="*", default=[0, 20],
                         help="PPO's critic after so many steps: 0 20 by default; none: no critic")
-    parser.add_argument("--only", default="", help="estimators whose name holds this text")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT",
+                        help="estimators whose name holds one of these texts")
     parser.add_argument("--replays", type=int, default=0, metavar="N", help="only replay the "
                         "prefixes of at least N turns, and count what is not as recorded")
     parser.add_argument("--keep", metavar="NAME", help="keep the rows as this run of results")
@@ -176,7 +177,8 @@ def estimators(args, with_states):
                     found[f"{name} {text}, critic after {steps} steps"] = function, steps
             else:
                 found[f"{name} {text}".strip()] = function, None
-    return {name: own for name, own in found.items() if args.only in name}
+    return {name: own for name, own in found.items()
+            if any(text in name for text in args.only)}
 
 
 def of_turns(trajectories, advantages):
@@ -281,9 +283,11 @@ def once_more(trajectories, companions, continuations, functions):
 
 
 def gradients(policy, step, advantages):
-    """The policy gradient under each of some advantages [B, T] -> [n, weights]."""
+    """The policy gradient under each of some advantages [B, T] -> [n, weights]: all weights of the
+    built-in model, some 10 million of a larger one."""
     batch = step.batch | {f"advantage{n}": a for n, a in enumerate(advantages)}
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    every = sum(p.numel() for p in parameters) // 10**7 | 1  # odd: all columns of a matrix
     sums = [0.0] * len(advantages)
     for part, _ in update.own_micro_batches(policy.model, batch, range(len(batch["ids"])),
                                             policy.cfg.microbatch_tokens):
@@ -293,7 +297,7 @@ def gradients(policy, step, advantages):
         for n in range(len(advantages)):
             loss = (logp * part[f"advantage{n}"]).sum()
             own = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            sums[n] += torch.cat([g.flatten() for g in own if g is not None]).double()
+            sums[n] += torch.cat([g.flatten()[::every] for g in own if g is not None]).double()
     return torch.stack(sums)
 
 
@@ -361,7 +365,7 @@ def measure(args, policy, names_of):
                                      [half[turns == k] for half in halves])
                            for k in range(turns.max() + 1) if (turns == k).sum() > 20]}
         if name in again:
-            noise = ((estimate - again[name]) ** 2).mean() / 2 / max(estimate.var(), 1e-12)
+            noise = ((estimate - again[name]) ** 2).mean() / 2 / (estimate.var() or math.nan)
             row["noise"] = noise
             if noise < MOST_NOISE:
                 row["bias_free"] = r / math.sqrt(1 - noise)

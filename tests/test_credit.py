@@ -156,7 +156,7 @@ def exact_values(policy, trajectories):
 @pytest.fixture(scope="module")
 def measured():
     """The table's rows for the world of four states, and the exact advantages beside."""
-    args = SimpleNamespace(error=0.1, critic_steps=[0, 1], only="")
+    args = SimpleNamespace(error=0.1, critic_steps=[0, 1], only=[""])
     cfg = parse_config(CHOOSE)
     names = [f"fork_{n}" for n in range(8)]
     seen = {}
@@ -215,7 +215,7 @@ def test_more_continuations_are_nearer_to_the_truth_and_estimates_have_noise(mea
 
 
 def test_an_idea_that_is_deleted_drops_out_of_the_table(tmp_path, monkeypatch):
-    args = SimpleNamespace(only="", critic_steps=[0])
+    args = SimpleNamespace(only=[""], critic_steps=[0])
     every = credit.estimators(args, True)
     assert {"grpo", "gigpo", "hgpo", "tree branches=2"} < set(every)
     shutil.copytree(ROOT / "ideas", tmp_path / "ideas")
