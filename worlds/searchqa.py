@@ -40,6 +40,11 @@ from worlds.wire import WireSession, read_body
 
 MAX_QUERY = 500  # characters
 TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+# Capitalised words that follow each other, some with "of" between; one that begins no sentence; a
+# number.
+_WORD = r"(?:[A-Z][\w'-]*|\d+)"
+NAME = re.compile(rf"(?!(?:Of|In|By|On|Since)\b){_WORD}(?: (?:(?:of|the|in) )?{_WORD})+"
+                  rf"|(?<=[\w,] ){_WORD}|\d+")
 
 
 def normalise(answer: str) -> str:
@@ -181,6 +186,9 @@ class SearchQA(Env):
     questions: JSONL files of questions, separated by commas.
     retriever: the address of a retrieval server.
     topk: how many articles a search returns.
+    names: what an agent that chooses is offered: to search for a name (`NAME`) of the question or
+        of an article that was found, or to answer with a name of such an article that is not in the
+        question. Without: a search or an answer, whose words are free.
 
     Raises ValueError for wrong arguments or a file that cannot be read, ModuleNotFoundError without
     the package bm25s.
@@ -203,7 +211,8 @@ class SearchQA(Env):
         "something up, or one <answer> a few words </answer> to answer."
     )
 
-    def __init__(self, corpus: str = "", questions: str = "", retriever: str = "", topk: int = 3):
+    def __init__(self, corpus: str = "", questions: str = "", retriever: str = "", topk: int = 3,
+                 names: bool = False):
         if not isinstance(topk, int) or topk < 1:
             raise ValueError(f"searchqa: topk must be a number from 1 on, not {topk!r}")
         if questions and not (corpus or retriever):
@@ -212,10 +221,12 @@ class SearchQA(Env):
                 "retriever=http://host:port"
             )
         self.topk = topk
+        self.names = names
         self.corpus = corpus
         self.last = None  # the last Step of this episode
         self.queries = set()  # the searches of this episode
         self.read = set()  # the titles of the articles that they have returned
+        self.seen = {}  # a name in the question or these articles -> whether it may be an answer
         self.own = None  # (question, answers) of the user's own files, if there are any
         if questions:
             self.own = []
@@ -252,6 +263,7 @@ class SearchQA(Env):
         self.last = Step("")
         self.queries = set()
         self.read = set()
+        self.seen = dict.fromkeys(NAME.findall(question), False)
         return f"Question: {question}"
 
     @staticmethod
@@ -293,11 +305,17 @@ class SearchQA(Env):
         self.queries.add(query)
         self.read.update(title for title, _ in articles)
         lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(articles, 1)]
+        for title, text in articles:
+            for name in (title, *NAME.findall(text)):
+                self.seen.setdefault(name, True)
         text = "\n".join(lines) or "Nothing was found."
         return Step(f"<information>{text}</information>")
 
     def choices(self) -> tuple[list[str], list[str]]:
-        """A search or an answer, whose words are free."""
+        """A search or an answer, whose words are free without `names`."""
+        if self.names:
+            return [f"<{tag}> {name} </{tag}>" for name, found in self.seen.items()
+                    for tag in ("search", "answer")[:1 + found]], []
         return [], ["<search>", "<answer>"]
 
     def state(self) -> str | None:
