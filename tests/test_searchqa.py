@@ -134,14 +134,14 @@ def test_threads_find_what_one_finds():
 
 @pytest.mark.parametrize("split, every", [("train", 20), ("test", 1)])
 def test_the_expert_searches_for_names_that_it_has_read_and_finds_the_answer(split, every):
-    env = make_env("searchqa")
+    env = make_env("searchqa", names=True)
     of_several_articles = 0
     for item in items("searchqa", split)[::every]:
         read = env.reset(split_item(item)[1])
         while not env.last.done:
             action = env.expert()
             name = re.match(r"<think> (.+) </think>\n<(search|answer)> \1 </\2>$", action)[1]
-            assert name in read
+            assert name in read and action.split("\n")[1] in env.choices()[0]
             read += env.step(action).observation
         assert env.last.success and len(env.queries) == len(world_and_question(item)[1].titles)
         of_several_articles += len(env.queries) > 1
