@@ -64,6 +64,7 @@ class Policies(NamedTuple):
     horizon: int
     data: str = ""  # folder of item sets
     only: str = ""  # the names of some policies
+    options: dict = {}  # arguments of the world
 
 
 def evaluation(flags):
@@ -101,6 +102,7 @@ REFERENCES = {
     "policies_searchqa": Policies("searchqa", 4, 4),
     "policies_searchqa_5": Policies("searchqa", 4, 5),
     "policies_searchqa_10": Policies("searchqa", 1, 10),
+    "policies_searchqa_names": Policies("searchqa", 4, 5, "", "uniform expert", {"names": True}),
     "policies_sciworld": Policies("sciworld", 1, 6, only="uniform"),
     "policies_sciworld_imitated": Policies("sciworld", 1, 6, only="imitated"),
     "policies_sciworld_one_task": Policies("sciworld", 1, 6, SCIWORLD_ITEMS),
@@ -206,11 +208,11 @@ def table(name, row):
 
 def measure_policies(entry):
     """Play the held-out items -> {policy: its figures}."""
-    env = world(entry.world)
+    env = envs.make_env(entry.world, **entry.options) if entry.options else world(entry.world)
     items = envs.items(entry.world, "test", entry.data or None)
     category = envs.categories(entry.world, entry.data or None)
     policies = {
-        "uniform": lambda rng, read: rng.choice(env.valid_actions()),
+        "uniform": lambda rng, read: rng.choice(env.choices()[0]),
         "imitated": lambda rng, read: draw(random_policy(env, entry.world, read), rng)[1],
         "expert": lambda rng, read: env.expert(),
         "in_view": search_and_act(env, remembers=False),
@@ -218,7 +220,7 @@ def measure_policies(entry):
     }
     if entry.world != "babyai":
         del policies["in_view"], policies["untried"]
-    if type(env).valid_actions is envs.Env.valid_actions:  # SearchQA and WebArena list none
+    if type(env).valid_actions is envs.Env.valid_actions and not entry.options:  # none are listed
         del policies["uniform"]
     if entry.world not in SLIPS:  # the built-in model was not trained on this world
         del policies["imitated"]
