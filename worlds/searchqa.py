@@ -188,7 +188,8 @@ class SearchQA(Env):
     topk: how many articles a search returns.
     names: what an agent that chooses is offered: to search for a name (`NAME`) of the question or
         of an article that was found, or to answer with a name of such an article that is not in the
-        question. Without: a search or an answer, whose words are free.
+        question. A question without a name may be searched for as it is. Without this argument: a
+        search or an answer, whose words are free.
 
     Raises ValueError for wrong arguments or a file that cannot be read, ModuleNotFoundError without
     the package bm25s.
@@ -226,7 +227,7 @@ class SearchQA(Env):
         self.last = None  # the last Step of this episode
         self.queries = set()  # the searches of this episode
         self.read = set()  # the titles of the articles that they have returned
-        self.seen = {}  # a name in the question or these articles -> whether it may be an answer
+        self.seen = {}  # a name in the question or these articles -> whether the question lacks it
         self.own = None  # (question, answers) of the user's own files, if there are any
         if questions:
             self.own = []
@@ -263,7 +264,7 @@ class SearchQA(Env):
         self.last = Step("")
         self.queries = set()
         self.read = set()
-        self.seen = dict.fromkeys(NAME.findall(question), False)
+        self.seen = dict.fromkeys(NAME.findall(question) or [question], False)
         return f"Question: {question}"
 
     @staticmethod
@@ -306,7 +307,7 @@ class SearchQA(Env):
         self.read.update(title for title, _ in articles)
         lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(articles, 1)]
         for title, text in articles:
-            for name in (title, *NAME.findall(text)):
+            for name in filter(None, (title, *NAME.findall(text))):
                 self.seen.setdefault(name, True)
         text = "\n".join(lines) or "Nothing was found."
         return Step(f"<information>{text}</information>")
@@ -314,8 +315,9 @@ class SearchQA(Env):
     def choices(self) -> tuple[list[str], list[str]]:
         """A search or an answer, whose words are free without `names`."""
         if self.names:
-            return [f"<{tag}> {name} </{tag}>" for name, found in self.seen.items()
-                    for tag in ("search", "answer")[:1 + found]], []
+            found = [name for name, is_new in self.seen.items() if is_new]
+            return [*(f"<search> {name} </search>" for name in self.seen),
+                    *(f"<answer> {name} </answer>" for name in found)], []
         return [], ["<search>", "<answer>"]
 
     def state(self) -> str | None:
