@@ -42,10 +42,12 @@ ROUTES = {  # of a name, which begins with its panel -> the row before training,
     "rooms_warm": ("rooms_warm_before", "the same, after 240 demonstrations (1,016 turns)"),
     "textcraft_backward": ("textcraft_before", "the expert plays to within k turns of the goal"),
     "textcraft_warm": ("textcraft_warm_before", "the same, after 480 demonstrations (3,441 turns)"),
+    "searchqa_names": ("searchqa_before", "the last observation, lr 2e-5, falling to a tenth"),
 }
 PANELS = {"babyai": "BabyAI's go-to levels, 250 held-out items",
           "rooms": "BabyAI's rooms, 250 held-out items",
-          "textcraft": "TextCraft, all depths, 200 held-out items"}
+          "textcraft": "TextCraft, all depths, 200 held-out items",
+          "searchqa": "SearchQA, 450 held-out items"}
 
 
 def add(name, commit, result, run=""):
@@ -100,7 +102,7 @@ def hidden(*runs):
 def draw():
     """Held-out success over environment turns, a panel a world, a line a route and seed."""
     kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(15, 4.5), sharey=True)
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(19, 4.5), sharey=True)
     panels = dict(zip(PANELS, axes))
     drawn = set()
     for name, row in kept.items():
