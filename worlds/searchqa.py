@@ -40,8 +40,8 @@ from worlds.wire import WireSession, read_body
 
 MAX_QUERY = 500  # characters
 TAGS = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-# Capitalised words that follow each other, some with "of" between; one that begins no sentence; a
-# number.
+# A name: two or more capitalised words in a row ("of", "the" or "in" may stand between them), one
+# capitalised word inside a sentence, or a number.
 _WORD = r"(?:[A-Z][\w'-]*|\d+)"
 NAME = re.compile(rf"(?!(?:Of|In|By|On|Since)\b){_WORD}(?: (?:(?:of|the|in) )?{_WORD})+"
                   rf"|(?<=[\w,] ){_WORD}|\d+")
