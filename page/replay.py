@@ -6,7 +6,7 @@ run in this process and give the same episode for the same item and actions.
 
 from typing import Any
 
-from agent import AGENTS, PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
+from agent import PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
 from envs import Env, make_env, split_item
 from trajectory import Trajectory
 from worlds import category_of
@@ -89,22 +89,26 @@ class Replay:
 
     def _draw(self, t: Trajectory) -> list[dict] | None:
         world = self.worlds.get(t.env)
-        if world is None or self.config.get("agent", "react") not in {*AGENTS, "choose"}:
-            return None  # what a user's own agent did is not known
+        replies = t.messages[3::2]
+        context = len(replies) - t.turns  # an expert's replies, before the first one of the policy
+        if world is None or context and self.config.get("agent") != "backward":
+            return None
         try:
             number = split_item(t.item)[1]
-            # In a trajectory of another program, the item's number may mean another task.
-            if world.reset(number).strip() not in t.messages[2]["content"]:
-                return None
+            draw, shown = DRAW[t.env], world.reset(number)
+            drawn = [draw(world)]
+            for asked, reply in zip([m["content"] for m in t.messages[2::2]], replies):
+                # In a trajectory of another program, the item's number may mean another task. An
+                # agent of the user's own may act otherwise, or show something else.
+                if shown.strip() not in asked:
+                    return None
+                shown = ""  # once
+                if asked.endswith(REFLECT_ON_ALL):  # after it the episode starts again
+                    shown = world.reset(number)
+                elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
+                    action = self.action(t.env, reply["content"])
+                    shown = world.step(action).observation if action else ""
+                drawn.append(draw(world))
         except (ValueError, IndexError, KeyError, TypeError):
             return None
-        draw = DRAW[t.env]
-        drawn = [draw(world)]
-        for observation, reply in zip(t.messages[2::2], t.messages[3::2]):
-            asked = observation["content"]
-            if asked.endswith(REFLECT_ON_ALL):  # after the reflection the episode starts again
-                world.reset(number)
-            elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
-                world.step(self.action(t.env, reply["content"]))
-            drawn.append(draw(world))
-        return drawn
+        return drawn[context:]

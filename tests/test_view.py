@@ -136,7 +136,7 @@ CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"
 def of_texts(item, *texts):
     roles = itertools.cycle(["user", "assistant"])
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    return Trajectory(item, item.split("_")[0], messages=messages)
+    return Trajectory(item, item.split("_")[0], messages=messages, turns=len(texts) // 2 - 1)
 
 
 def test_rooms_are_drawn_as_the_replies_were_read_and_not_of_other_tasks():
