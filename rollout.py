@@ -54,7 +54,7 @@ class Rollouts(Sampling):
     # strict: one action, exactly as --action_format has it | lenient: as AgentGym's client of the
     # world reads it
     parse: str = flag("lenient", ("strict", "lenient"))
-    # or your own: FILE.py:NAME, module:NAME (docs/agents.md)
+    # or a file of ideas/, as choose; or your own: FILE.py:NAME, module:NAME (docs/agents.md)
     agent: str | Callable = flag("react", AGENTS)
     # settings of the agent, NAME=VALUE: keep=2; plan=true reflect=true
     agent_args: str = flag("")

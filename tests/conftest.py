@@ -22,6 +22,10 @@ CACHE = tempfile.TemporaryDirectory()  # what is known of models from other time
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+# The project's Python files: those that git knows, so not a user's own, nor a virtual environment.
+KNOWN = subprocess.run("git ls-files '*.py'", shell=True, cwd=ROOT, capture_output=True, text=True)
+FILES = [ROOT / name for name in KNOWN.stdout.split() if (ROOT / name).exists()]
+FILES = FILES or [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]  # a folder without git's data
 
 # Files that take minutes are tested first: the last one would keep one core waiting.
 LONG_FILES = ["test_train.py", "test_parallel.py", "test_ideas.py", "test_webarena.py",

@@ -5,20 +5,13 @@ import importlib
 import inspect
 
 import pytest
-from conftest import ROOT
+from conftest import FILES, ROOT
 
 
-def module_names():
-    """The project's modules."""
-    files = [*ROOT.glob("*.py")]
-    for folder in ("models", "worlds", "websites", "ideas"):
-        files += ROOT.glob(f"{folder}/**/*.py")
-    all_parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
-    return sorted(".".join(parts) for parts in all_parts
-                  if parts[-1] != "__init__" and "tests" not in parts)
-
-
-MODULES = module_names()
+ALL_PARTS = [path.relative_to(ROOT).with_suffix("").parts for path in FILES]
+MODULES = sorted(".".join(parts) for parts in ALL_PARTS
+                 if (len(parts) == 1 or parts[0] in ("models", "worlds", "websites", "ideas"))
+                 and parts[-1] != "__init__" and "tests" not in parts)
 
 
 @pytest.mark.parametrize("name", [*MODULES, "worlds", "page.run", "page.live"])

@@ -5,7 +5,7 @@ import re
 from graphlib import TopologicalSorter
 
 import pytest
-from conftest import ROOT
+from conftest import FILES, ROOT
 
 from experiments.lines import code_lines
 
@@ -27,24 +27,13 @@ LOADERS = {"envs", "benches.__main__"}
 LOAD = {"import_module", "__import__", "run_module", "run_path", "spec_from_file_location"}
 
 
-def names_of(folders):
-    """Module name -> its file, for the Python files of these folders, tests left out."""
-    inner = (path for name in folders for path in ROOT.rglob(f"{name}/**/*.py"))
-    files = [*ROOT.glob("*.py"), *inner]
-    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
-    return {".".join(parts[path]).removesuffix(".__init__"): path for path in files
-            if not {"tests", "runs"} & set(parts[path])}
-
-
-MODULES = names_of(["models", "worlds", "websites", "page", "benches", "ideas", "experiments"])
+FOLDERS = {"models", "worlds", "websites", "page", "benches", "ideas", "experiments"}
+TOP = [path for path in FILES if path.parent == ROOT]
+PARTS = {path: path.relative_to(ROOT).with_suffix("").parts for path in FILES}
+# Module name -> its file, tests left out.
+MODULES = {".".join(parts).removesuffix(".__init__"): path for path, parts in PARTS.items()
+           if (path in TOP or parts[0] in FOLDERS) and "tests" not in parts}
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-
-
-def all_files():
-    """The project's Python files."""
-    return [path for path in ROOT.rglob("*.py")
-            if not any(part.startswith(".") or part in ("runs", "build")
-                       for part in path.relative_to(ROOT).parts)]
 
 
 # ---- sizes ----
@@ -67,17 +56,17 @@ def test_a_file_keeps_to_its_budget(name):
 
 
 def test_the_code_keeps_to_its_budget():
-    core = [*ROOT.glob("*.py"), *ROOT.glob("models/*.py")]
-    tests = [path for path in all_files() if "tests" in path.relative_to(ROOT).parts]
+    core = [*TOP, *ROOT.glob("models/*.py")]
+    tests = [path for path in FILES if "tests" in PARTS[path]]
     found = {"core": lines_of(core), "tests": lines_of(tests)}
-    found["without tests"] = lines_of(all_files()) - found["tests"]
+    found["without tests"] = lines_of(FILES) - found["tests"]
     assert {name: lines for name, lines in found.items() if lines > max(TOTALS[name])} == {}
-    assert {path.name for path in ROOT.glob("*.py")} == BUDGETS.keys() - {"models"}
+    assert {path.name for path in TOP} == BUDGETS.keys() - {"models"}
 
 
 def test_every_line_has_at_most_100_columns():
-    assert len(all_files()) > 100
-    assert [f"{path}:{number}" for path in all_files()
+    assert len(FILES) > 100
+    assert [f"{path}:{number}" for path in FILES
             for number, line in enumerate(path.read_text().splitlines(), 1)
             if len(line) > 100] == []
 
@@ -151,6 +140,6 @@ def listed(key):
 
 
 def test_every_module_and_package_is_installed():
-    assert listed("py-modules") == {path.stem for path in ROOT.glob("*.py")}
+    assert listed("py-modules") == {path.stem for path in TOP}
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert listed("packages") == {name for name in packages if not name.startswith("experiments")}

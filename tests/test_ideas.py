@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, plain_logprobs, random_model
+from conftest import FILES, ROOT, plain_logprobs, random_model
 from test_algos import F64, NAN, check_outside_the_mask, close, group_oracle, grpo_of, normal
 from test_algos import centred_of, rloo_of, turns_of
 from test_device import check_device
@@ -36,7 +36,7 @@ from trajectory import Status, Trajectory, read_trajectories, reply_spans
 from worlds import category_of
 
 NO_RUN = ["--out", "runs/never-made"]
-IDEAS = sorted((ROOT / "ideas").glob("*.py"))
+IDEAS = sorted(path for path in FILES if path.parent == ROOT / "ideas")
 PER = pytest.mark.parametrize("per", ["trajectory", "turn"])
 
 

@@ -145,6 +145,15 @@ def test_rooms_are_drawn_as_the_replies_were_read_and_not_of_other_tasks():
     for parse, turned in (("strict", False), ("lenient", True)):
         before, after = Replay(CONFIG | {"parse": parse}).scenes(t)
         assert (before != after) == turned
+    # An agent of one's own is drawn if what it showed comes out again, and an expert's turn before
+    # the policy's first one is left out.
+    world = make_env("babyai")
+    shown = world.reset(88), world.step("turn right").observation
+    two = of_texts("babyai_88", "", "OK", shown[0], "Action: turn right", shown[1], "Action: x")
+    both, two.turns = Replay(CONFIG | {"agent": "mine.py:agent"}).scenes(two), 1
+    assert Replay(CONFIG | {"agent": "backward"}).scenes(two) == both[1:] and len(both) == 3
+    two.messages[4]["content"] = "A wall."
+    assert Replay(CONFIG | {"agent": "backward"}).scenes(two) is None
     # What another program calls item 88, and worlds on servers.
     t.item = "babyai_89"
     assert Replay(CONFIG).scenes(t) is None

@@ -70,5 +70,6 @@ def main(argv: list[str] | None = None) -> int:
         items = [{"item_id": f"{name}_{n}"} for n in range(*ITEMS[split])]
         path.write_text(json.dumps(items, indent=1) + "\n")
     print(f"worlds/{name}.py is a game to change; envs.py has its row, data/ its items. Try:\n"
-          f"python envs.py play --env {name} --hint\npython train.py --env {name} --horizon 4,8")
+          f"python envs.py play --env {name} --hint\n"
+          f"python sft.py --env {name} --demos 400 --epochs 6 --horizon 8 --out runs/{name}_warm")
     return 0
