@@ -102,8 +102,8 @@ def hidden(*runs):
 def draw():
     """Held-out success over environment turns, a panel a world, a line a route and seed."""
     kept = {name: run[-1] for name, run in rows.load(STUDY).items()}
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(19, 4.5), sharey=True)
-    panels = dict(zip(PANELS, axes))
+    figure, axes = plt.subplots(2, 2, figsize=(10, 8), sharey=True)
+    panels = dict(zip(PANELS, axes.flat, strict=True))
     drawn = set()
     for name, row in kept.items():
         route, _, seed = name.rpartition("_s")
@@ -131,7 +131,8 @@ def draw():
     for world, ax in panels.items():
         ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
         ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=8.5)
-    axes[0].set_ylabel("success (dashed: odd seeds)")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("success (dashed: odd seeds)")
     figure.suptitle("SmolLM2-135M chooses among the actions of a world", fontsize=12)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)
