@@ -41,7 +41,7 @@ COLOURS = re.compile(r"\b(red|green|blue|purple|yellow|gr[ea]y|orange|pink|black
 def read_config(run: Path) -> dict:
     """The run's flags. Raises ValueError if the folder holds no run or the file is damaged."""
     if not (run / "config.json").exists():
-        raise ValueError(f"{run} is no run: it has no config.json; give the folder of a run, runs/NAME")
+        raise ValueError(f"{run} has no config.json; give the folder of a run, runs/NAME")
     try:
         config = json.loads((run / "config.json").read_text("utf-8"))
         return config | {"model": str(config["model"])}
