@@ -131,8 +131,7 @@ def draw():
     for world, ax in panels.items():
         ax.set(xlabel="environment turns", title=PANELS[world], ylim=(0, 1))
         ax.legend(loc="lower right" if world == "babyai" else "upper left", fontsize=8.5)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("success (dashed: odd seeds)")
+    figure.supylabel("success (dashed: odd seeds)")
     figure.suptitle("SmolLM2-135M chooses among the actions of a world", fontsize=12)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/no_demonstration.png", dpi=110)

@@ -25,9 +25,9 @@ SEEDS = 2
 
 def table():
     """A line for each entry, as Markdown: those that reach their target first, by turns."""
-    lines = []
+    lines, found = [], rows.load(STUDY)
     for label, (world, target, _) in SPEEDRUNS.items():
-        seeds = report.by_label(STUDY, world, rows.load(STUDY)).get(label)
+        seeds = report.by_label(STUDY, world, found).get(label)
         if not seeds:
             continue
         kept = [summary for _, summary in seeds.values()]

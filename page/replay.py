@@ -4,9 +4,10 @@ BabyAI's state is its room from above, TextCraft's the inventory with a way to t
 run in this process and give the same episode for the same item and actions.
 """
 
+from itertools import zip_longest
 from typing import Any
 
-from agent import PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, parse
+from agent import PLAN, READERS, REFLECT, REFLECT_ON_ALL, SUMMARISE, complaint, parse
 from envs import Env, make_env, split_item
 from trajectory import Trajectory
 from worlds import category_of
@@ -80,7 +81,7 @@ class Replay:
 
     def scenes(self, t: Trajectory) -> list[dict] | None:
         """The state before each reply and after the last one; None if it cannot be drawn."""
-        episode = (t.env, t.item, str(t.messages))
+        episode = (t.env, t.item, t.turns, str(t.messages))
         if episode not in self.drawn:
             if len(self.drawn) == MAX_REMEMBERED:
                 self.drawn.clear()
@@ -88,26 +89,29 @@ class Replay:
         return self.drawn[episode]
 
     def _draw(self, t: Trajectory) -> list[dict] | None:
-        world = self.worlds.get(t.env)
-        replies = t.messages[3::2]
+        world, agent = self.worlds.get(t.env), self.config.get("agent")
+        asked, replies = ([m["content"] for m in t.messages[n::2]] for n in (2, 3))
         context = len(replies) - t.turns  # an expert's replies, before the first one of the policy
-        if world is None or context and self.config.get("agent") != "backward":
+        if world is None or not asked or agent == "guide" or context and agent != "backward":
             return None
         try:
             number = split_item(t.item)[1]
             draw, shown = DRAW[t.env], world.reset(number)
             drawn = [draw(world)]
-            for asked, reply in zip([m["content"] for m in t.messages[2::2]], replies):
+            for text, reply in zip_longest(asked, replies):
                 # In a trajectory of another program, the item's number may mean another task. An
                 # agent of the user's own may act otherwise, or show something else.
-                if shown.strip() not in asked:
+                if shown.strip() not in text:
                     return None
-                shown = ""  # once
-                if asked.endswith(REFLECT_ON_ALL):  # after it the episode starts again
+                if reply is None:
+                    break
+                shown = ""
+                if text.endswith(REFLECT_ON_ALL):  # after it the episode starts again
                     shown = world.reset(number)
-                elif not asked.endswith((PLAN, REFLECT, SUMMARISE)):
-                    action = self.action(t.env, reply["content"])
-                    shown = world.step(action).observation if action else ""
+                elif not text.endswith((PLAN, REFLECT, SUMMARISE)):
+                    action = self.action(t.env, reply)
+                    shown = world.step(action).observation if action else complaint(
+                        reply, str(self.config["action_format"]))
                 drawn.append(draw(world))
         except (ValueError, IndexError, KeyError, TypeError):
             return None

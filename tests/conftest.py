@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 # The project's Python files: those that git knows, so not a user's own, nor a virtual environment.
 KNOWN = subprocess.run("git ls-files '*.py'", shell=True, cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in KNOWN.stdout.split() if (ROOT / name).exists()]
-FILES = FILES or [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]  # a folder without git's data
+FILES = FILES or [*ROOT.glob("*.py"), *ROOT.glob("[!.r]*/**/*.py")]  # without git: nor runs
 
 # Files that take minutes are tested first: the last one would keep one core waiting.
 LONG_FILES = ["test_train.py", "test_parallel.py", "test_ideas.py", "test_webarena.py",

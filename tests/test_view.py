@@ -133,33 +133,31 @@ def test_babyais_rooms_are_drawn_before_each_reply_and_after_the_last(folder):
 CONFIG = {"env": "babyai,textcraft", "action_format": "react", "parse": "strict"}
 
 
-def of_texts(item, *texts):
+def of_texts(item, turns, *texts):
     roles = itertools.cycle(["user", "assistant"])
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    return Trajectory(item, item.split("_")[0], messages=messages, turns=len(texts) // 2 - 1)
+    return Trajectory(item, item.split("_")[0], messages=messages, turns=turns)
 
 
 def test_rooms_are_drawn_as_the_replies_were_read_and_not_of_other_tasks():
-    room = make_env("babyai").reset(88)
-    t = of_texts("babyai_88", "Play.", "OK", room, "Action: [turn right].", "A wall.")
+    world = make_env("babyai")
+    room, seen = world.reset(88), world.step("turn right").observation
+    t = of_texts("babyai_88", 1, "Play.", "OK", room, "Action: [turn right].")
     for parse, turned in (("strict", False), ("lenient", True)):
         before, after = Replay(CONFIG | {"parse": parse}).scenes(t)
         assert (before != after) == turned
-    # An agent of one's own is drawn if what it showed comes out again, and an expert's turn before
-    # the policy's first one is left out.
-    world = make_env("babyai")
-    shown = world.reset(88), world.step("turn right").observation
-    two = of_texts("babyai_88", "", "OK", shown[0], "Action: turn right", shown[1], "Action: x")
-    both, two.turns = Replay(CONFIG | {"agent": "mine.py:agent"}).scenes(two), 1
-    assert Replay(CONFIG | {"agent": "backward"}).scenes(two) == both[1:] and len(both) == 3
-    two.messages[4]["content"] = "A wall."
-    assert Replay(CONFIG | {"agent": "backward"}).scenes(two) is None
-    # What another program calls item 88, and worlds on servers.
-    t.item = "babyai_89"
-    assert Replay(CONFIG).scenes(t) is None
-    t.item = "babyai_88"
+    # What an agent has shown must come out again. An expert's first turns are left out.
+    right, replay = ["", "OK", room, "Action: turn right"], Replay(CONFIG | {"agent": "backward"})
+    for turns, scenes, *texts in (
+            (2, 3, *right, seen, "Action: x"), (1, 2, *right, seen, "Action: x"),
+            (1, 0, *right, "A wall."), (1, 0, "", "OK", room, "<<turn right>>", seen),
+            (0, 0, "", "OK", "A wall."), (0, 0)):
+        assert len(replay.scenes(of_texts("babyai_88", turns, *texts)) or []) == scenes
+    # Worlds on servers, and what another program calls item 88.
     replay = Replay(CONFIG | {"env_url": "http://127.0.0.1:1"})
     assert replay.scenes(t) is None and replay.category("babyai_88") == ""
+    t.item = "babyai_89"
+    assert Replay(CONFIG).scenes(t) is None
 
 
 def test_inventories_are_drawn_with_a_way_to_the_goal():
@@ -168,7 +166,7 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
     texts = ["Play.", "OK", world.reset(300)]
     while (action := world.expert()) is not None and not (world.last and world.last.done):
         texts += [f"Action: {action}", world.step(action).observation]
-    first, *_, last = Replay(CONFIG).scenes(of_texts("textcraft_300", *texts))
+    first, *_, last = Replay(CONFIG).scenes(of_texts("textcraft_300", len(texts) // 2 - 1, *texts))
     assert first["inventory"] == {} and "mossy stone bricks" in last["inventory"]
     assert first["tree"] == ("mossy stone bricks", 1, [
         ("stone bricks", 1, [("stone", 4, [])]), ("vine", 1, [])])
@@ -292,7 +290,7 @@ def test_a_live_page_is_for_this_machine_alone(live, tmp_path, monkeypatch):
     ("go & blue", "anything", ""), ("/red|x&y/ & /^A/", "environment", "A Red door."),
     ("a red", "anything", "A Red door."), ("(", "anything", ""), (" & ", "anything", "")])
 def test_a_search_says_where_a_text_stands(text, where, found):
-    messages = of_texts("babyai_88", "Play.", "OK", "A Red door.", "go").messages
+    messages = of_texts("babyai_88", 1, "Play.", "OK", "A Red door.", "go").messages
     assert find_in(messages, read_search(text), where) == found
 
 
