@@ -44,6 +44,7 @@ import argparse
 import hashlib
 import itertools
 import math
+import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -412,7 +413,9 @@ FACTS = {  # the last rows of the table: of all trajectories of a setting
     "two halves of the truth: correlation; cosine": "{halves:.2f}; {gradient_halves:.2f}",
 }
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
-        "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before"}
+        "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
+        "smollm2_before": "SmolLM2, go-to levels"}
+MISSING = {"corr": math.nan, "interval": [math.nan, math.nan], "gradient": math.nan}
 
 
 def draw():
@@ -422,17 +425,18 @@ def draw():
     print(f"| | {' | '.join(RUNS[run] for run in runs)} |\n|---|{'---|' * len(runs)}")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
-        own = [runs[run][estimator] for estimator in SHOWN.values()]
-        places = np.arange(len(own)) + 0.15 * (n - 1.5)
+        own = [runs[run].get(estimator, MISSING) for estimator in SHOWN.values()]
+        places = np.arange(len(own)) + 0.15 * (n - 2)
         values = [row["corr"] for row in own]
         bars = np.abs(np.array([row["interval"] for row in own]).T - values)
-        axes[0].errorbar(values, places, xerr=bars, fmt="osD^"[n], ms=4, lw=0.8, label=RUNS[run])
-        axes[1].plot([row["gradient"] for row in own], places, "osD^"[n], ms=5)
+        axes[0].errorbar(values, places, xerr=bars, fmt="osD^v"[n], ms=4, lw=0.8, label=RUNS[run])
+        axes[1].plot([row["gradient"] for row in own], places, "osD^v"[n], ms=5)
     for name, estimator in SHOWN.items():
-        own = [runs[run][estimator] for run in runs]
+        own = [runs[run].get(estimator, MISSING) for run in runs]
         cells = (f"{row['corr']:.2f}{differs(row)} [{row['interval'][0]:.2f}, "
                  f"{row['interval'][1]:.2f}]; {row['gradient']:.2f}" for row in own)
-        print(f"| {name} | {' | '.join(cells)} |".replace("[nan, nan]", "[none]"))
+        print(f"| {name} | {' | '.join(cells)} |".replace("nan [nan, nan]; nan", "-").replace(
+            "[nan, nan]", "[none]"))
     for name, cell in FACTS.items():
         cells = (cell.format(**facts) if "mixed" in facts else "not kept"
                  for facts in (found[run][-1] for run in runs))
@@ -474,7 +478,7 @@ def main(settings):
     if args.keep:
         weights = next(Path(rl.model_path(cfg.model)).glob("*.safetensors")).read_bytes()
         kept.keep("credit_truth", {args.keep: [*rows, facts | {
-            "command": " ".join(["python experiments/credit.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "experiments/credit.py", *sys.argv[1:]]),
             "commit": play.revision(), "seed": cfg.seed, "machine": play.machine(),
             "model_sha256": hashlib.sha256(weights).hexdigest()}]})
 
