@@ -219,7 +219,7 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
                  for world in envs.WORLDS if class_of(world).real or class_of(world).tiny]
     parser = CommandParser(
         usage=f"python {program} [--FLAG VALUE] ... [--set FIELD=VALUE ...]", allow_abbrev=False,
-        description=f"{description}\n\nDefaults: of a real model on a GPU; others at the end.",
+        description=f"{description}\n\nDefaults: for a real model on a GPU; the end lists others.",
         epilog="\n  ".join(["other defaults:", f"tiny: {TINY}", f"on CPUs: {ON_CPU}", *of_worlds]),
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     to_know_first = parser.add_argument_group("the flags to know first")
