@@ -141,11 +141,6 @@ class Policy:
         return played
 
 
-def turn_rewards(t):
-    """The reward of each turn."""
-    return [sum(t.rewards[start:end]) for start, end in reply_spans(t.mask)[: t.turns]]
-
-
 def true_advantages(trajectories, returns):
     """returns: {(item, prefix): those of its continuations} -> the advantage of each turn, of all
     trajectories one after the other."""
@@ -153,8 +148,8 @@ def true_advantages(trajectories, returns):
     found = []
     for t in trajectories:
         known = [values[prefix] for prefix in prefixes(t)] + [0.0]
-        found += [reward + after - before
-                  for reward, before, after in zip(turn_rewards(t), known, known[1:])]
+        found += [sum(t.rewards[start:end]) + after - before for (start, end), before, after
+                  in zip(reply_spans(t.mask)[: t.turns], known, known[1:])]
     return np.array(found)
 
 
@@ -169,9 +164,8 @@ def estimators(args, with_states):
     for name, place in {**algos.ALGOS, **dict(sorted(named.items()))}.items():
         for text in VARIANTS.get(name, [""]):
             function = load_function(place, {}, "advantage", text)
-            if getattr(function, "needs_models", ()):
-                continue
-            if getattr(function, "needs_states", False) and not with_states:
+            if getattr(function, "needs_models", ()) or (
+                    getattr(function, "needs_states", False) and not with_states):
                 continue
             if getattr(function, "needs_critic", False):
                 for steps in args.critic_steps:
@@ -241,8 +235,8 @@ def resampled(estimate, truth, halves, groups):
     of_group = [np.flatnonzero(groups == g) for g in np.unique(groups)]
     found = []
     for _ in range(RESAMPLES):
-        rows = np.concatenate([of_group[g] for g in rng.integers(len(of_group),
-                                                                 size=len(of_group))])
+        picked = rng.integers(len(of_group), size=len(of_group))
+        rows = np.concatenate([of_group[g] for g in picked])
         found.append(corrected(estimate[rows], truth[rows], [half[rows] for half in halves]))
     return np.array(found)
 
@@ -371,9 +365,8 @@ def measure(args, policy, names_of):
             if noise < MOST_NOISE:
                 row["bias_free"] = r / math.sqrt(1 - noise)
         rows.append(row)
-    for row in rows:
-        if "grpo" in resamples:  # --only may leave it out
-            row["beyond_grpo"] = interval(resamples[row["estimator"]] - resamples["grpo"])
+    for row in rows if "grpo" in resamples else []:  # --only may leave it out
+        row["beyond_grpo"] = interval(resamples[row["estimator"]] - resamples["grpo"])
     return sorted(rows, key=lambda row: -row["corr"]), facts | {"played": policy.turns}
 
 
@@ -415,14 +408,35 @@ FACTS = {  # the last rows of the table: of all trajectories of a setting
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
         "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
         "smollm2_before": "SmolLM2, go-to levels"}
+MORE = {"sciworld_before": "SciWorld, before", "searchqa_60": "SearchQA, after 60 steps",
+        "babyai_group4": "groups of 4", "babyai_group32": "groups of 32",
+        "babyai_h10": "horizon 10", "babyai_h20": "horizon 20", "smollm2_warm": "SmolLM2, warm"}
 MISSING = {"corr": math.nan, "interval": [math.nan, math.nan], "gradient": math.nan}
 
 
+def table(found, titles):
+    """Print a column for each of the kept runs of `titles` as Markdown. -> their rows"""
+    runs = {run: {row["estimator"]: row for row in found[run][:-1]} for run in titles}
+    print(f"\n| | {' | '.join(titles.values())} |\n|---|{'---|' * len(runs)}")
+    for name, estimator in SHOWN.items():
+        own = [of_run.get(estimator, MISSING) for of_run in runs.values()]
+        cells = (f"{row['corr']:.2f}{differs(row)} [{row['interval'][0]:.2f}, "
+                 f"{row['interval'][1]:.2f}]; {row['gradient']:.2f}" for row in own)
+        if any(row is not MISSING for row in own):
+            print(f"| {name} | {' | '.join(cells)} |".replace("nan [nan, nan]; nan", "-").replace(
+                "[nan, nan]", "[none]"))
+    for name, cell in FACTS.items():
+        cells = (cell.format(**facts) if "mixed" in facts else "not kept"
+                 for facts in (found[run][-1] for run in runs))
+        print(f"| {name} | {' | '.join(cells)} |")
+    return runs
+
+
 def draw():
-    """Print the table of the kept rows as Markdown, and make docs/credit.png."""
+    """Print the tables of the kept rows, and make docs/credit.png of the first."""
     found = kept.load("credit_truth")
-    runs = {run: {row["estimator"]: row for row in found[run][:-1]} for run in RUNS if run in found}
-    print(f"| | {' | '.join(RUNS[run] for run in runs)} |\n|---|{'---|' * len(runs)}")
+    runs = table(found, RUNS)
+    table(found, MORE)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
         own = [runs[run].get(estimator, MISSING) for estimator in SHOWN.values()]
@@ -431,16 +445,6 @@ def draw():
         bars = np.abs(np.array([row["interval"] for row in own]).T - values)
         axes[0].errorbar(values, places, xerr=bars, fmt="osD^v"[n], ms=4, lw=0.8, label=RUNS[run])
         axes[1].plot([row["gradient"] for row in own], places, "osD^v"[n], ms=5)
-    for name, estimator in SHOWN.items():
-        own = [runs[run].get(estimator, MISSING) for run in runs]
-        cells = (f"{row['corr']:.2f}{differs(row)} [{row['interval'][0]:.2f}, "
-                 f"{row['interval'][1]:.2f}]; {row['gradient']:.2f}" for row in own)
-        print(f"| {name} | {' | '.join(cells)} |".replace("nan [nan, nan]; nan", "-").replace(
-            "[nan, nan]", "[none]"))
-    for name, cell in FACTS.items():
-        cells = (cell.format(**facts) if "mixed" in facts else "not kept"
-                 for facts in (found[run][-1] for run in runs))
-        print(f"| {name} | {' | '.join(cells)} |")
     axes[0].set(yticks=range(len(SHOWN)), yticklabels=SHOWN, xlim=(-0.2, 1.05),
                 title="correlation with the true advantage")
     axes[1].set(title="cosine of the policy gradient", xlim=(-0.2, 1.05))

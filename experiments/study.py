@@ -47,6 +47,8 @@ credit: GRPO against each addition to it, in BabyAI's rooms and in TextCraft, fi
 oracle: does better credit learn faster? GRPO, REINFORCE++ with a discount, and the advantages that
     playing on gives, with 4 and with 32 continuations of every prefix (the truth, nearly), in
     BabyAI's rooms and in TextCraft, five seeds, equal steps; docs/credit.md has the prediction.
+states: GRPO against the difference of state means (GAGPO without discount, lambda and division) in
+    SearchQA, five seeds, equal steps; docs/credit.md has the prediction.
 ideas: the ways to the first success in ideas/ (docs/ideas.md) with the built-in model, each alone
     and `backward` with `choose`, in the worlds of `credit`, five seeds, equal turns of the policy.
 distill: the default run of BabyAI, and the same run whose only signal is a teacher's log-probs: the

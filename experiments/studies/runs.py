@@ -18,7 +18,7 @@ MIDWAY = {
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with, if it is not "scaling".
-BASELINES = dict.fromkeys(("credit", "distill", "ideas", "oracle"), "grpo") | {
+BASELINES = dict.fromkeys(("credit", "distill", "ideas", "oracle", "states"), "grpo") | {
     "pretrained_lora": "all"}
 
 # Folders of item sets.
@@ -64,6 +64,8 @@ ORACLE_WORLDS = {
     "babyai": ("--data data/rooms --horizon 6", 6),
     "textcraft": ("--horizon 6", 6),
 }
+# Study "states": label -> flags.
+STATES = {"grpo": "", "states": "--algo gagpo --algo_args 'gamma=1 lam=0 normalize=false'"}
 # Study "ideas": label -> flags. {data}: the folder of the world's items.
 IDEAS = {
     "grpo": "",
@@ -297,6 +299,11 @@ def oracle():
     return found
 
 
+def states():
+    return [run("searchqa", label, seed, f"{own} --steps 300")
+            for seed in range(5) for label, own in STATES.items()]
+
+
 def distill():
     found = [run("babyai", "base")]
     keep = "--save_every 5 --set keep=1000"
@@ -334,6 +341,7 @@ STUDIES = {
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
     "pretrained_lora": pretrained_lora, "worlds": worlds, "transfer": transfer, "credit": credit,
     "distill": distill, "ideas": lambda: credit(IDEAS), "oracle": oracle, "speedrun": speedrun,
+    "states": states,
 }
 
 
