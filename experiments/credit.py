@@ -408,9 +408,8 @@ FACTS = {  # the last rows of the table: of all trajectories of a setting
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
         "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
         "smollm2_before": "SmolLM2, go-to levels"}
-MORE = {"sciworld_before": "SciWorld, before", "searchqa_60": "SearchQA, after 60 steps",
-        "babyai_group4": "groups of 4", "babyai_group32": "groups of 32",
-        "babyai_h10": "horizon 10", "babyai_h20": "horizon 20", "smollm2_warm": "SmolLM2, warm"}
+MORE = {"sciworld_8": "SciWorld, after 8 steps", "searchqa_60": "SearchQA, after 60 steps",
+        "babyai_group4": "groups of 4", "babyai_group32": "of 32", "babyai_h10": "horizon 10"}
 MISSING = {"corr": math.nan, "interval": [math.nan, math.nan], "gradient": math.nan}
 
 

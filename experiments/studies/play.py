@@ -179,13 +179,9 @@ def summarize(run, metrics, evaluations, commit, stopped):
         summary["worlds"] = {e["config"]["env"]: held_out_figures(e) for e in evaluations}
     return summary | {
         "command": train_command(run, len(metrics)) if metrics else "",
-        "commit": commit,
-        "seed": run.seed,
-        "machine": machine(),
-        "processor": processor(),
-        "stopped": stopped,
-        "model_sha256": first["config"]["model_sha256"],
-        "base_sha256": base_sha256(),
+        "commit": commit, "seed": run.seed, "stopped": stopped,
+        "machine": machine(), "processor": processor(),
+        "model_sha256": first["config"]["model_sha256"], "base_sha256": base_sha256(),
         "seconds": round(seconds(metrics)),
         "environment_turns": round(turns_played(metrics)),
     }
