@@ -46,7 +46,6 @@ import itertools
 import math
 import shlex
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -257,8 +256,7 @@ def once_more(trajectories, companions, continuations, functions):
     its group sampled again. companions: other trajectories of the same groups, in the same
     order."""
     found = {name: [[None] * t.turns for t in trajectories] for name in functions}
-    size = Counter(t.group for t in trajectories).most_common(1)[0][1]
-    for sample in range(size):
+    for sample in sorted({t.sample for t in trajectories}):
         for k in range(max(t.turns for t in trajectories)):
             batch = list(companions)
             own = [b for b, t in enumerate(trajectories) if t.sample == sample and t.turns > k]
@@ -408,8 +406,10 @@ FACTS = {  # the last rows of the table: of all trajectories of a setting
 RUNS = {"babyai_before": "go-to levels, before", "babyai_during": "after 30 steps",
         "rooms_before": "rooms, before", "textcraft_before": "TextCraft, before",
         "smollm2_before": "SmolLM2, go-to levels"}
-MORE = {"sciworld_8": "SciWorld, after 8 steps", "searchqa_60": "SearchQA, after 60 steps",
-        "babyai_group4": "groups of 4", "babyai_group32": "of 32", "babyai_h10": "horizon 10"}
+TRAINED = {"sciworld_8": "SciWorld", "searchqa_60": "SearchQA",
+           "smollm2_warm": "SmolLM2, go-to levels", "smollm2_searchqa_warm": "SmolLM2, SearchQA"}
+SIZES = {"babyai_group4": "groups of 4", "babyai_group32": "of 32", "babyai_g64": "of 64",
+         "babyai_h10": "horizon 10", "babyai_h20": "20"}
 MISSING = {"corr": math.nan, "interval": [math.nan, math.nan], "gradient": math.nan}
 
 
@@ -435,7 +435,9 @@ def draw():
     """Print the tables of the kept rows, and make docs/credit.png of the first."""
     found = kept.load("credit_truth")
     runs = table(found, RUNS)
-    table(found, MORE)
+    table(found, TRAINED)
+    table(found, SIZES)
+    plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3})
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for n, run in enumerate(runs):
         own = [runs[run].get(estimator, MISSING) for estimator in SHOWN.values()]
@@ -448,8 +450,6 @@ def draw():
                 title="correlation with the true advantage")
     axes[1].set(title="cosine of the policy gradient", xlim=(-0.2, 1.05))
     axes[0].invert_yaxis()
-    for axis in axes:
-        axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(ROOT / "docs/credit.png", dpi=110)
 

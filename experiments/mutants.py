@@ -1,7 +1,7 @@
 """Faults that the tests must notice: `python experiments/mutants.py [--files FILE ...]`.
 
 mutmut (`pip install -e .[mutants]`) makes each fault by changing one expression of one function,
-in a temporary copy of the repository and never in the checkout, and runs the tests that call this
+in a temporary clone of the last commit and never in the checkout, and runs the tests that call this
 function, within a time limit. A fault survives if they pass: then a test is missing, unless the
 fault changes nothing that matters. Decorated functions and code outside functions are left out.
 
@@ -14,7 +14,6 @@ import argparse
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,8 +30,7 @@ TESTS = {  # the files of tests/ that may notice a fault of the file
     "checkpoint.py": ["checkpoint"],
 }
 # It starts a program, in whose process mutmut's changed modules cannot be imported.
-PROGRAM = ("tests/test_segments.py::"
-           "test_a_program_in_a_process_of_its_own_is_played_unchanged")
+PROGRAM = "tests/test_segments.py::test_a_program_in_a_process_of_its_own_is_played_unchanged"
 CONFIG = f"""[mutmut]
 timeout_multiplier = 2
 timeout_constant = 10
@@ -44,16 +42,11 @@ FIRST_OF_EACH_FUNCTION = "*__mutmut_1"
 
 
 def make_copy(folder: Path, files: list[str]) -> None:
-    """Copy what git tracks or would track, as it stands in the checkout, and configure mutmut."""
-    listed = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
-    names = [name for name in listed.splitlines() if (ROOT / name).is_file()]
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
+    """Clone the last commit, and configure mutmut."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
     tests = sorted({f"tests/test_{name}.py" for file in files for name in TESTS[file]})
     lists = {"source_paths": files, "pytest_add_cli_args_test_selection": tests,
-             "also_copy": sorted({name.split("/")[0] for name in names} - set(files))}
+             "also_copy": sorted({path.name for path in folder.iterdir()} - {*files, ".git"})}
     (folder / "setup.cfg").write_text(CONFIG + "".join(
         "\n ".join([f"{key} =", *values]) + "\n" for key, values in lists.items()))
 
