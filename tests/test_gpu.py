@@ -10,9 +10,10 @@ from experiments import gpu
 TRY = ["--device", "cpu", "--model", "tiny"]
 
 
-def test_the_checks_run_on_a_cpu_and_only_exactness_is_judged(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("rank", ["0", "4"])  # all weights, adapters
+def test_the_checks_run_on_a_cpu_and_only_exactness_is_judged(rank, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu, "CHECKS", gpu.CHECKS[:3])  # without processes
-    assert gpu.main([*TRY, "--out", str(tmp_path / "gpu.json")]) == 0
+    assert gpu.main([*TRY, "--lora_rank", rank, "--out", str(tmp_path / "gpu.json")]) == 0
     lines = json.loads((tmp_path / "gpu.json").read_text())["lines"]
     assert capsys.readouterr().out.count("\n") == 1 + len(lines)
     passed = {line["what"]: line["passed"] for line in lines}
