@@ -18,8 +18,8 @@ MIDWAY = {
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
 # The label that the others are compared with, if it is not "scaling".
-BASELINES = dict.fromkeys(("credit", "distill", "ideas", "oracle", "states"), "grpo") | {
-    "pretrained_lora": "all"}
+BASELINES = dict.fromkeys(("credit", "discount", "distill", "ideas", "oracle", "states"),
+                          "grpo") | {"pretrained_lora": "all"}
 
 # Folders of item sets.
 SCIWORLD_ITEMS = "runs/items/FNL"
@@ -60,9 +60,11 @@ ORACLES = {
 }
 ORACLE_FLAGS = ("--items_per_step 6 --rollouts_per_item 8 --steps 24 --horizon_schedule fixed "
                 "--save_every 1 --set keep=1000 --set min_entropy=0")
-ORACLE_WORLDS = {
-    "babyai": ("--data data/rooms --horizon 6", 6),
-    "textcraft": ("--horizon 6", 6),
+# Study "discount": label -> flags. "whitened": its estimator, without a discount.
+DISCOUNTS = {
+    "grpo": "",
+    "whitened": "--algo reinforce_pp --algo_args gamma=1",
+    "discount": ORACLES["discount"],
 }
 # Study "states": label -> flags.
 STATES = {"grpo": "", "states": "--algo gagpo --algo_args 'gamma=1 lam=0 normalize=false'"}
@@ -290,18 +292,14 @@ def credit(labels=CREDITS):
     return found
 
 
+def arms(world, labels, flags, horizon=0):
+    return [run(world, label, seed, f"{own} {flags}", horizon=horizon)
+            for seed in range(5) for label, own in labels.items()]
+
+
 def oracle():
-    found = []
-    for seed in range(5):
-        for world, (flags, horizon) in ORACLE_WORLDS.items():
-            found += [run(world, label, seed, f"{own} {flags} {ORACLE_FLAGS}", horizon=horizon)
-                      for label, own in ORACLES.items()]
-    return found
-
-
-def states():
-    return [run("searchqa", label, seed, f"{own} --steps 300")
-            for seed in range(5) for label, own in STATES.items()]
+    return [*arms("babyai", ORACLES, f"--data data/rooms --horizon 6 {ORACLE_FLAGS}", 6),
+            *arms("textcraft", ORACLES, f"--horizon 6 {ORACLE_FLAGS}", 6)]
 
 
 def distill():
@@ -341,7 +339,9 @@ STUDIES = {
     **dict.fromkeys(PRETRAINED, pretrained), "collapse": collapse, "recipe": recipe,
     "pretrained_lora": pretrained_lora, "worlds": worlds, "transfer": transfer, "credit": credit,
     "distill": distill, "ideas": lambda: credit(IDEAS), "oracle": oracle, "speedrun": speedrun,
-    "states": states,
+    "states": lambda: arms("searchqa", STATES, "--steps 300"),
+    "discount": lambda: arms("babyai", DISCOUNTS, f"--data data/rooms --horizon 20 {ORACLE_FLAGS}",
+                             20),
 }
 
 
