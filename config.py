@@ -237,8 +237,8 @@ def read_flags(config_class: type, argv: list[str] | None, program: str,
             own_group = to_know_first if f.metadata.get("first") else group
             where, prefix = (of_studies, "--set ") if f.metadata.get("study") else (own_group, "--")
             where.add_argument(
-                prefix + name, dest=name, help=help_text + default,
-                type=string_to_bool if kind is bool else kind,
+                prefix + name, dest=name, type=string_to_bool if kind is bool else kind,
+                help=help_text + default + f" (tiny: {TINY.get(name)})" * (name in TINY),
                 choices=None if isinstance(choices, dict) else choices,  # a table allows others
                 metavar="|".join(choices or [kind.__name__]),
                 **dict(nargs="?", const=True) if kind is bool else {})

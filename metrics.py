@@ -165,9 +165,8 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
 
 def memory_gb(device: torch.device) -> float:
     """The peak so far, in GB: of the GPU's memory, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (torch.cuda.max_memory_allocated() if device.type == "cuda" else of_process) / 1e9
 
 
 # ---- when a run ends, or should ----

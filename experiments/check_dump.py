@@ -10,7 +10,8 @@ FILE: JSON lines or a JSON list, a trajectory each, with the fields of
 --model: the model that sampled, for its tokenizer and chat template; a run's dump needs no such
 flag. --logprobs: that model has the very weights that sampled, at temperature 1; the log-probs that
 it computes are compared with the recorded ones.
-Prints a line a check. Exit code 1 if a fault was found, 2 if the file cannot be read.
+Prints a line a check. Exit code 1 if a fault was found, 2 if the file cannot be read, or has
+nothing that a check can look at.
 """
 
 import json
@@ -104,7 +105,7 @@ class Record:
     def is_torn(self):
         """Whether lists of a part have different lengths."""
         return any(len({len(values) for values in part[:4] if values is not None}) > 1
-                   for part in self.parts)
+                   for part in self.parts or [])
 
 
 def read_record(row):
@@ -199,14 +200,16 @@ def forged_turn(record, chat, policy):
 
 CHECKS = (reward_under_a_zero_mask, tokens_after_the_end, end_of_turn_not_trained, encoded_again,
           failure_in_the_baseline, denominator_of_a_micro_batch, history_rewritten, forged_turn)
+WITHOUT_IDS = (failure_in_the_baseline, denominator_of_a_micro_batch)
 
 
 def report(check, records, chat, policy):
-    """Print the line of a check -> whether it has found something."""
+    """Print the line of a check -> whether it has found something; None: it could not look."""
     found, count, missing = [], 0, "trajectories"
     for number, record in enumerate(records, 1):
         try:
-            need(record.parts, "field completion_ids, tokens or trajectory")
+            need(record.parts or check in WITHOUT_IDS or None,
+                 "field completion_ids, tokens or trajectory")
             is_readable = check is encoded_again or not record.is_torn()
             found += [number] * (is_readable and check(record, chat, policy))
             count += 1
@@ -215,7 +218,7 @@ def report(check, records, chat, policy):
     ok = f"ok ({count} of {len(records)})"
     result = f"FOUND {len(found)} of {count} (first: line {found[0]})" if found else ok
     print(f"{check.__name__.replace('_', ' ')}:", result if count else f"not checked: no {missing}")
-    return bool(found)
+    return bool(found) if count else None
 
 
 def main(argv=None):
@@ -234,7 +237,10 @@ def main(argv=None):
     name = args.model or run.exists() and json.loads(run.read_text()).get("model")
     chat = Chat(rl.load_tokenizer(name)) if name else None
     policy = rl.load_model(name) if args.logprobs else None
-    return int(any([report(check, records, chat, policy) for check in CHECKS]))
+    found = [report(check, records, chat, policy) for check in CHECKS]
+    if set(found) == {None}:
+        raise ValueError(f"nothing in {args.file} could be checked")
+    return int(any(found))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from config import parse_config  # noqa: E402  (before the other modules: it sets threads)
+from config import class_of, parse_config  # noqa: E402  (before the other modules: it sets threads)
 from experiments.studies import play  # noqa: E402
 from experiments.studies import rows as kept  # noqa: E402
 import algos  # noqa: E402
 import rl  # noqa: E402
 import update  # noqa: E402
-from envs import Env, EnvPool, UserError, items, load_function, make_env  # noqa: E402
+from envs import Env, EnvPool, UserError, items, load_function  # noqa: E402
 from models.check import find_paths  # noqa: E402
 from parallel import run_command  # noqa: E402
 from rollout import Episode, make_engine, rollout  # noqa: E402
@@ -460,10 +460,9 @@ def main(settings):
         return draw()
     (world,) = cfg.worlds
     training = items(world, "train", cfg.data or None)
-    env = make_env(world)
-    env.close()
     with EnvPool() as pool:
-        policy = Policy(cfg, pool, cfg.worlds[world].rounds[-1], type(env).state is not Env.state)
+        policy = Policy(cfg, pool, cfg.worlds[world].rounds[-1],
+                        class_of(world).state is not Env.state)
         measured = replay if args.replays else measure
         rows, facts = measured(args, policy, lambda step: items_at(
             training, cfg.seed, step, cfg.items_per_step))

@@ -22,7 +22,6 @@ from trajectory import read_objects, read_trajectories, reply_spans  # noqa: E40
 COLOURS = ["#d62728", "#2a9d3a", "#1f6fd0", "#8e44ad", "#d4a900", "#808890"]  # as on the page
 MARKERS = {"#": "s", "o": "o", "b": "s", "k": "P", "d": "s", "c": "s", "l": "X"}
 MOST_FRAMES = 4
-STEPS = 10
 
 
 def draw_room(axes, width, cells, agent):
@@ -56,26 +55,26 @@ def shortened(text, lines):
 def draw(run, picture):
     """Draw the episode and the run's success."""
     rows = read_objects(run / "metrics.jsonl")[0]
-    files = sorted((run / "trajectories").glob("step_*.jsonl"))[-STEPS:]
+    files = sorted((run / "trajectories").glob("step_*.jsonl"))[-10:]
     played = [t for file in files for t in read_trajectories(file)
               if t.success and t.valid_actions == t.turns <= MOST_FRAMES]
     t = max(played, key=lambda t: t.turns)
+    goal = t.messages[-1]["content"].split(" to ")[-1]  # what the last reply goes to
     scenes = Replay(read_json(run / "config.json")).scenes(t)
     figure, axes = plt.subplots(1, t.turns + 1, figsize=(2.3 * t.turns + 2.5, 4.5),
                                 width_ratios=[1] * t.turns + [1.05])
     for turn, (start, end) in enumerate(reply_spans(t.mask)):
         draw_room(axes[turn], *scenes[turn]["room"])
         told, said = (t.messages[2 + 2 * turn + k]["content"] for k in (0, 1))
-        earned = sum(t.rewards[start:end])
+        told = ". ".join(s for s in told.split(". ") if goal in s) or told
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
         axes[turn].text(0, -0.04, f"it sees: {shortened(told, 6)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
-        axes[turn].text(0, -0.55, f"it says:\n{said}\n\nreward: {earned:g}", va="top",
-                        fontsize=9.5, color="#0b6b3a", weight="bold",
+        axes[turn].text(0, -0.55, f"it says:\n{said}\n\nreward: {sum(t.rewards[start:end]):g}",
+                        va="top", fontsize=9.5, color="#0b6b3a", weight="bold",
                         transform=axes[turn].transAxes)
     success = [row["success"] for row in rows]
-    smooth = [sum(success[max(0, k - 4):k + 1]) / len(success[max(0, k - 4):k + 1])
-              for k in range(len(success))]
+    smooth = [sum(x := success[max(0, k - 4):k + 1]) / len(x) for k in range(len(success))]
     axes[-1].plot(success, alpha=0.3, color="#1f77b4")
     axes[-1].plot(smooth, color="#1f77b4")
     axes[-1].set(ylim=(0, 1.03), xlabel="training step", title="success while training")

@@ -178,9 +178,9 @@ def check_decode(setting: Setting) -> Iterator[Line]:
 
 
 def check_update(setting: Setting) -> Iterator[Line]:
-    yield from update(setting, recomputes=True)
-    gc.collect()
-    yield from update(setting, recomputes=False)
+    for recomputes in [True] if setting.lora_rank else [True, False]:
+        yield from update(setting, recomputes)
+        gc.collect()
 
 
 def update(setting, recomputes):
@@ -189,7 +189,9 @@ def update(setting, recomputes):
     reached = matrix_flops(device, setting.dtype)
     dtype_name = str(setting.dtype).removeprefix("torch.")
     model = random_model(config, device, setting.dtype)
-    parameters = sum(p.numel() for p in model.parameters())
+    # Weights of products with every token, and of the head, which half of the tokens need.
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.parameters()) - head * (2 - config.tie_word_embeddings)
     rl.set_compute_paths(model, rl.FASTEST)
     if lora:
         rl.add_lora(model.requires_grad_(False).base_model, lora)
@@ -217,7 +219,7 @@ def update(setting, recomputes):
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = seconds_per_call(device, step, 3)
-    per_token = (4 if lora else 6) * parameters
+    per_token = (4 if lora else 6) * (body + head / 2)
     per_token += 6 * config.num_hidden_layers * config.hidden_size * length  # attention
     share, goal = per_token * ids.numel() / seconds / reached, LORA_SHARE if lora else UPDATE_SHARE
     yield Line("update" if recomputes else "update, not recomputed",

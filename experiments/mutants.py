@@ -38,7 +38,6 @@ process_isolation = forkserver
 pytest_add_cli_args = -n0\n -p\n no:cacheprovider\n --disable-warnings\n --deselect\n {PROGRAM}
 """
 IN_DEFAULTS = re.compile(r"^-(def |\s+\w+: [\w\[\], |]+ = .*[,)])", re.MULTILINE)
-FIRST_OF_EACH_FUNCTION = "*__mutmut_1"
 
 
 def make_copy(folder: Path, files: list[str]) -> None:
@@ -79,7 +78,7 @@ def main() -> int:
         folder = Path(parent)
         make_copy(folder, flags.files)
         run = ["run", "--max-children", str(flags.jobs)]
-        mutmut(folder, *run, FIRST_OF_EACH_FUNCTION, output=None)
+        mutmut(folder, *run, "*__mutmut_1", output=None)  # the first of each function
 
         results = re.compile(r"(\S+): (.+)")
         first = dict(results.findall(mutmut(folder, "results", "--all", "true")))

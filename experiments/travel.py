@@ -1,12 +1,11 @@
 """Take a LoRA run to another machine without the weights of its base model.
 
-    python experiments/travel.py pack RUN FILE.tar      # settings, metrics, the newest checkpoint
-    python experiments/travel.py unpack FILE.tar RUN    # there; then train.py --out RUN --resume
+    python experiments/travel.py pack RUN FILE.tgz      # settings, metrics, the newest checkpoint
+    python experiments/travel.py unpack FILE.tgz RUN    # there; then train.py --out RUN --resume
 
-A checkpoint of a LoRA run holds the adapters, their optimizer state, and the merged weights, which
-training does not need: it starts from --model. They stay behind. For SmolLM2-135M with
---lora_rank 16 the file has some 59 MB (computed: 4.9M weights, 12 bytes each). RUN must not exist
-before `unpack`.
+A checkpoint of a LoRA run holds the adapters, their optimizer state, the merged weights and the
+tokenizer. Training reads the last two from --model, which must be the same there, byte for byte, so
+they stay behind. RUN must not exist before `unpack`. docs/gpus.md has the size of a file.
 """
 
 import io
@@ -21,7 +20,7 @@ import checkpoint  # noqa: E402
 from config import read_json  # noqa: E402
 from parallel import run_command, user_errors  # noqa: E402
 
-WEIGHTS = "model.safetensors"
+STAYS = ("model.safetensors", "tokenizer.json")
 
 
 def pack(run, file):
@@ -33,11 +32,11 @@ def pack(run, file):
     if newest is None:
         raise ValueError(f"{run} has no checkpoint")
     state = checkpoint.read_state(newest)
-    state["sha256"] = {name: own for name, own in state["sha256"].items() if name != WEIGHTS}
+    state["sha256"] = {name: own for name, own in state["sha256"].items() if name not in STAYS}
     text = json.dumps(state | {"own": checkpoint.digest(state)}).encode()
-    with tarfile.open(file, "w") as tar:
+    with tarfile.open(file, "w:gz") as tar:
         for path in [run / "config.json", run / "metrics.jsonl", *sorted(newest.rglob("*"))]:
-            if path.is_file() and path.name not in (WEIGHTS, "state.json"):
+            if path.is_file() and path.name not in (*STAYS, "state.json"):
                 tar.add(path, path.relative_to(run))
         entry = tarfile.TarInfo(str(newest.relative_to(run) / "state.json"))
         entry.size = len(text)

@@ -220,7 +220,12 @@ function histogram(name, title, held) {
   const at = bins.map(([from]) => left + (span && (from - bins[0][0]) / span) * (room - step));
   const picture = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title});
   picture.append(...scale(ticks(0, most, 3).filter(Number.isInteger), y));
-  let free = 0;  // where the next number has room
+  // Which bars have a number below: the tallest first, where there is room.
+  const numbered = [];
+  const tall = counts.map(([a, b], k) => [a + b, k]).sort(([a], [b]) => b - a);
+  for (const [, k] of tall) {
+    if (numbered.every(other => Math.abs(at[k] - at[other]) >= 40)) numbered.push(k);
+  }
   for (const [k, [from, to]] of bins.entries()) {
     const [failed, succeeded] = counts[k];
     const label = from === to ? short(from) : `${short(from)} to ${short(to)}`;
@@ -234,8 +239,7 @@ function histogram(name, title, held) {
                    height: y(0) - y(succeeded), fill: "var(--good)"}));
     bar.onclick = () => setFilter(name, from === to ? String(from) : `${from}..${to}`);
     picture.append(bar);
-    if (at[k] >= free) {
-      free = at[k] + 40;
+    if (numbered.includes(k)) {
       picture.append(svg("text", {x: at[k] + step / 2, y: height - 5, "text-anchor": "middle"},
         tickText(from)));
     }

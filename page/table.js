@@ -22,14 +22,15 @@ const TEXT = new Set(["category", "item", "status", "env", "last_reply", "goal",
 // Columns that are shown only if the rows differ in them.
 const OPTIONAL = ["run", "env", "category", "advantage", "kl", "logprob", "invalid_action", "goal"];
 const LINES = 6;  // groups whose curves are drawn
+const ANY_INVALID = "(any invalid action)";
 const MAX_ROWS = 400;
 const MENUS = ["status", "success", "env", "category", "run"];  // columns with a menu
 const RANGES = {step: "step: 15-25", reward: "reward: >0.5", turns: "turns: <=3",
                 invalid: "invalid: 1"};
 const HELP_OF_RANGES = "Numbers: 5 or >0.5 or <=3 or 15-25, or several with commas; the groups of "
   + "two steps (20, 80) are compared.";
-const HELP_OF_SEARCH = "pickup & blue: both in a trajectory; /pick ?up (red|blue)/: a regular "
-  + "expression";
+const HELP_OF_SEARCH = "Search: pickup & blue: both in a trajectory; /pick ?up (red|blue)/: a "
+  + "regular expression.";
 const GROUPS = {"": "trajectories", item: "by item", category: "by category", goal: "by goal",
                 last_reply: "by last reply", invalid_action: "by invalid action",
                 colour: "by colour", step: "by step", status: "by status", run: "by run"};
@@ -199,8 +200,9 @@ function drawFilters() {
   const chips = Object.keys(filters).filter(name => filters[name]
     && !$("filters").querySelector(`[aria-label=${name}]`));
   $("forms").replaceChildren(make("span", {className: "bad", textContent: wrong.join("")}),
-    HELP_OF_RANGES, ...chips.map(name => make("button", {title: "remove this filter",
-      textContent: `${title(name)}: ${filters[name]} ×`, onclick: () => setFilter(name, "")})));
+    `${HELP_OF_RANGES} ${HELP_OF_SEARCH}`, ...chips.map(name => make("button", {
+      title: "remove this filter", textContent: `${title(name)}: ${filters[name]} ×`,
+      onclick: () => setFilter(name, "")})));
 }
 
 // The two parts of the step filter, if there are two: [["20", test], ["80", test]].
@@ -300,15 +302,18 @@ function drawGroupCurves(rowsOfAllSteps) {
   const name = isNumber || MEANS.includes(order.by) ? order.by : "success";
   // How many do not have what the table is about would leave no height for the others.
   const keys = listed.map(group => group.key).filter(key => !isNumber || key !== "(none)");
+  // Most invalid actions are rare: all of them together are the first line.
+  if (groupBy === "invalid_action" && isNumber) keys.unshift(ANY_INVALID);
   for (const key of keys.slice(0, LINES)) lineOf.set(key, lineOf.size);
   const all = new Map();  // step -> number of trajectories
   const held = [...lineOf].map(() => new Map());  // of each line: step -> trajectories
   for (const row of rowsOfAllSteps()) {
     all.set(row.step, (all.get(row.step) ?? 0) + 1);
-    const parts = held[lineOf.get(nameOf(row, groupBy))];
-    if (!parts) continue;
-    if (!parts.has(row.step)) parts.set(row.step, []);
-    parts.get(row.step).push(row);
+    const key = nameOf(row, groupBy);
+    for (const name of key === "(none)" ? [key] : [key, ANY_INVALID]) {
+      const parts = held[lineOf.get(name)];
+      if (parts) parts.set(row.step, [...parts.get(row.step) ?? [], row]);
+    }
   }
   const steps = [...all.keys()].sort((a, b) => a - b);
   if (steps.length < 2) {

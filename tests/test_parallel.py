@@ -337,7 +337,7 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, by_two, tmp_p
     stopped, there = tmp_path / "stopped", tmp_path / "there"
     shutil.copytree(tmp_path, stopped, ignore=shutil.ignore_patterns("final", "step_000003*"))
     travel.pack(stopped, tmp_path / "run.tar")
-    weights = (tmp_path / "final" / travel.WEIGHTS).stat().st_size
+    weights = (tmp_path / "final/model.safetensors").stat().st_size
     assert (tmp_path / "run.tar").stat().st_size < weights
     travel.unpack(tmp_path / "run.tar", there)
     completed("--out", there, *LORA, "--resume")

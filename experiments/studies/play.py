@@ -136,13 +136,12 @@ def evaluate(world, run, model, samples, out):
 
 def evaluate_midway(run, out, metrics, parts):
     """Evaluate the checkpoints that are nearest to these parts of the environment turns, one sample
-    per item -> [{"turns", "seconds", "success", "items"}, ...]."""
+    per item -> [{"turns", "seconds", "success", "items"}, ...], after those of --eval_every."""
     steps = {folder: int(folder.name[5:]) for folder in out.glob("checkpoints/step_*")}
-    if not steps:
-        return []
     total = run.turns or turns_played(metrics)
-    points = []
-    for part in parts:
+    points = [point(metrics[:n], {"success": row["eval/success"], "items": {}})
+              for n, row in enumerate(metrics, 1) if "eval/success" in row]
+    for part in parts if steps else ():
         distance = {folder: abs(turns_played(metrics[:step]) - part * total)
                     for folder, step in steps.items()}
         nearest = min(distance, key=distance.get)

@@ -13,7 +13,7 @@ MIDWAY = {
     "horizon": QUARTERS, "collapse": QUARTERS, "distill": QUARTERS, "credit": HALF,
     "rooms_horizon": HALF, "pretrained_horizon": HALF, "pretrained_rooms": HALF,
     "pretrained_rooms_gpu": HALF, "pretrained_rooms_36k": HALF, "oracle": (1 / 32, 1 / 8, 0.5),
-    "ideas": HALF,
+    "ideas": HALF, "pretrained_collapse": (),
 }
 # Samples of a held-out item after the training, where they are not two.
 SAMPLES = {"horizon": 4, "pretrained_horizon": 1, "pretrained_rooms": 1}
@@ -127,9 +127,9 @@ PRETRAINED = {
         "babyai", ROOMS.format(slots=128, **ON_GPU) + "--invalid_penalty 0.1 --max_length 2048 "
         "--save_every 13 --set keep=1000", ROOMS_ROUNDS, 13, 24_000),
     "pretrained_rooms_36k": Pretrained("babyai", ALL_WEIGHTS, ROOMS_ROUNDS, 13, 36_000),
-    # In pieces of ten minutes, by travel.py. 64 held-out items about every 30,000 turns.
-    "pretrained_collapse": Pretrained("babyai", LORA + "--steps 2000 --eval_every 40", ROOMS_ROUNDS,
-                                      100, 300_000, ("scaling", "long", "short"), 3),
+    # In pieces of ten minutes, by travel.py. 64 held-out items every 40 steps of 128 trajectories.
+    "pretrained_collapse": Pretrained("babyai", LORA + "--eval_every 40", ROOMS_ROUNDS, 100,
+                                      300_000, ("scaling", "long", "short"), 3),
 }
 LORA_TURNS = 24_000  # of study "pretrained_lora"
 
@@ -238,8 +238,10 @@ def pretrained(name):
     study = PRETRAINED[name]
     last = study.rounds[-1]
     rounds = ",".join(map(str, study.rounds))
-    schedule = schedules(study.rounds,
-                         f"--horizon {rounds} --horizon_steps {study.horizon_steps}")
+    growing = f"--horizon {rounds} --horizon_steps {study.horizon_steps}"
+    # An evaluation on the way is at the last horizon: this one is never reached.
+    short = f"--horizon {study.rounds[0]},{last} --horizon_steps 1000000"
+    schedule = schedules(study.rounds, growing) | {"short": short}
     found = [run(study.world, "base", flags=study.flags, horizon=last)]
     for seed in range(study.seeds):
         found += [run(study.world, label, seed, f"{schedule[label]} {study.flags}",
