@@ -99,11 +99,11 @@ class Shape:
         self.extent = 1 + sum((n - 1) * stride for n, stride in zip(self.size, self.strides))
 
 
-def big_model():
+def big_model(words=49152, layers=30):
     """Random weights in the shape of SmolLM2-135M."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
+        vocab_size=words, hidden_size=576, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, intermediate_size=1536, tie_word_embeddings=True,
         max_position_embeddings=8192))
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine as engine_module
 import rl
 import models.packed
+from benches.limit import big_model
 from engine import SAMPLED_LAST, Ragged, _truncate, sample
 from envs import Env, EnvPool, Step, make_env
 from experiments.families import tiny_model
@@ -142,11 +143,13 @@ def test_steps_at_fixed_places_say_the_same_also_where_one_cannot_be_recorded(
     assert (len(widths) == recorded) == fails  # after a failure it does not try again
 
 
-@pytest.mark.parametrize("backend", [
-    "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_says_the_same_and_is_compiled_once(tiny, pool, monkeypatch, backend):
-    """The steps of a GPU, and log-probs with and without gradients, of batches of many sizes."""
-    model = copy.deepcopy(tiny[0])
+@pytest.mark.parametrize("layers, backend", [
+    (0, "aot_eager"), *(pytest.param(*more, marks=pytest.mark.slow)
+                        for more in ((0, "inductor"), (30, "aot_eager"), (2, "inductor")))])
+def test_a_compiled_model_says_the_same_and_compiles_once(tiny, pool, monkeypatch, layers, backend):
+    """The steps of a GPU, and log-probs with and without gradients, of batches of many sizes. Of
+    the built-in model, and of so many layers of SmolLM2-135M, with the built-in one's words."""
+    model = big_model(tiny[0].config.vocab_size, layers) if layers else copy.deepcopy(tiny[0])
     rl.set_compute_paths(model, rl.FASTEST)
     as_on_a_gpu(monkeypatch)
 
@@ -178,6 +181,7 @@ def test_a_compiled_model_says_the_same_and_is_compiled_once(tiny, pool, monkeyp
             assert t.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         for found, other in zip(gradients((played[0], played[1][:2])[k]), expected[k]):
             torch.testing.assert_close(found, other, atol=1e-4, rtol=1e-4)
+        assert all(map(torch.equal, gradients(played[k]), gradients(played[k])))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < counts[0] == counts[1]
     torch._dynamo.reset()
@@ -186,8 +190,7 @@ def test_a_compiled_model_says_the_same_and_is_compiled_once(tiny, pool, monkeyp
 def test_graphs_are_recorded_on_a_gpu_unless_they_are_turned_off(monkeypatch):
     monkeypatch.setattr(engine_module, "device_of", lambda policy: torch.device("cuda"))
     with FakeTensorMode():
-        assert Ragged(None, 2).use_graphs
-        assert not Ragged(None, 2, graphs=False).use_graphs
+        assert Ragged(None, 2).use_graphs and not Ragged(None, 2, graphs=False).use_graphs
 
 
 class Synchronizing(TorchDispatchMode):

@@ -35,8 +35,7 @@ def test_a_check_that_fails_is_a_line_and_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "CHECKS", (broken, after))
     assert gpu.main(TRY) == 1
     _, *lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == ["ok", "FAILED", "ok"]
-    assert "RuntimeError: no memory" in lines[1]
+    assert [line.split()[-1] for line in lines] == ["ok", "FAILED", "ok"] and "no mem" in lines[1]
 
     monkeypatch.setattr(gpu, "CHECKS", (gpu.check_exact,))
     monkeypatch.setattr(gpu.check, "LARGEST_MEAN_GAP", 0.0)
@@ -46,9 +45,7 @@ def test_a_check_that_fails_is_a_line_and_the_exit_status(monkeypatch, capsys):
 def test_without_a_gpu_it_is_one_line(capsys):
     assert gpu.main([]) == 2
     said = capsys.readouterr()
-    assert not said.out
-    assert said.err.count("\n") == 1
-    assert "no GPU" in said.err
+    assert not said.out and said.err.count("\n") == 1 and "no GPU" in said.err
 
 
 @pytest.mark.slow

@@ -261,16 +261,18 @@ def test_differences_over_items_are_paired_and_averaged_over_seeds():
     assert report.difference_over_items(a, b) == "+0.167 ± 0.327, not significant (seeds: 2)"
     better, worse = {0: {"x": 1.0, "y": 0.9}}, {0: {"x": 0.5, "y": 0.5}, 1: {"x": 0.0}}
     assert report.difference_over_items(better, worse) == "+0.450 ± 0.098 (seeds: 1)"
-    assert report.difference_over_items({0: {"x": 1.0}}, {0: {"x": 0.0}}) == ""  # no spread
+    assert not report.difference_over_items({0: {"x": 1.0}}, {0: {"x": 0.0}})  # no spread
 
 
 @pytest.mark.parametrize("successes, stopped, has_collapsed", [
     ((0.2, 0.41, 0.21), "", False), ((0.2, 0.41, 0.2), "", True),
     ((0.9,), "the KL is too large", True)])
 def test_a_collapse_is_the_loss_of_half_of_the_best(successes, stopped, has_collapsed):
-    held_out = [{"success": success} for success in successes]
+    costs = dict.fromkeys(("turns", "trajectories", "seconds_rollout", "seconds_update"), 1)
+    metrics = [costs, *({"eval/success": success} | costs for success in successes)]
+    held_out = play.evaluate_midway(runs.Run("babyai", "long", 0, ()), Path("none"), metrics, ())
     summary = {"stopped": stopped, "success": successes[-1], "held_out": held_out}
-    assert report.collapsed(summary) == has_collapsed
+    assert report.collapsed(summary) == has_collapsed and held_out[0]["turns"] == 2
 
 
 @pytest.mark.parametrize("name", [name for name in runs.STUDIES if name in KEPT])
