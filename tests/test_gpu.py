@@ -19,8 +19,7 @@ def test_the_checks_run_on_a_cpu_and_only_exactness_is_judged(rank, monkeypatch,
     passed = {line["what"]: line["passed"] for line in lines}
     assert all(passed[f"check, {what} {dtype}"] for what in ("rollout", "update")
                for dtype in ("float32", "bfloat16"))
-    assert {passed[what] for what in ("decode, 3 slots", "decode steps", "update", "memory")} == {
-        None}
+    assert {passed[x] for x in ("decode, 3 slots", "decode steps", "update", "memory")} == {None}
     assert not torch.distributed.is_initialized()
 
 
