@@ -59,14 +59,14 @@ def draw(run, picture):
     played = [t for file in files for t in read_trajectories(file)
               if t.success and t.valid_actions == t.turns <= MOST_FRAMES]
     t = max(played, key=lambda t: t.turns)
-    goal = t.messages[-1]["content"].split(" to ")[-1]  # what the last reply goes to
+    goal = t.messages[2 * t.turns + 1]["content"].split(" to ")[-1]  # what the last reply goes to
     scenes = Replay(read_json(run / "config.json")).scenes(t)
     figure, axes = plt.subplots(1, t.turns + 1, figsize=(2.3 * t.turns + 2.5, 4.5),
                                 width_ratios=[1] * t.turns + [1.05])
     for turn, (start, end) in enumerate(reply_spans(t.mask)):
         draw_room(axes[turn], *scenes[turn]["room"])
         told, said = (t.messages[2 + 2 * turn + k]["content"] for k in (0, 1))
-        told = ". ".join(s for s in told.split(". ") if goal in s) or told
+        told = ". ".join(s for s in told.split("Available")[0].split(". ") if goal in s) or told
         axes[turn].set_title(f"turn {turn + 1}", fontsize=11)
         axes[turn].text(0, -0.04, f"it sees: {shortened(told, 6)}", va="top", fontsize=8.5,
                         color="#626a74", transform=axes[turn].transAxes)
