@@ -62,7 +62,7 @@ ORACLE_FLAGS = ("--items_per_step 6 --rollouts_per_item 8 --steps 24 --horizon_s
                 "--save_every 1 --set keep=1000 --set min_entropy=0")
 # Study "discount": label -> flags. "whitened": its estimator, without a discount.
 DISCOUNTS = {
-    "grpo": "",
+    "grpo": "", "rloo": "--algo rloo",  # rloo was added after the other results
     "whitened": "--algo reinforce_pp --algo_args gamma=1",
     "discount": ORACLES["discount"],
 }
