@@ -49,7 +49,7 @@ oracle: does better credit learn faster? GRPO, REINFORCE++ with a discount, and 
     BabyAI's rooms and in TextCraft, five seeds, equal steps; docs/credit.md has the prediction.
 states: GRPO against the difference of state means (GAGPO without discount, lambda and division) in
     SearchQA, five seeds, equal steps; docs/credit.md has the prediction.
-discount: GRPO against REINFORCE++ with and without a discount, in BabyAI's rooms with a horizon of
+discount: GRPO against REINFORCE++ with and without a discount, and RLOO, in BabyAI's rooms, horizon
     20, five seeds, equal steps; docs/credit.md has the prediction.
 ideas: the ways to the first success in ideas/ (docs/ideas.md) with the built-in model, each alone
     and `backward` with `choose`, in the worlds of `credit`, five seeds, equal turns of the policy.
