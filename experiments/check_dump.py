@@ -105,7 +105,7 @@ class Record:
     def is_torn(self):
         """Whether lists of a part have different lengths."""
         return any(len({len(values) for values in part[:4] if values is not None}) > 1
-                   for part in self.parts or [])
+                   for part in self.parts)
 
 
 def read_record(row):
@@ -200,7 +200,6 @@ def forged_turn(record, chat, policy):
 
 CHECKS = (reward_under_a_zero_mask, tokens_after_the_end, end_of_turn_not_trained, encoded_again,
           failure_in_the_baseline, denominator_of_a_micro_batch, history_rewritten, forged_turn)
-WITHOUT_IDS = (failure_in_the_baseline, denominator_of_a_micro_batch)
 
 
 def report(check, records, chat, policy):
@@ -208,8 +207,7 @@ def report(check, records, chat, policy):
     found, count, missing = [], 0, "trajectories"
     for number, record in enumerate(records, 1):
         try:
-            need(record.parts or check in WITHOUT_IDS or None,
-                 "field completion_ids, tokens or trajectory")
+            need(record.parts, "field completion_ids, tokens or trajectory")
             is_readable = check is encoded_again or not record.is_torn()
             found += [number] * (is_readable and check(record, chat, policy))
             count += 1

@@ -12,8 +12,9 @@ decode   tokens/s of the engine with 1, 32 and 256 slots of 1,024 tokens, as a s
          bandwidth of a copy. Whether the steps were CUDA graphs.
 update   MFU of forward, backward and AdamW step, with gradient checkpointing and without: 6
          operations per parameter and token and those of attention, over the speed of a large
-         matrix product. Recomputed operations are not counted. With --lora_rank 4 operations per
-         parameter, because frozen weights have no gradients.
+         matrix product. The head counts for half of the tokens, which are sampled ones; recomputed
+         operations are not counted. With --lora_rank 4 operations per parameter, because frozen
+         weights have no gradients.
 memory   the update's peak over the estimate of `benches memory`, with gradient checkpointing.
 ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
 

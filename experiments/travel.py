@@ -20,7 +20,7 @@ import checkpoint  # noqa: E402
 from config import read_json  # noqa: E402
 from parallel import run_command, user_errors  # noqa: E402
 
-STAYS = ("model.safetensors", "tokenizer.json")
+BASE_FILES = ("model.safetensors", "tokenizer.json")
 
 
 def pack(run, file):
@@ -32,11 +32,11 @@ def pack(run, file):
     if newest is None:
         raise ValueError(f"{run} has no checkpoint")
     state = checkpoint.read_state(newest)
-    state["sha256"] = {name: own for name, own in state["sha256"].items() if name not in STAYS}
+    state["sha256"] = {name: own for name, own in state["sha256"].items() if name not in BASE_FILES}
     text = json.dumps(state | {"own": checkpoint.digest(state)}).encode()
     with tarfile.open(file, "w:gz") as tar:
         for path in [run / "config.json", run / "metrics.jsonl", *sorted(newest.rglob("*"))]:
-            if path.is_file() and path.name not in (*STAYS, "state.json"):
+            if path.is_file() and path.name not in (*BASE_FILES, "state.json"):
                 tar.add(path, path.relative_to(run))
         entry = tarfile.TarInfo(str(newest.relative_to(run) / "state.json"))
         entry.size = len(text)

@@ -60,9 +60,11 @@ ORACLES = {
 }
 ORACLE_FLAGS = ("--items_per_step 6 --rollouts_per_item 8 --steps 24 --horizon_schedule fixed "
                 "--save_every 1 --set keep=1000 --set min_entropy=0")
-# Study "discount": label -> flags. "whitened": its estimator, without a discount.
+# Study "discount": label -> flags. "whitened": REINFORCE++ without a discount. RLOO was added
+# after the results of the others.
 DISCOUNTS = {
-    "grpo": "", "rloo": "--algo rloo",  # rloo was added after the other results
+    "grpo": "",
+    "rloo": "--algo rloo",
     "whitened": "--algo reinforce_pp --algo_args gamma=1",
     "discount": ORACLES["discount"],
 }
