@@ -262,10 +262,8 @@ class Play:
     def __post_init__(self):
         self.number = split_item(self.item)[1]
         self.tools: list[dict] | None = None
-        self.turns = 0
-        self.turn = Step("")
+        self.turns, self.turn, self.kind = 0, Step(""), ""
         self.began = self.forgets = self.cut = False  # began: an episode of the environment
-        self.kind = ""
         self.choices: Sequence[str] = []  # of a `Choice`
         self._failure: Exception | None = None  # the environment's
         self.agent = (self.make_agent or react)(self)

@@ -396,6 +396,6 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str = "token",
         raise ValueError(f"unknown aggregation '{mode}'; choose from token, sequence")
     if denominator is None:
         denominator = loss_denominator(mask, mode)
-    denominator = torch.as_tensor(denominator, dtype=x.dtype, device=x.device)
+    denominator = x.new_zeros(()).add_(denominator)  # a copy of a number would wait for a GPU
     # A count of 0 comes with a total of 0. Dividing by 1 then gives 0 instead of NaN.
     return x.sum() / torch.where(denominator == 0, 1.0, denominator)

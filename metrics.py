@@ -4,6 +4,7 @@ and when training ends, cannot go on or does not learn."""
 import math
 import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -153,6 +154,14 @@ def world_columns(by_world: dict[str, dict[str, float]],
     "success" for one world, "success/babyai" and so on for several, after a prefix."""
     return {prefix + name + (f"/{world}" if len(by_world) > 1 else ""): row[name]
             for world, row in by_world.items() for name in names if name in row}
+
+
+def timed(seconds: Counter[str], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return function(*args), and add the seconds that it took to seconds[name]."""
+    began = time.perf_counter()
+    result = function(*args)
+    seconds[name] += time.perf_counter() - began
+    return result
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:

@@ -211,7 +211,7 @@ def shard(model: nn.Module, device: torch.device, dtype: str = "float32", offloa
         fully_shard(module, **options)
     model._apply(lambda t: t.to(weights_dtype) if isinstance(t, nn.Parameter) else t)
     # A registered forward method runs FSDP's hooks, which gather the parameters. `through` uses it.
-    model.call = lambda function, *args: function(*args)
+    model.call = lambda function: function()
     register_fsdp_forward_method(model, "call")
     return model
 
@@ -231,7 +231,8 @@ def through(model: nn.Module, function: Callable[..., Any], *args: object) -> An
     """Return function(*args). If the model is sharded, FSDP first gathers the parameters outside
     its blocks (embeddings, final norm, head), as it would for model.forward. For functions that
     call the body and the head separately."""
-    return model.call(function, *args) if sharded(model) else function(*args)
+    # FSDP would move arguments of `call` to the GPU, and wait for it.
+    return model.call(partial(function, *args)) if sharded(model) else function(*args)
 
 
 @contextmanager
@@ -334,6 +335,21 @@ class StopSignals:
 
 
 # ---- the end of a command ----
+
+# Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.
+LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread",
+         "ALLOC_FAILED")
+
+
+def is_lack_of_resources(error: BaseException) -> bool:
+    """Whether an exception says that memory or threads have run out.
+
+    >>> is_lack_of_resources(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    True
+    >>> is_lack_of_resources(MemoryError()), is_lack_of_resources(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    return isinstance(error, MemoryError) or any(words in str(error) for words in LACKS)
 
 
 @contextmanager

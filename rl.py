@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 import algos
 from envs import NOT_NEGATIVE, flag
 from models.packed import pack, use_attention
-from parallel import blocks, ranks, sharded, through
+from parallel import blocks, device_of, is_lack_of_resources, ranks, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -186,22 +186,6 @@ class Sampling:
     dtype: str = flag("float32", ("float32", "bfloat16"))
 
 
-# Parts of the error messages of PyTorch, CUDA and Python when memory or threads run out.
-LACKS = ("out of memory", "can't allocate memory", "not enough memory", "can't start new thread",
-         "ALLOC_FAILED")
-
-
-def is_lack_of_resources(error: BaseException) -> bool:
-    """Whether an exception says that memory or threads have run out.
-
-    >>> is_lack_of_resources(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
-    True
-    >>> is_lack_of_resources(MemoryError()), is_lack_of_resources(RuntimeError("shapes differ"))
-    (True, False)
-    """
-    return isinstance(error, MemoryError) or any(words in str(error) for words in LACKS)
-
-
 def compute_in(dtype: str, device: str | torch.device) -> torch.autocast:
     """The context of a forward pass: float32 weights, arithmetic in `dtype`. Weights kept in
     bfloat16 would not learn: an optimizer step of 1e-6 is far below their resolution."""
@@ -276,12 +260,13 @@ class Critic(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids [B, T] long, mask [B, T] bool -> values [B, T] float32 of the states in which the
         tokens with mask True were sampled (the states before them); zero elsewhere."""
-        hidden = hidden_before(self.base_model, ids, mask)  # [S, D], S sampled tokens
-        values = torch.zeros(mask.shape, device=ids.device)
+        # [S, D], S sampled tokens
+        hidden, places = hidden_before(self.base_model, ids.cpu(), mask.cpu())
+        values = torch.zeros(mask.shape, device=hidden.device)
         # The head is float32: in bfloat16 values near 1 would be multiples of 0.004.
-        with torch.autocast(ids.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = self.head.weight.float(), self.head.bias.float()
-            values[mask] = nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
+            values[places] = nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
         return values
 
 
@@ -301,9 +286,13 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     differentiated. allowed [B, T, A] long: the ids among which each token was sampled plus one, 0
     for none; among all if there are only zeros. Raises ValueError for a mask of another dtype, or
     True in the first column.
+
+    With ids, mask and allowed on the CPU nothing here waits for a GPU: it computes the micro-batch
+    before, while this one is packed.
     """
     if mask.dtype != torch.bool or mask[:, 0].any():
         raise ValueError("mask must be bool, and False in its first column: no logits precede it")
+    ids, mask, allowed = ids.cpu(), mask.cpu(), None if allowed is None else allowed.cpu()
     return through(model, _token_logprobs, model, ids, mask, temperature, entropy_gradient, allowed)
 
 
@@ -323,22 +312,23 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient, allowed):
             sampled = (columns == sampled[:, None] + 1).long().argmax(1)
         return score(logits, sampled, unused, config, temperature, entropy_gradient)
 
-    hidden = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
+    hidden, places = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
+    on_device = partial(Tensor.to, device=hidden.device, non_blocking=True)
     # [S, A]. First come the tokens that were sampled among all, then those among some.
-    columns = hidden.new_zeros(len(hidden), 0) if allowed is None else allowed[mask]
+    columns = ids.new_zeros(len(hidden), 0) if allowed is None else allowed[mask]
     is_free = (columns == 0).all(1)
     free, limited = is_free.nonzero()[:, 0], (~is_free).nonzero()[:, 0]
     size = max(config.vocab_size, columns.shape[1] * hidden.shape[1])
-    chunk = max(1, MAX_LOGITS[ids.device.type] // size)
-    parts = [part for rows, allowed_columns in ((free, columns[:, :0]), (limited, columns))
-             for part in zip(*(x[rows].split(chunk) for x in (hidden, ids[mask], allowed_columns)))]
+    chunk = max(1, MAX_LOGITS[hidden.device.type] // size)
+    parts = [part for rows, own in ((free, columns[free, :0]), (limited, columns[limited]))
+             for part in zip(*(x.split(chunk) for x in (
+                 hidden[on_device(rows)], on_device(ids[mask][rows]), on_device(own))))]
     parts = [part for part in parts if len(part[0])] or parts[:1]
-    if len(parts) > 1:  # the logits of each part are computed again in the backward pass
-        head = partial(checkpoint, head, use_reentrant=False)
-    logprobs, entropies = (torch.zeros(mask.shape, device=ids.device) for _ in range(2))
-    values = zip(*(head(*part) for part in parts))
-    places = torch.cat([free, limited]).argsort()
-    logprobs[mask], entropies[mask] = (torch.cat(value)[places] for value in values)
+    # The logits of several parts are computed again in the backward pass.
+    head = partial(checkpoint, head, use_reentrant=False) if len(parts) > 1 else head
+    logprobs, entropies = (torch.zeros(mask.shape, device=hidden.device) for _ in range(2))
+    places = tuple(x[on_device(torch.cat([free, limited]))] for x in places)
+    logprobs[places], entropies[places] = map(torch.cat, zip(*(head(*part) for part in parts)))
     return logprobs, entropies
 
 
@@ -369,24 +359,27 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     return logits
 
 
-def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, tuple]:
     """The last hidden states at the positions before the sampled tokens.
 
-    ids [B, T] long, mask [B, T] bool, never True in the first column -> [S, D], the S sampled
-    tokens in the order of the mask. If `packs(body)`, the B sequences are laid out in one row
-    without padding, each up to its last sampled token, and a prefix that several of them share is
-    computed once.
+    ids [B, T] long, mask [B, T] bool, on the CPU, never True in the first column -> [S, D], the S
+    sampled tokens in the order of the mask; their rows and columns in it, [S] each. If
+    `packs(body)`, the B sequences are laid out in one row without padding, each up to its last
+    sampled token, and a prefix that several of them share is computed once.
     """
+    on_device = partial(Tensor.to, device=device_of(body), non_blocking=True)
+    row, column = places = tuple(map(on_device, mask.nonzero(as_tuple=True)))
     if not packs(body):
-        return body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
+        hidden = body(input_ids=on_device(ids[:, :-1]), use_cache=False).last_hidden_state
+        return hidden[row, column - 1], places
     # The last sampled token is not fed.
-    lengths = (torch.arange(ids.shape[1], device=ids.device) * mask).amax(1).clamp(min=1).tolist()
+    lengths = (torch.arange(ids.shape[1]) * mask).amax(1).clamp(min=1).tolist()
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths)]
-    (packed, positions), parts, index = pack(rows, ids.shape[1], ids.device)
+    (packed, positions), parts, index = pack(rows, ids.shape[1], device_of(body))
     with use_attention(body.config, "within"):
         out = body(input_ids=packed[None], position_ids=positions[None], use_cache=False,
                    parts=parts)
-    return out.last_hidden_state[0][index[mask.roll(-1, 1)]]
+    return out.last_hidden_state[0][on_device(index[mask.roll(-1, 1)])], places
 
 
 # ---- lengths, and the ways in which a model is computed ----

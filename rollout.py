@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agent import AGENTS, FORMATS, Chat, Messages, Play, answer_of, assistant, load_agent, user
 from engine import SAMPLED_LAST, Ragged, sample
 from envs import ABOVE_0, NOT_NEGATIVE, Env, EnvError, EnvPool, UserError, Worker, flag, split_item
+from metrics import timed
 from models.check import find_paths, plays_alone
 from models.lockstep import decode_in_lockstep
 from models.packed import common_prefix_length
@@ -257,11 +258,12 @@ class Episode(Conversation):
         super().__init__(trajectory, horizon, config, chat)
         self.pool, self.on_cpu = pool, on_cpu
         self.max_tokens = config.of_world("max_tokens", trajectory.env)
-        self.numbers = np.random.default_rng(key)
-        self.unused: list[float] = []  # random numbers that were drawn, for tokens that are dropped
-        self.pending: list[int] = []
-        self.reply: list[int] = []  # the tokens of the newest reply
-        self.options: list[list[int | None]] = []  # how it may go on, if not in every way
+        # Its random numbers, and those of them that were drawn for tokens that are dropped.
+        self.numbers, self.unused = np.random.default_rng(key), []
+        self.pending, self.reply = [], []  # `reply`: the tokens of the newest reply
+        # The rest of each reply that may be written, and the ids that may come next; None: any, to
+        # the end of the reply.
+        self.rest, self.allowed = [], None
         self.deadlines = (config.deadline, config.create_deadline)
         self.worker = pool.take(trajectory.env)
         self.future = self.worker.call(self.advance)
@@ -278,16 +280,16 @@ class Episode(Conversation):
             self.trajectory.append([token], [logprob], [entropy])
             self.pending.append(token)
             self.reply.append(token)
-            is_free = next_ids(self.options) is None  # and stays so to the end of the reply
-            self.options = [o[1:] for o in self.options if o[:1] == [token] and not is_free]
+            if self.allowed is not None:
+                self.rest = [o[1:] for o in self.rest if o[:1] == [token]]
+                self.allowed = next_ids(self.rest)
             if self.has_to_end(self.reply):
                 self.send_reply()
                 return True
             # A token that is the only one allowed next needs no forward pass of its own.
-            ids = next_ids(self.options)
-            if ids is None or len(ids) > 1:
+            if self.allowed is None or len(self.allowed) > 1:
                 return False
-            token, logprob, entropy = ids[0], 0.0, 0.0
+            token, logprob, entropy = self.allowed[0], 0.0, 0.0
 
     def send_reply(self) -> None:
         """Send the complete reply to the environment."""
@@ -332,7 +334,7 @@ class Episode(Conversation):
             self.end(Status.ENV_ERROR, error)
         elif self.take():
             self.pending = self.new_ids if self.begins else self.pending + self.new_ids
-            self.reply, self.options = [], self.new_options
+            self.reply, self.rest, self.allowed = [], self.new_options, next_ids(self.new_options)
             return True
         self.give_back(self.pool, self.worker)
         return False
@@ -373,8 +375,7 @@ class TrajectoryQueue:
         self.todo = deque([] if self.dealer else self.trajectories)
         self.alive: set[Episode] = set()
         self.finished: dict[tuple[int, int], Trajectory] = {}
-        self.tries = Counter()
-        self.stats = Counter()
+        self.tries, self.stats = Counter(), Counter()
 
     def is_dealt(self) -> bool:
         """Whether every trajectory has been given to a rank."""
@@ -396,7 +397,7 @@ class TrajectoryQueue:
         """Sample a token for each of n episodes from logits [n, V], with a random number of its
         own. Nothing waits for a GPU."""
         uniforms = [e.unused.pop() if e.unused else e.numbers.random() for e in episodes]
-        logits = restricted(logits, [next_ids(e.options) for e in episodes])
+        logits = restricted(logits, [e.allowed for e in episodes])
         on_device = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
         c = self.config
         drawn = sample(logits, on_device, c.temperature, c.top_p, c.top_k)
@@ -412,12 +413,13 @@ class TrajectoryQueue:
             raise FloatingPointError("the policy's logits are not finite")
         self.stats.update(steps=1, busy=len(kept))
         self.on_step(self)
-        return {e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()}
+        return timed(self.stats, "seconds_replies", lambda: {
+            e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()})
 
     def take_answer(self, episode: Episode) -> bool:
         """Take the answer of an episode's environment -> whether the trajectory goes on. One that
         has ended is kept, or played again if its environment failed."""
-        if episode.take_answer():
+        if timed(self.stats, "seconds_waiting", episode.take_answer):
             return True
         self.alive.remove(episode)
         t = episode.trajectory
@@ -446,8 +448,8 @@ def make_engine(policy: PreTrainedModel, slots: int, settings: Rollouts) -> Ragg
 
 def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: EnvPool,
             items: list[str], horizon: int | dict[str, int], config: Rollouts | None = None, *,
-            step: int = 0, engine: str | Ragged | None = None, stats: dict[str, int] | None = None,
-            episode_class: Callable[..., Episode] = Episode,
+            step: int = 0, engine: str | Ragged | None = None,
+            stats: dict[str, float] | None = None, episode_class: Callable[..., Episode] = Episode,
             on_end: Callable[[Trajectory], object] = lambda t: None,
             on_step: Callable[[TrajectoryQueue], object] = lambda queue: None,
             dealer: Dealer | None = None, **changes: object) -> list[Trajectory]:
@@ -467,8 +469,10 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     step: the training step, part of the key of each trajectory's random numbers.
     engine: of `make_engine`, for this policy: its memory is reused.
     episode_class: a class that inherits from `Episode`, to play in another way.
-    stats: gets these counts: "forwarded" (token positions computed, padding included), "steps"
-        (forward passes that were sampled from) and "busy" (slots fed, over all steps).
+    stats: gets these sums: "forwarded" (token positions computed, padding included), "steps"
+        (forward passes that were sampled from), "busy" (slots fed, over all steps),
+        "seconds_waiting" (for environments' answers) and "seconds_replies" (spent on what was
+        sampled: its text, and the steps of instant worlds).
     on_end: called with each trajectory when it has ended.
     on_step: called in each decode step with the `TrajectoryQueue`.
     dealer: deals the trajectories to the ranks of a process group, which all call `rollout` with
@@ -514,8 +518,7 @@ def rollout(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, envs: E
     finally:
         for episode in queue.alive:  # left over only if the rollout was interrupted
             episode.give_back(envs, episode.worker)
-    if stats is not None:
-        stats.update(queue.stats, forwarded=forwarded)
+    (Counter() if stats is None else stats).update(queue.stats, forwarded=forwarded)
     return [queue.finished[key] for key in sorted(queue.finished)]
 
 
@@ -556,7 +559,8 @@ def decode(engine: Ragged, queue: TrajectoryQueue, on_servers: bool) -> int:
         all_wait = playing.keys() == waiting.keys()
         if arrival_order and all_wait:  # sleep; a missed deadline may be noticed 0.1 s late
             episodes = [*playing.values(), *(starting if free else [])]
-            wait([episode.future for episode in episodes], 0.1, FIRST_COMPLETED)
+            futures = [episode.future for episode in episodes]
+            timed(queue.stats, "seconds_waiting", wait, futures, 0.1, FIRST_COMPLETED)
         # If all wait, nothing can be decoded before the first answer that is due.
         last_due = max(now, min(waiting.values(), default=now)) if all_wait else now
         new_ids = 0  # of segments that begin

@@ -91,7 +91,7 @@ def training_loop(run: Run) -> None:
     """Run the steps from `run.step` on, and write final/. Raises Terminated, on every rank, if a
     stop signal comes during a rollout."""
     cfg = run.cfg
-    critic, critic_optimizer = run.trained.get("critic", (None, None))
+    critic = run.trained.get("critic", (None, None))  # and its optimizer
     with metrics.step_bar(run.step, cfg.steps, run.rank) as bar:
         for step in bar:
             run.step = step
@@ -119,16 +119,14 @@ def training_loop(run: Run) -> None:
             seconds_rollout = time.perf_counter() - began
 
             # Advantages, over the trajectories of all ranks. Some algorithms play more episodes.
-            def play(*args):
-                played, _ = play_items(run, horizons, step, *args)
-                return shape_rewards(played, cfg.shaping, cfg.turn_cost)
-
-            batch = advantages_of(trajectories, cfg, run.device, run.reference, critic,
-                                  models=run.models, play=play, columns=decoded)
+            batch = advantages_of(
+                trajectories, cfg, run.device, run.reference, critic[0], models=run.models,
+                columns=decoded, play=lambda *args: shape_rewards(
+                    play_items(run, horizons, step, *args)[0], cfg.shaping, cfg.turn_cost))
+            decoded["seconds_advantages"] = time.perf_counter() - began - seconds_rollout
 
             # Update.
-            changes = update(trajectories, batch, cfg, step, *run.trained["policy"], critic,
-                             critic_optimizer)
+            changes = update(trajectories, batch, cfg, step, *run.trained["policy"], *critic)
             seconds = time.perf_counter() - began
 
             # Log.
@@ -322,8 +320,7 @@ def prepare(run: Run) -> None:
     config.json, and open the --report_to logger."""
     checkpoint.tidy(run.folder, run.step)
     write_atomically(run.folder / "config.json", json.dumps(asdict(run.cfg), indent=1))
-    write_atomically(run.folder / "metrics.jsonl",
-                     "".join(to_text(row) + "\n" for row in run.rows))
+    write_atomically(run.folder / "metrics.jsonl", "".join(to_text(row) + "\n" for row in run.rows))
     run.report = metrics.reporter(run.cfg, run.step)
 
 
@@ -389,6 +386,7 @@ def play_items(run: Run, horizons: dict[str, int], step: int, items: list[str], 
     return trajectories, {
         "tokens": tokens, "occupancy": sum(shares.values()) / len(shares),
         "forwarded_per_kept": sum(each["forwarded"] for each in stats) / max(1, tokens - repeated),
+        **{name: stats[0][name] for name in ("seconds_waiting", "seconds_replies")},
         **(shares if len(shares) > 1 else {})}
 
 
@@ -396,13 +394,14 @@ def evaluate_held_out(run: Run) -> dict[str, float]:
     """Play EVAL_ITEMS held-out items of each world once, at its last horizon -> "eval/success" and
     so on, for several worlds "eval/success/babyai" ...
 
-    Every evaluation of a run plays the same items with the same random numbers.
+    Every evaluation of a run plays the same items with the same random numbers. Its trajectories
+    are written to trajectories/eval_000040.jsonl and so on.
     """
-    worlds = run.cfg.worlds
-    items = [item for world in worlds
+    horizons = {world: own.rounds[-1] for world, own in run.cfg.worlds.items()}
+    items = [item for world in horizons
              for item in envs.held_out(world, EVAL_ITEMS, run.cfg.data or None)]
-    horizons = {world: own.rounds[-1] for world, own in worlds.items()}
     played, _ = play_items(run, horizons, 0, items, samples=1)
+    of_rank_0(write_trajectories, run.folder / f"trajectories/eval_{run.step:06d}.jsonl", played)
     by_world = metrics.world_metrics(played, horizons)
     return metrics.world_columns(by_world, metrics.HELD_OUT_METRICS, "eval/")
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import algos
 import rl
 from envs import ABOVE_0, NOT_NEGATIVE, UserError, flag, load_function
-from metrics import explained_variance
+from metrics import explained_variance, timed
 from models.packed import common_prefix_length
 from parallel import device_of, gather, ranks, sharded, sum_over_ranks
 from rl import Sampling
@@ -38,8 +38,6 @@ from trajectory import Trajectory, reply_spans
 Batch = dict[str, Tensor]
 Span = tuple[int, int, int]  # row, start, end: where a segment is in a batch
 LossFunction = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
-
-MOMENTS_AT_ONCE = 2**24  # elements of Adam's moments in `adam_step_norm`: 64 MB
 
 # ---- settings ----
 
@@ -277,8 +275,8 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         loss_of = partial(policy_objective, policy, settings, denominator, observed=observed)
         stats = optimizer_step(policy, optimizer, batch, with_gradient, loss_of,
                                settings.microbatch_tokens, settings.max_grad_norm)
-        if math.isfinite(stats["grad_norm"]):
-            stats["weight_change"] = adam_step_norm(policy, optimizer)
+        if math.isfinite(stats["grad_norm"]) and isinstance(optimizer, torch.optim.AdamW):
+            stats["weight_change"] = timed(stats, "seconds_adam", adam_step_norm, policy, optimizer)
         if number == 0:  # the weights were still those that sampled
             gap = stats["gap"] / max(1.0, stats["tokens"])
         if critic is not None:
@@ -297,7 +295,7 @@ def update(trajectories: Sequence[Trajectory], batch: Batch, settings: Loss, ste
         "kl_behaviour": sums["approx_kl"] / tokens,
         "clip_fraction": sums["clip_fraction"] / tokens,
         "padding": max(0.0, 1 - fed / computed),
-        "computed_per_fed": computed / fed,
+        "computed_per_fed": computed / fed, "seconds_adam": sums["seconds_adam"],
     }
     if sums["observed"]:
         metrics["observation_loss"] = sums["observation_loss"] / sums["observed"]
@@ -334,11 +332,12 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
     """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. observed:
     the number of the mini-batch's tokens of observations, if the loss needs their log-probs.
     -> loss, stats, which are sums over its tokens."""
+    scored = part["mask"] | part["observed"] if observed else part["mask"]
+    with rl.compute_in(settings.dtype, device_of(policy)):
+        logp, entropy = rl.token_logprobs(policy, part["ids"], scored, settings.temperature,
+                                          settings.entropy_coef > 0, part.get("allowed"))
+    part = {name: x.to(logp.device, non_blocking=True) for name, x in part.items()}
     mask = part["mask"]
-    with rl.compute_in(settings.dtype, part["ids"].device):
-        logp, entropy = rl.token_logprobs(
-            policy, part["ids"], mask | part["observed"] if observed else mask,
-            settings.temperature, settings.entropy_coef > 0, part.get("allowed"))
     loss, stats, *others = settings.loss_function(part | {"logprobs": logp})
     if loss.shape != mask.shape:  # a mean would be broadcast over all tokens
         raise UserError(f"--loss {settings.loss} has to return the loss of each token, [B, T]")
@@ -363,9 +362,10 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
 def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
                     part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss of a micro-batch -> loss, no stats."""
+    with rl.compute_in(settings.dtype, device_of(critic)):
+        values = critic(part["ids"], part["mask"])
+    part = {name: x.to(values.device, non_blocking=True) for name, x in part.items()}
     mask = part["mask"]
-    with rl.compute_in(settings.dtype, part["ids"].device):
-        values = critic(part["ids"], mask)
     loss = algos.value_loss(values, part["old_values"], part["returns"], mask, settings.value_clip)
     return algos.aggregate(loss, mask, settings.aggregation, denominator, part["num_sampled"]), {}
 
@@ -477,9 +477,9 @@ def num_positions(rows: list[list[int]], packed: bool) -> int:
 
 def own_micro_batches(model: nn.Module, batch: Batch, rows: Sequence[int],
                       max_tokens: int) -> Iterator[tuple[Batch, list[Span]]]:
-    """This rank's micro-batches of some rows, one row a segment, on the model's device, and where
-    their segments are in the batch. "num_sampled" [b]: the number of sampled tokens of a segment's
-    whole trajectory.
+    """This rank's micro-batches of some rows, one row a segment, on the CPU, and where their
+    segments are in the batch. "num_sampled" [b]: the number of sampled tokens of a segment's whole
+    trajectory. A GPU computes one micro-batch while the next one is made.
 
     A sharded model is computed by all ranks together. A rank that has no micro-batch left repeats
     the shortest segment; it has no spans, and the caller must ignore its result.
@@ -495,7 +495,7 @@ def own_micro_batches(model: nn.Module, batch: Batch, rows: Sequence[int],
         part = {name: pad([x[b, start:end] for b, start, end in computed])
                 for name, x in batch.items()}
         part["num_sampled"] = batch["mask"][[b for b, _, _ in computed]].sum(1)
-        yield {name: x.to(device_of(model)) for name, x in part.items()}, own
+        yield part, own
 
 
 @torch.no_grad()
@@ -506,11 +506,11 @@ def map_rows(function: Callable[[nn.Module, Batch], Tensor], model: nn.Module,
     function(model, micro-batch) -> [b, t]. -> [B, T] float32 on the CPU, on every rank.
     """
     parts = own_micro_batches(model, batch, range(len(batch["ids"])), max_tokens)
-    mine = [(spans, function(model, part).cpu()) for part, spans in parts]
+    mine = [(spans, function(model, part)) for part, spans in parts]
     if sharded(model):
         model.reshard()  # otherwise done by the backward pass
     out = torch.zeros(batch["mask"].shape)
-    for spans, result in gather(mine):
+    for spans, result in gather([(spans, result.cpu()) for spans, result in mine]):
         for (b, start, end), values in zip(spans, result):
             out[b, start:end] = values[: end - start]
     return out
@@ -556,7 +556,7 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ba
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     result["grad_norm"] = float(norm.full_tensor() if sharded(model) else norm)
     if math.isfinite(result["grad_norm"]):
-        optimizer.step()
+        timed(result, "seconds_adam", optimizer.step)
     optimizer.zero_grad(set_to_none=True)
     return result
 
@@ -565,22 +565,16 @@ def adam_step_norm(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """The norm of the last change that AdamW, without weight decay, made to all trained weights.
 
     It is computed from the moments, so it needs no copy of the weights, and does not have their
-    rounding. 0 for another optimizer, or before the first step. Called by all ranks.
+    rounding. 0 before the first step. Called by all ranks.
     """
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return 0.0
     (group,) = optimizer.param_groups
     beta1, beta2 = group["betas"]
     total = 0.0
     for state in optimizer.state.values():
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        if sharded(model):
-            moments = [moment.to_local() for moment in moments]
+        mean, square = (x.to_local() if sharded(model) else x
+                        for x in (state["exp_avg"], state["exp_avg_sq"]))
         steps = float(state["step"])
-        for mean, square in zip(*(x.flatten().split(MOMENTS_AT_ONCE) for x in moments)):
-            denominator = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-            squares = (mean / denominator).square_().sum(dtype=torch.float64)
-            total += float(squares) * (group["lr"] / (1 - beta1**steps)) ** 2
-    if sharded(model):
-        total = sum(gather([total]))
-    return math.sqrt(total)
+        denominator = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        squares = (mean / denominator).square_().sum(dtype=torch.float64)
+        total += float(squares) * (group["lr"] / (1 - beta1**steps)) ** 2
+    return math.sqrt(sum(gather([total])) if sharded(model) else total)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "train.py", "--algo", "ppo", "--items_per_step", "8", "--steps", "40",
            "--save_every", "1"]
-NOT_REPEATABLE = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
+NOT_REPEATABLE = ("seconds_", "tokens_per_second", "memory_gb")  # beginnings of names
 CHECKPOINT = "checkpoints/step_*.partial"
 FINAL = "final.partial"
 
@@ -33,7 +33,7 @@ FINAL = "final.partial"
 def metrics(folder):
     """The rows of metrics.jsonl, without times and memory."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in NOT_REPEATABLE} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATABLE)} for row in rows]
 
 
 def wait_for(condition, child):

@@ -35,7 +35,8 @@ def pack(run, file):
     state["sha256"] = {name: own for name, own in state["sha256"].items() if name not in BASE_FILES}
     text = json.dumps(state | {"own": checkpoint.digest(state)}).encode()
     with tarfile.open(file, "w:gz") as tar:
-        for path in [run / "config.json", run / "metrics.jsonl", *sorted(newest.rglob("*"))]:
+        held_out = sorted(run.glob("trajectories/eval_*.jsonl"))  # for effective_horizon.py
+        for path in [run / "config.json", run / "metrics.jsonl", *held_out, *newest.rglob("*")]:
             if path.is_file() and path.name not in (*BASE_FILES, "state.json"):
                 tar.add(path, path.relative_to(run))
         entry = tarfile.TarInfo(str(newest.relative_to(run) / "state.json"))

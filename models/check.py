@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import rl
 from engine import Ragged
 from models.lockstep import Padded
-from parallel import device_of
+from parallel import device_of, is_lack_of_resources
 
 LARGEST_GAP = 1e-4  # of a log-prob, in float32
 LARGEST_GAP_RECURRENT = 5e-4
@@ -194,7 +194,7 @@ def try_ways(model: PreTrainedModel, dtype: str = "float32") -> rl.ComputePaths:
                 with rl.compute_in(in_dtype, device_of(model)):
                     found = WAYS[what][name](model, *plays)
             except Exception as e:  # what a model's code raises when it is not made for this way
-                if rl.is_lack_of_resources(e):  # which says nothing about the way
+                if is_lack_of_resources(e):  # which says nothing about the way
                     raise
                 found = oracle * math.nan
             gap = summary((found - expected).abs().nan_to_num(math.inf, math.inf)).item()

@@ -52,7 +52,7 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
     shares with the one before it, so a shared prefix stands there once.
 
     -> the packed row [2, N] long, token ids and positions in the sequences; its parts; and the
-    place of each token of each sequence in the packed row, [B, width] long.
+    place of each token of each sequence in the packed row, [B, width] long, on the CPU.
     """
     ids, positions, counts, keys = [], [], [], []
     index = torch.zeros(len(rows), width, dtype=torch.long)
@@ -69,11 +69,11 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
             counts.append(len(ids) - start)
             keys.append(places)
     lengths = list(map(len, keys))
-    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device)
+    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
             for numbers in (counts, lengths)]
     spans = (*ends, max(counts), max(lengths))
-    parts = Parts(counts, lengths, torch.cat(keys).to(device), spans)
-    return torch.tensor([ids, positions], device=device), parts, index.to(device)
+    parts = Parts(counts, lengths, torch.cat(keys).to(device, non_blocking=True), spans)
+    return torch.tensor([ids, positions]).to(device, non_blocking=True), parts, index
 
 
 @contextmanager

@@ -71,8 +71,7 @@ BROKEN_TEMPLATES = {
     "{{ 'x' * 3000000000 }}": "fails: MemoryError",
     "{% for i in range(30) %}{{ 'x' * 100000000 }}{% endfor %}": "this tokenizer's chat template",
     "{% for m in messages %}{{ m.content }}{% endfor %}": "ends a reply with ''",
-    "{% for m in messages %}{{ m.content * 2 }}<|im_end|>{% endfor %}": "show each message once",
-}
+    "{% for m in messages %}{{ m.content * 2 }}<|im_end|>{% endfor %}": "show each message once"}
 
 
 @pytest.mark.parametrize("template", BROKEN_TEMPLATES)
@@ -221,8 +220,7 @@ GOOD = {  # action format -> replies whose action is "go to é 1"
         '{ {"name": "act", "arguments": {"action": "go to é 1"}}',
     ],
     "code": ['```python\n# a wall\nact("go to é 1")\n```', "```\nact('go to é 1')\n```",
-             '```py\nx = 1\nif x:\n    act("""go to é 1""")\n```'],
-}
+             '```py\nx = 1\nif x:\n    act("""go to é 1""")\n```']}
 BAD = {  # action format -> replies with no action, with one that is cut off, or with two
     "plain": ["", " \n"],
     "react": ["go", "", "Action: a\nAction: b", "Action:"],
@@ -240,8 +238,7 @@ BAD = {  # action format -> replies with no action, with one that is cut off, or
         *(f"```python\n{code}\n```" for code in [
             "act('go'", "act('a')\nact('b')", "act(x)", "act('a', 'b')", "act(action='a')",
             "import os\nos.system('x')", "(" * 5000, "\0"]),
-    ],
-}
+    ]}
 
 
 @pytest.mark.parametrize("action_format", sorted({*GOOD, *BAD, *agent.FORMATS}))
@@ -290,8 +287,7 @@ READ_LENIENTLY = [
     ("maze", "react", "Action: move up\nAction: move down", "move up", ""),
     ("wordle", "react", " s h i r e\n", "s h i r e", ""), ("wordle", "tags", "s h i r e", "", "="),
     ("guess", "react", "Action: 7.", "7.", "="),
-    ("searchqa", "tags", "<think>x</think> <search> a </search>", "<search> a </search>", "="),
-]
+    ("searchqa", "tags", "<think>x</think> <search> a </search>", "<search> a </search>", "=")]
 
 
 def test_each_world_is_read_as_by_agentgyms_client():

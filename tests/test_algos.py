@@ -317,11 +317,9 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(dirt):
     mask = torch.tensor([[True, False, True], [False, False, False]])
     clean = torch.tensor([[-1.0, 0.0, -2.0], [0.0, 0.0, 0.0]])
     dirty = torch.where(mask, clean, dirt)
-    terms = {
-        "policy": lambda x, data: policy_loss(x, data - 0.1 * mask, data, mask)[0],
-        "value": lambda x, data: value_loss(x, data - 0.1 * mask, data + 1, mask),
-        "raw": lambda x, data: x,
-    }
+    terms = {"policy": lambda x, data: policy_loss(x, data - 0.1 * mask, data, mask)[0],
+             "value": lambda x, data: value_loss(x, data - 0.1 * mask, data + 1, mask),
+             "raw": lambda x, data: x}
     for kind in KL_KINDS:
         terms[kind] = lambda x, data, kind=kind: kl(x, data - 0.1 * mask, kind, mask)
     check_outside_the_mask(terms, mask, clean, dirty)

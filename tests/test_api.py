@@ -49,8 +49,7 @@ def pauses(monkeypatch):
 def play(url, names, horizon, **how):
     """Play the items with the server's model."""
     with EnvPool() as pool:
-        return play_served(ServedModel("m", url), pool, names, horizon,
-                           Rollouts(slots=16, **how))
+        return play_served(ServedModel("m", url), pool, names, horizon, Rollouts(slots=16, **how))
 
 
 def ask(url, text="", **how):
@@ -114,8 +113,7 @@ def test_a_failed_environment_is_no_reward_of_zero():
         raise EnvError("gone")
 
     with server(lambda *_: (200, "x")) as url, EnvPool(make=gone) as pool:
-        (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1,
-                           Rollouts(retries=1))
+        (t,) = play_served(ServedModel("m", url), pool, ["textcraft_0"], 1, Rollouts(retries=1))
     assert t.status == "env_error" and t.error == "fault: gone" and len(made) == 2
 
 

@@ -32,8 +32,7 @@ FORWARD = [(1, 0), (0, 1), (-1, 0), (0, -1)]
 THING = re.compile(
     r"There is a (\w+) (?:(open|closed|locked) )?(ball|box|key|door) (\d+) "
     r"(?:right in front of you (\d+) steps away"
-    r"|(\d+) steps in front of you and (\d+) steps to your (left|right))\. "
-)
+    r"|(\d+) steps in front of you and (\d+) steps to your (left|right))\. ")
 REFUSED = ("The action is not recognized. Please check valid actions.", "You cannot ",
            "There is a barrier ")
 

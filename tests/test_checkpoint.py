@@ -14,8 +14,7 @@ OPTIMIZERS = {
     "AdamW": dict(lr=1e-3, weight_decay=0.0, fused=True), "Adam": dict(amsgrad=True),
     "SGD": dict(lr=1.0, momentum=0.9, nesterov=True), "RMSprop": dict(momentum=0.5),
     "Adagrad": {}, "Adadelta": {}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "ASGD": {}, "Rprop": {},
-    "Adafactor": {},
-}
+    "Adafactor": {}}
 
 
 def trainable(name="AdamW"):

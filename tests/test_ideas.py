@@ -384,8 +384,7 @@ def loop_of_gagpo(played, valid, gamma, one, lam=0.95):
 
     found = {}
     for b, t in enumerate(played):
-        deltas = [r + gamma * value(b, k + 1) - value(b, k)
-                  for k, r in enumerate(t.rewards[3::4])]
+        deltas = [r + gamma * value(b, k + 1) - value(b, k) for k, r in enumerate(t.rewards[3::4])]
         found |= {(b, k): valid[b] * sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
                   for k in range(len(deltas))}
     if one is grpo_of:  # by the standard deviation of the tokens' advantages in the group

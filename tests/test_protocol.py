@@ -78,9 +78,7 @@ def like_babyai(**special):
         "reset": lambda _: (200, {"observation": GO}),
         "step": lambda _: (200, {"observation": "ok", "reward": 0, "done": False}),
         "observation": lambda number: (200, last.get(number, "none")),
-        "close": lambda _: (200, True),
-        "": lambda _: (200, "hello"),
-    } | special
+        "close": lambda _: (200, True), "": lambda _: (200, "hello")} | special
 
     def answer(path, body):
         path, _, number = path.strip("/").partition("?id=")
@@ -327,8 +325,7 @@ BODIES = {
                        "Go.\nAVAILABLE ACTIONS: look,wait"),
     "maze": Bodies("id", {}, {"id": 7}, {"game": 5}, {"observation": "Go."}),
     "wordle": Bodies("id", {}, {"id": 7}, {"seed": 5}, {"observation": "Go.", "id": 7}),
-    **dict.fromkeys(["weather", "todo", "movie", "sheet", "academia"], TOOL),
-}
+    **dict.fromkeys(["weather", "todo", "movie", "sheet", "academia"], TOOL)}
 
 
 def fixed_reply(name, path):
@@ -391,8 +388,7 @@ TEXTS = {  # observations after invalid actions; BabyAI's "You cannot see any" i
     "babyai": ["The action is not recognized. Please check", "You cannot drop the object"],
     "textcraft": ["Could not execute dance", "Wrong item format: x",
                   "Could not find a valid recipe for"],
-    "sciworld": ["No known action matches that input.", "Unknown action. Type 'help'"],
-}
+    "sciworld": ["No known action matches that input.", "Unknown action. Type 'help'"]}
 
 
 @pytest.mark.parametrize("name, replies, steps", [
@@ -468,8 +464,7 @@ GARBAGE = {
     "create": NO_JSON,
     "reset": NO_JSON + [REPLY % (b"0", b"true")],
     "step": NO_JSON + [b"3", b'{"observation": "x", "done": false}',
-                       REPLY % (b"null", b"false"), REPLY % (b"0", b'false, "score": "a"')],
-}
+                       REPLY % (b"null", b"false"), REPLY % (b"0", b'false, "score": "a"')]}
 NO_NUMBERS = [REPLY % (reward, b"false") for reward in (b'"1"', b"NaN", b"1e999", b"9" * 400)]
 NO_TRUTHS = [REPLY % (b"0", done) for done in (b'"no"', b"2", b"null")]
 

@@ -50,8 +50,7 @@ def test_the_adaptive_horizon_grows_when_success_levels_off_and_only_then():
 def test_the_adaptive_horizon_does_not_grow_because_of_the_largest_length():
     worlds = {"babyai": SimpleNamespace(rounds=[2, 4], horizon_steps=2)}
     for by_length, expected in ((0.5, 0), (0.46, 0), (0.4, 1)):
-        run = SimpleNamespace(adaptive={"babyai": {"stage": 0}},
-                              cfg=SimpleNamespace(worlds=worlds))
+        run = SimpleNamespace(adaptive={"babyai": {"stage": 0}}, cfg=SimpleNamespace(worlds=worlds))
         row = {"success": 0.3, "truncated": 0.5, "truncated/length": by_length, "env_error": 0.0}
         for _ in range(4):
             train.advance_adaptive_horizons(run, {"babyai": row})

@@ -244,8 +244,7 @@ def test_each_world_of_a_jvm_keeps_its_own_simplifications(world):
     easy = beside(world, simplifications="easy")
     easy.reset(0)
     for env, has_teleports in ((world, False), (easy, True)) * 2:
-        assert has_teleports == any(
-            action.startswith("teleport") for action in env.valid_actions())
+        assert has_teleports == any(action.startswith("teleport") for action in env.valid_actions())
     easy.close()
 
 

@@ -137,8 +137,7 @@ TEMPLATES = {  # name -> its special tokens, the token that ends a reply
     "r1_distill": (["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>",
                     "<｜Assistant｜>"], "<｜end▁of▁sentence｜>"),
     "glm_4_6": (["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
-                "<|user|>"),
-}
+                "<|user|>")}
 
 
 @pytest.fixture(params=TEMPLATES, scope="module")

@@ -17,6 +17,7 @@ import schedule
 import sft
 from agent import Chat
 from envs import EnvError
+from experiments.effective_horizon import effective_horizon
 from trajectory import Trajectory, read_trajectories
 from update import collate
 
@@ -146,6 +147,11 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference, tiny)
     held_out = read_trajectories(reference / "held_out.jsonl")
     assert rows[0]["held_out_loss"] == pytest.approx(
         sft.mean_loss(run_at_its_start(tiny), held_out), rel=1e-5)
+    assert effective_horizon(held_out) == 1
+    held_out[0].turns += 3
+    held_out[1].success = False
+    total = sum(t.turns for t in held_out if t.success)
+    assert effective_horizon(held_out) == total / (total - 3)
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"
     for name, split in (("demos", "train"), ("held_out", "test")):
         played = read_jsonl(reference / f"{name}.jsonl")

@@ -26,8 +26,7 @@ CASES = {
     "reinforce_pp": dict(algo="reinforce_pp", algo_args="gamma=0.9", kl_coef=0.3, kl_in="reward",
                          kl_type="k1"),
     "ppo": PPO, "ppo, KL in the reward": PPO | dict(kl_coef=0.3, kl_in="reward", kl_type="abs"),
-    "ppo, KL in the loss": PPO | dict(kl_coef=0.3),
-}
+    "ppo, KL in the loss": PPO | dict(kl_coef=0.3)}
 
 
 @pytest.fixture(scope="module")

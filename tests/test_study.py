@@ -10,6 +10,7 @@ from conftest import ROOT
 
 from experiments import pretrained, references, speedrun, study
 from experiments.studies import play, report, rows, runs
+from trajectory import Trajectory, write_trajectories
 
 KEPT = rows.studies()
 
@@ -267,12 +268,16 @@ def test_differences_over_items_are_paired_and_averaged_over_seeds():
 @pytest.mark.parametrize("successes, stopped, has_collapsed", [
     ((0.2, 0.41, 0.21), "", False), ((0.2, 0.41, 0.2), "", True),
     ((0.9,), "the KL is too large", True)])
-def test_a_collapse_is_the_loss_of_half_of_the_best(successes, stopped, has_collapsed):
+def test_a_collapse_is_the_loss_of_half_of_the_best(successes, stopped, has_collapsed, tmp_path):
     costs = dict.fromkeys(("turns", "trajectories", "seconds_rollout", "seconds_update"), 1)
     metrics = [costs, *({"eval/success": success} | costs for success in successes)]
-    held_out = play.evaluate_midway(runs.Run("babyai", "long", 0, ()), Path("none"), metrics, ())
+    (tmp_path / "trajectories").mkdir()
+    lost = Trajectory("babyai_0", "babyai")
+    write_trajectories(tmp_path / "trajectories/eval_000001.jsonl", [lost])
+    held_out = play.evaluate_midway(runs.Run("babyai", "long", 0, ()), tmp_path, metrics, ())
+    assert [p.get("effective_horizon", 0) for p in held_out] == [None, 0, 0][: len(successes)]
     summary = {"stopped": stopped, "success": successes[-1], "held_out": held_out}
-    assert report.collapsed(summary) == has_collapsed and held_out[0]["turns"] == 2
+    assert report.collapsed(summary) == has_collapsed and held_out[0]["turns"] == 1
 
 
 @pytest.mark.parametrize("name", [name for name in runs.STUDIES if name in KEPT])

@@ -207,12 +207,10 @@ def test_a_killed_jvm_is_an_env_error_and_is_replaced(world):
 
 
 def test_no_jvm_outlives_the_process():
-    code = (
-        "import os, signal, sys; sys.path.insert(0, '.')\n"
-        "from worlds.textworld import TextWorld\n"
-        "env = TextWorld(); env.reset(0); print(env.jvm.process.pid, flush=True)\n"
-        "sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
+    code = ("import os, signal, sys; sys.path.insert(0, '.')\n"
+            "from worlds.textworld import TextWorld\n"
+            "env = TextWorld(); env.reset(0); print(env.jvm.process.pid, flush=True)\n"
+            "sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         jvm = os.pidfd_open(int(process.stdout.readline()))

@@ -35,7 +35,7 @@ SMALL = ["--items_per_step", "4", "--rollouts_per_item", "4", "--horizon", "2,3"
 TINIEST = ["--items_per_step", "2", "--rollouts_per_item", "2", "--steps", "1", "--max_tokens", "4",
            "--horizon", "1"]
 NO_RUN = ["--out", "runs/never-made"]
-TIMES = ("seconds_rollout", "seconds_update", "tokens_per_second", "memory_gb")
+TIMES = ("seconds_", "tokens_per_second", "memory_gb")  # beginnings of names
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
@@ -76,7 +76,7 @@ def read_jsonl(path):
 def metrics(folder):
     """The rows of metrics of a run, without what depends on the machine."""
     rows = read_jsonl(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
 def contents(folder):
@@ -119,7 +119,10 @@ def test_a_run_leaves_everything_it_promises(reference):
         assert row["logprob_gap"] < 1e-4 and row["padding"] == 0
         assert row["kl_behaviour"] == row["kl"] >= 0
         assert 0 < row["occupancy"] <= 1 and row["memory_gb"] > 0.1
-        assert min(row[name] for name in TIMES) > 0
+        assert len(times := [row[name] for name in row if name.startswith(TIMES)]) == 8
+        rollout, update, adam, replies, waiting, advantages = (row[f"seconds_{part}"] for part in (
+            "rollout", "update", "adam", "replies", "waiting", "advantages"))
+        assert min(times) > 0 and waiting + replies < rollout and advantages + adam < update
     assert (reference / "curves.png").stat().st_size > 10_000
     assert json.loads((reference / "config.json").read_text())["horizon"] == "2,3"
 
@@ -151,6 +154,9 @@ def test_a_run_says_how_success_on_held_out_items_changed(tmp_path, monkeypatch)
     # What is said last is what an evaluation of final/ with the same items gives.
     completed(*flags, "--resume", "--steps", "4")
     assert f"{metrics(tmp_path / 'r')[3]['eval/success']:.3f}" in after
+    for step, text in ((0, before), (3, after)):
+        played = read_jsonl(tmp_path / f"r/trajectories/eval_{step:06d}.jsonl")
+        assert f"{sum(t['success'] for t in played) / 16:.3f}" in text
 
 
 @pytest.mark.slow

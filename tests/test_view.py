@@ -172,8 +172,7 @@ def test_inventories_are_drawn_with_a_way_to_the_goal():
         ("stone bricks", 1, [("stone", 4, [])]), ("vine", 1, [])])
     # A recipe that makes four planks is needed twice for five of them.
     world.reset(125)
-    assert world.goal_tree() == (
-        "acacia boat", 1, [("acacia planks", 5, [("acacia logs", 2, [])])])
+    assert world.goal_tree() == ("acacia boat", 1, [("acacia planks", 5, [("acacia logs", 2, [])])])
 
 
 def test_nothing_that_was_written_is_markup_and_the_page_needs_no_network(folder):

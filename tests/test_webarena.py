@@ -635,14 +635,12 @@ PAGES = {
     "/sales/order/view/order_id/187/":
         "<title>Order</title><div class='order-details-items'>Canon photo printer</div>",
     "/form": "<title>Form</title><input name='title' value='Dark Mode'><button onclick=\""
-             "document.querySelector('input').value = 'Light'\">Change</button>",
-}
+             "document.querySelector('input').value = 'Light'\">Change</button>"}
 REST = {
     "/rest/V1/orders": {"items": [{"increment_id": "000000187"}]},
     "/rest/V1/products/B00A/reviews": [{"nickname": "x", "ratings": [{"percent": 20}]},
                                        {"nickname": "Emma", "ratings": [{"percent": 100}]}],
-    "/rest/V1/products/B00B/reviews": [],
-}
+    "/rest/V1/products/B00B/reviews": []}
 
 
 def official(intent, start="__SHOPPING__", **check):
@@ -686,15 +684,13 @@ OFFICIAL = [  # task, the path to open first; the answer is "Roots"
     (on_page("an author", "last", AUTHOR.format("B00A"), exact_match="Emma"), "/"),
     (on_page("a rating", "last", RATING.format("B00A"), exact_match="100"), "/"),
     (on_page("prepared", "__SHOPPING__/form", "document.querySelector('[name=\"title\"]').value",
-             prepare=["document.querySelector('button').click()"], exact_match="Light"), "/"),
-]
+             prepare=["document.querySelector('button').click()"], exact_match="Light"), "/")]
 NEVER = [  # these fail whatever is done
     on_page("another role", MEMBERS, ROLE.format("ann"), must_include=["Guest"]),
     on_page("nobody", MEMBERS, ROLE.format("eve"), must_include=["Guest"]),
     on_page("no such part", "last", ".none", exact_match="x"),
     on_page("no review", "last", AUTHOR.format("B00B"), exact_match="Emma"),
-    on_page("one is missing", "last", "", must_include=["One Stop", "no such words"]),
-]
+    on_page("one is missing", "last", "", must_include=["One Stop", "no such words"])]
 
 
 @browser
@@ -790,8 +786,7 @@ WAYS = {  # path -> a page that leads to another server at once, or when its but
     "/popup": "<a href='/302' target='_blank'>Go</a>",
     "/written": "<button onclick=\"window.open().location = 'OTHER/written'\">Go</button>",
     "/form": "<form action='OTHER/form' method='post'><button>Go</button></form>",
-    "/form307": "<form action='/307' method='post'><button>Go</button></form>",
-}
+    "/form307": "<form action='/307' method='post'><button>Go</button></form>"}
 
 
 @pytest.fixture(scope="module")

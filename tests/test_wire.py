@@ -21,8 +21,7 @@ CLIENTS = {
     "agentgym": (lambda url: RemoteEnv("babyai", url), EnvError),
     "openenv": (lambda url: envs.make_env("openenv", url=url), EnvError),
     "model": (lambda url: ServedModel("m", url, timeout=1, tries=1)([], 0), ModelError),
-    "retriever": (lambda url: Retriever(url, timeout=1).search("x", 1), EnvError),
-}
+    "retriever": (lambda url: Retriever(url, timeout=1).search("x", 1), EnvError)}
 # All of these are what some client takes for a good answer.
 GOOD = {"id": 0, "choices": [{"message": {"content": "yes"}}],
         "result": [[{"document": {"contents": "title\ntext"}}]]}

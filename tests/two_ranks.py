@@ -123,8 +123,7 @@ def end_late():
 JOBS = {
     "one_step": one_step, "load": load, "end_late": end_late,
     "train": lambda *argv: train.train(config.parse_config(list(argv))),
-    "sft": lambda *argv: sft.sft(sft.parse_sft_config(list(argv))),
-}
+    "sft": lambda *argv: sft.sft(sft.parse_sft_config(list(argv)))}
 
 if __name__ == "__main__":
     rank, *_ = init_distributed()

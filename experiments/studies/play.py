@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from config import presets
+from experiments.effective_horizon import effective_horizon
 from experiments.studies import rows
 from experiments.studies.runs import MIDWAY, SAMPLES
+from trajectory import read_trajectories
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -56,7 +58,7 @@ def do(study, run, commit):
     summary = summarize(run, metrics, evaluations, commit, stopped)
     if metrics and study in MIDWAY:
         midway = evaluate_midway(run, out, metrics, MIDWAY[study])
-        summary["held_out"] = [*midway, point(metrics, summary)]
+        summary["held_out"] = [*midway, point(metrics, summary, out)]
 
     if revision() != commit:
         raise RuntimeError("another commit is checked out than at the beginning")
@@ -139,21 +141,27 @@ def evaluate_midway(run, out, metrics, parts):
     per item -> [{"turns", "seconds", "success", "items"}, ...], after those of --eval_every."""
     steps = {folder: int(folder.name[5:]) for folder in out.glob("checkpoints/step_*")}
     total = run.turns or turns_played(metrics)
-    points = [point(metrics[:n], {"success": row["eval/success"], "items": {}})
-              for n, row in enumerate(metrics, 1) if "eval/success" in row]
+    # With the weights before the row's step.
+    points = [point(metrics[:n], {"success": row["eval/success"], "items": {}}, out)
+              for n, row in enumerate(metrics) if "eval/success" in row]
     for part in parts if steps else ():
         distance = {folder: abs(turns_played(metrics[:step]) - part * total)
                     for folder, step in steps.items()}
         nearest = min(distance, key=distance.get)
         found = evaluate(run.world, run, nearest, 1, out)
-        points.append(point(metrics[: steps[nearest]], found))
+        points.append(point(metrics[: steps[nearest]], found, out))
     return points
 
 
-def point(metrics, found):
-    """Held-out success, that of each item, and what the training up to there took."""
-    return {"turns": round(turns_played(metrics)), "seconds": round(seconds(metrics)),
-            "success": found["success"], "items": found["items"]}
+def point(metrics, found, out):
+    """Held-out success, that of each item, what the training up to there took and, if --eval_every
+    has played then, the effective horizon."""
+    file = out / f"trajectories/eval_{len(metrics):06d}.jsonl"
+    held_out = {"turns": round(turns_played(metrics)), "seconds": round(seconds(metrics)),
+                "success": found["success"], "items": found["items"]}
+    if file.exists():
+        held_out["effective_horizon"] = effective_horizon(read_trajectories(file))
+    return held_out
 
 
 def training_row(row):
