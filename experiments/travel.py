@@ -5,7 +5,8 @@
 
 A checkpoint of a LoRA run holds the adapters, their optimizer state, the merged weights and the
 tokenizer. Training reads the last two from --model, which must be the same there, byte for byte, so
-they stay behind. RUN must not exist before `unpack`. docs/gpus.md has the size of a file.
+they stay behind. Of held-out episodes the outcomes travel. RUN must not exist before `unpack`.
+docs/gpus.md has the size of a file.
 """
 
 import io
@@ -19,8 +20,11 @@ sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
 from config import read_json  # noqa: E402
 from parallel import run_command, user_errors  # noqa: E402
+from trajectory import read_objects  # noqa: E402
 
 BASE_FILES = ("model.safetensors", "tokenizer.json")
+# What travels of the held-out episodes, for effective_horizon.py.
+OUTCOME = ("item", "env", "step", "group", "sample", "status", "score", "success", "turns")
 
 
 def pack(run, file):
@@ -33,15 +37,23 @@ def pack(run, file):
         raise ValueError(f"{run} has no checkpoint")
     state = checkpoint.read_state(newest)
     state["sha256"] = {name: own for name, own in state["sha256"].items() if name not in BASE_FILES}
-    text = json.dumps(state | {"own": checkpoint.digest(state)}).encode()
+    digest = checkpoint.digest(state)
     with tarfile.open(file, "w:gz") as tar:
-        held_out = sorted(run.glob("trajectories/eval_*.jsonl"))  # for effective_horizon.py
-        for path in [run / "config.json", run / "metrics.jsonl", *held_out, *newest.rglob("*")]:
+        for path in [run / "config.json", run / "metrics.jsonl", *sorted(newest.rglob("*"))]:
             if path.is_file() and path.name not in (*BASE_FILES, "state.json"):
                 tar.add(path, path.relative_to(run))
-        entry = tarfile.TarInfo(str(newest.relative_to(run) / "state.json"))
-        entry.size = len(text)
-        tar.addfile(entry, io.BytesIO(text))
+        add(tar, newest.relative_to(run) / "state.json", json.dumps(state | {"own": digest}))
+        for path in sorted(run.glob("trajectories/eval_*.jsonl")):
+            rows, _ = read_objects(path)
+            add(tar, path.relative_to(run), "".join(
+                json.dumps({name: row[name] for name in OUTCOME}) + "\n" for row in rows))
+
+
+def add(tar, name, text):
+    """Add a text as a file."""
+    entry = tarfile.TarInfo(str(name))
+    entry.size = len(text.encode())
+    tar.addfile(entry, io.BytesIO(text.encode()))
 
 
 def unpack(file, run):

@@ -219,8 +219,7 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says_so(pauses):
     (500, {}, "status 500"),
     (200, {}, "KeyError"),
     (200, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, "TypeError"),
-    (200, b"[" * 100_000, "RecursionError"),
-])
+    (200, b"[" * 100_000, "RecursionError")])
 def test_a_server_that_fails_every_time_is_given_up(pauses, status, reply, says):
     asked = []
 

@@ -87,8 +87,7 @@ def by_hand():
         # nothing
         *trajectories_of("toy_4", None, None, None, None),
         # 0, 0, 4, 0
-        *trajectories_of("toy_5", loss, loss, loss, loss),
-    ]
+        *trajectories_of("toy_5", loss, loss, loss, loss)]
     categories = {"toy_1": "goto", "toy_2": "goto", "toy_3": "pickup", "toy_4": "mixed",
                   "toy_9": "goto"}
     return trajectories, categories

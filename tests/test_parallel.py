@@ -28,7 +28,7 @@ import rl
 from checkpoint import read_state, resume
 from experiments import travel
 from rollout import rollout
-from trajectory import write_trajectories
+from trajectory import read_trajectories, write_trajectories
 
 TWO_PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
@@ -336,10 +336,15 @@ def test_lora_trains_adapters_alone_and_leaves_a_plain_model(tiny, by_two, tmp_p
     # It goes on elsewhere from its adapters alone.
     stopped, there = tmp_path / "stopped", tmp_path / "there"
     shutil.copytree(tmp_path, stopped, ignore=shutil.ignore_patterns("final", "step_000003*"))
+    episodes = [stopped / f"trajectories/{name}_000000.jsonl" for name in ("step", "eval")]
+    shutil.copy(*episodes)
     travel.pack(stopped, tmp_path / "run.tar")
     weights = (tmp_path / "final/model.safetensors").stat().st_size
     assert (tmp_path / "run.tar").stat().st_size < weights
     travel.unpack(tmp_path / "run.tar", there)
+    outcomes = [[(t.item, t.turns, t.success) for t in read_trajectories(path)]
+                for path in (episodes[0], there / episodes[1].relative_to(stopped))]
+    assert outcomes[0] == outcomes[1] and len(outcomes[0]) > 1
     completed("--out", there, *LORA, "--resume")
     for name in ("final/model.safetensors", "trajectories/step_000002.jsonl"):
         assert (there / name).read_bytes() == (tmp_path / name).read_bytes()

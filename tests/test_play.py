@@ -14,8 +14,7 @@ from envs import make_env
 def play(*args, said=""):
     command = [sys.executable, "envs.py", "play", *args]
     return subprocess.run(
-        command, cwd=ROOT, input=said, capture_output=True, text=True, timeout=120
-    )
+        command, cwd=ROOT, input=said, capture_output=True, text=True, timeout=120)
 
 
 def test_a_person_is_told_what_the_model_is_told():

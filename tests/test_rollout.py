@@ -520,8 +520,7 @@ TWO_ACTIONS = "Action: 0\nAction: 1"
     ("reflect=true", 2, ["look", "0"], [BEGIN, "Doors.", "A wall."], (2, 2, "done", False, 0.1)),
     # A reply without exactly one action does not reach the world.
     ("", 3, [TWO_ACTIONS, "Action: 1"],
-     [BEGIN, agent.complaint(TWO_ACTIONS, "react"), "It opens."], (2, 1, "done", True, 0.75)),
-])
+     [BEGIN, agent.complaint(TWO_ACTIONS, "react"), "It opens."], (2, 1, "done", True, 0.75))])
 def test_a_plan_a_reflection_and_a_complaint_are_asked_for_where_there_is_a_turn_for_them(
         tiny, monkeypatch, agent_args, horizon, replies, asked, result):
     model, tokenizer = tiny

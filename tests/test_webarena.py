@@ -73,8 +73,7 @@ def ax_node(number, role, name, *children, **properties):
     return {
         "nodeId": str(number), "backendDOMNodeId": number, "role": {"value": role},
         "name": {"value": name}, "childIds": [str(child) for child in children],
-        "properties": [{"name": key, "value": {"value": v}} for key, v in properties.items()],
-    }
+        "properties": [{"name": key, "value": {"value": v}} for key, v in properties.items()]}
 
 
 def test_the_tree_is_written_in_webarenas_form():
@@ -90,8 +89,7 @@ def test_the_tree_is_written_in_webarenas_form():
         ax_node(9, "MenuListPopup", "", 10),
         ax_node(10, "option", "By price"),
         {"nodeId": "11", "ignored": True, "role": {"value": "none"}, "childIds": ["12", "1"]},
-        ax_node(12, "InlineTextBox", "x"),
-    ]
+        ax_node(12, "InlineTextBox", "x")]
     boxes = {node: (0, 0, 10, 10) for node in (1, 2, 3, 4, 6, 7, 8, 11, 12)}
     text, elements = tree.render(nodes, boxes)
     assert text.split("\n") == [
@@ -216,8 +214,7 @@ def test_arguments_are_checked(given, named, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("webarena") is None, reason="PyPI's libwebarena is not on the path"
-)
+    importlib.util.find_spec("webarena") is None, reason="PyPI's libwebarena is not on the path")
 def test_all_official_tasks_are_read_and_every_evaluator_is_known():
     official_tasks = webarena.read_tasks("official")
     assert len(official_tasks) == 812 and "webarena" not in sys.modules
