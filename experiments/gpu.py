@@ -15,6 +15,8 @@ update   MFU of forward, backward and AdamW step, with gradient checkpointing an
          matrix product. The head counts for half of the tokens, which are sampled ones; recomputed
          operations are not counted. With --lora_rank 4 operations per parameter, because frozen
          weights have no gradients.
+slots    a rollout of 128 trajectories in BabyAI, six turns each, replies of 20 to 200 tokens: the
+         share of its 32 slots that are fed in a step, and of its time that waits for environments.
 memory   the update's peak over the estimate of `benches memory`, with gradient checkpointing.
 ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
 
@@ -26,6 +28,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -43,13 +46,16 @@ from transformers.utils import logging  # noqa: E402
 import rl  # noqa: E402
 from benches.memory import config_of, estimate  # noqa: E402
 from engine import SAMPLED_LAST, Ragged  # noqa: E402
+from envs import EnvPool, items  # noqa: E402
 from models import check  # noqa: E402
 from parallel import blocks, shard  # noqa: E402
+from rollout import Episode, rollout  # noqa: E402
 
 # Of the tokens/s that the memory's bandwidth allows, at least, with so many slots.
 DECODE_SHARES = {1: 0.5, 32: 0.5, 256: 0.6}
 # Of the operations/s of a large matrix product, at least: all weights, LoRA's adapters.
 UPDATE_SHARE, LORA_SHARE = 0.45, 0.40
+BUSY_SHARE = 0.8  # of the slots, at least
 MEMORY_SHARE = 1.1  # of the estimated bytes, at most
 RANKS_GAP = 1e-3  # of the loss and, relatively, of the gradient's norm, in float32
 TRAIN = ("train.py", "--env", "babyai", "--algo", "grpo", "--model", "tiny", "--steps", "1",
@@ -178,6 +184,32 @@ def check_decode(setting: Setting) -> Iterator[Line]:
                setting.judge(are_graphs))
 
 
+class Told(Episode):
+    """Its replies end after numbers of tokens that are drawn from its item and its sample."""
+
+    def has_to_end(self, reply):
+        t = self.trajectory
+        rng = random.Random(f"{t.item} {t.sample} {t.turns}")
+        return len(reply) >= rng.randint(self.max_tokens // 10, self.max_tokens)
+
+
+def check_slots(setting: Setting) -> Iterator[Line]:
+    model = random_model(config_of(setting.name), setting.device, setting.dtype)
+    rl.set_compute_paths(model, rl.FASTEST)
+    if setting.device.type == "cuda":
+        rl.compile_model(model)
+    stats, slots = {}, setting.slots[1]
+    begin = time.perf_counter()
+    with EnvPool() as pool:
+        rollout(model, rl.load_tokenizer("tiny"), pool, items("babyai", "train")[:slots], 6,
+                samples=4, slots=slots, max_tokens=3 * setting.steps + 8,
+                episode_class=Told, stats=stats)
+    share = stats["busy"] / stats["steps"] / slots
+    waiting = stats["seconds_waiting"] / (time.perf_counter() - begin)
+    yield Line("slots", f"{share:.2f} busy, {waiting:.2f} of the time waiting", f">= {BUSY_SHARE}",
+               setting.judge(share >= BUSY_SHARE))
+
+
 def check_update(setting: Setting) -> Iterator[Line]:
     for recomputes in [True] if setting.lora_rank else [True, False]:
         yield from update(setting, recomputes)
@@ -257,7 +289,7 @@ def check_ranks(setting: Setting) -> Iterator[Line]:
                f"<= {RANKS_GAP:g}", max(gap, norm_gap) <= RANKS_GAP)
 
 
-CHECKS = (check_exact, check_decode, check_update, check_ranks)
+CHECKS = (check_exact, check_decode, check_slots, check_update, check_ranks)
 
 
 def all_lines(setting: Setting) -> Iterator[Line]:
