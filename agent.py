@@ -201,13 +201,13 @@ Messages = list[dict[str, str]]  # of a chat: {"role": "user" or another, "conte
 Agent = Generator[Messages, str, None]
 
 
-def readable(text: str) -> str:
-    """A text with U+FFFD for each half of a surrogate pair, which cannot be encoded.
+def readable(s: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which cannot be encoded.
 
     >>> readable("a\\ud800b") == "a\\ufffdb"
     True
     """
-    return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
+    return s if str.isascii(s) else s.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def user(text: str) -> dict[str, str]:
@@ -666,7 +666,8 @@ class Chat:
         Several threads may encode at the same time."""
         text = "".join(part for part, _ in parts)
         # In each character.
-        forbidden = [self.forbidden.get(role, self.control) for part, role in parts for _ in part]
+        forbidden = sum(([self.forbidden.get(role, self.control)] * len(part)
+                         for part, role in parts), [])
         cuts = {0, len(text)}
         while True:
             starts = sorted(cuts)

@@ -127,8 +127,7 @@ class DecodeView(NamedTuple):
     slots: slice  # of the rectangle
     width: int  # the number of its keys
     places: Tensor | None  # the group's slots within `slots`; None: there are no others
-    last_keys: Tensor  # [slots] long: the last key that each slot's query sees
-    masks: dict[int | None, Tensor | None]  # window -> mask [slots, 1, 1, keys], made when needed
+    is_full: bool  # each query sees all keys, but for a sliding window
 
 
 class PrefillChunk(NamedTuple):
@@ -283,20 +282,16 @@ class Ragged:
             else:
                 groups.append(([slot], length, length))
 
-        self.decode_views, start = [], 0
+        # An empty slot in between sees its first key: a softmax over no key would be NaN.
+        self.last_keys = torch.tensor([max(0, len(x) - 1) for x in self.ids], device=self.device)
+        self.decode_views, self.masks, start = [], {}, 0
         for slots, longest, total in groups:
             row = slice(start, start + len(slots))
             start = row.stop
             num_slots = slots[-1] + 1 - slots[0]  # those in between included
-            last_keys = self.token_positions[row]  # the last key that each query sees
-            places = None
-            if num_slots > len(slots):
-                places = self.token_slots[row] - slots[0]
-                # A slot in between sees its first key: a softmax over no key would be NaN.
-                last_keys = last_keys.new_zeros(num_slots).index_copy_(0, places, last_keys)
-            masks = {None: None} if total == num_slots * longest else {}
+            places = self.token_slots[row] - slots[0] if num_slots > len(slots) else None
             self.decode_views.append(DecodeView(row, slice(slots[0], slots[-1] + 1), longest,
-                                                places, last_keys, masks))
+                                                places, total == num_slots * longest))
 
     def _graph_step(self, feed):
         """Prepare a step at fixed places, as one CUDA graph -> a function that runs it and returns
@@ -361,7 +356,8 @@ class Ragged:
             last_keys = self.token_positions[: self.slots]
             self.prefills, self.decode_count = [], self.slots
             every = slice(self.slots)
-            self.decode_views = [DecodeView(every, every, width, None, last_keys, {})]
+            self.last_keys, self.masks = last_keys, {}
+            self.decode_views = [DecodeView(every, every, width, None, False)]
             if self.fits_flash:
                 one_each = torch.arange(self.slots + 1, dtype=torch.int32, device=self.device)
                 starts, last_keys = one_each * capacity, last_keys.int()
@@ -420,7 +416,7 @@ class Ragged:
         return (torch.cat(out) if len(out) > 1 else out[0])[None], None
 
     @torch.compiler.disable  # it would be compiled again for each number of slots
-    def _attend_eagerly(self, module, query, key, value, scaling, sliding_window, softcap, s_aux):
+    def _attend_eagerly(self, module, query, key, value, scaling, window, softcap, s_aux):
         H, N, D = query.shape
         H_kv, D_v = len(key), value.shape[-1]
         keys, values = self._layer_cache(module, key, value)  # [slots + 1, H_kv, capacity, D]
@@ -434,15 +430,12 @@ class Ragged:
         # Decoding slots have one query each. The query heads that share a KV head stand where the
         # queries of a sequence would, so that no key is copied: [slots, H_kv, H / H_kv, D].
         queries = query[:, : self.decode_count].transpose(0, 1).reshape(-1, H_kv, H // H_kv, D)
-        for view in self.decode_views:
+        for view, mask in zip(self.decode_views, self._decode_masks(window, value)):
             q = queries[view.row]
             k, v = (held[view.slots, :, : view.width] for held in (keys, values))
             if view.places is not None:
                 q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, view.places, q)
-            window = sliding_window if (sliding_window or view.width) < view.width else None
-            if window not in view.masks:
-                view.masks[window] = seen_keys(view.last_keys, view.width, window, v)[:, None, None]
-            o = masked_attention(q, k, v, view.masks[window], scaling, softcap, sinks)
+            o = masked_attention(q, k, v, mask, scaling, softcap, sinks)
             if view.places is not None:
                 o = o[view.places]
             out[view.row] = o.reshape(-1, H, D_v)
@@ -451,24 +444,33 @@ class Ragged:
         if self.prefills and is_plain and fits_flash_attention(value):
             out[self.decode_count :] = flash_over_cache(
                 query[:, self.decode_count :], keys, values, self._prefill_spans(keys.shape[2]),
-                scaling, sliding_window)
+                scaling, window)
             return out[None], None
         for chunk in self.prefills:
             q = query[:, chunk.row]
             k, v = (held[None, chunk.slot, :, : chunk.length] for held in (keys, values))
-            sees_all = (sliding_window or chunk.length) >= chunk.length
+            sees_all = (window or chunk.length) >= chunk.length
             if not chunk.past and sees_all and softcap is None and sinks is None:
                 o = masked_attention(q[None], k, v, None, scaling, is_causal=True)
             else:
-                if sliding_window not in chunk.masks:
-                    last_keys = torch.arange(chunk.past, chunk.length, device=self.device)
-                    seen = seen_keys(last_keys, chunk.length, sliding_window, v)
-                    chunk.masks[sliding_window] = seen.repeat(H // H_kv, 1)
+                if window not in chunk.masks:
+                    seen = seen_keys(self.token_positions[chunk.row], chunk.length, window, v)
+                    chunk.masks[window] = seen if H == H_kv else seen.repeat(H // H_kv, 1)
                 sink = None if sinks is None else sinks.repeat_interleave(q.shape[1], 2)
-                o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[sliding_window],
+                o = masked_attention(q.reshape(1, H_kv, -1, D), k, v, chunk.masks[window],
                                      scaling, softcap, sink)
             out[chunk.row] = o.reshape(H, -1, D_v).transpose(0, 1)
         return out[None], None
+
+    def _decode_masks(self, window, like):
+        """The mask of each view [slots, 1, 1, keys], cut out of one; None: it sees all keys. The
+        same in all layers with this sliding window."""
+        if window not in self.masks:
+            whole = seen_keys(self.last_keys, self.needed_capacity, window, like)[:, None, None]
+            self.masks[window] = [None if view.is_full and (window or view.width) >= view.width
+                                  else whole[view.slots, ..., : view.width]
+                                  for view in self.decode_views]
+        return self.masks[window]
 
     def _prefill_spans(self, capacity):
         """What `flash_over_cache` reads for the prefilling slots; the same in all layers."""

@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,8 +69,8 @@ class Step:
     def __post_init__(self):
         # A world may return NumPy scalars, which the json module cannot write. The sum raises
         # TypeError for a text in the place of a number, because bool("no") is True, and for None.
-        for f in fields(self):
-            setattr(self, f.name, f.type(f.type() + getattr(self, f.name)))
+        for name, kind in Step.__annotations__.items():
+            setattr(self, name, kind(kind() + getattr(self, name)))
 
 
 class Env:

@@ -408,13 +408,13 @@ class TrajectoryQueue:
         whether its reply is complete, and so was sent to its environment. Raises
         FloatingPointError if the logits were not finite."""
         episodes, columns = draw
-        kept = {e: token for e, *token in zip(episodes, *columns.tolist()) if e not in dropped}
+        kept = {e: row for e, row in zip(episodes, zip(*columns.tolist())) if e not in dropped}
         if not math.isfinite(sum(logprob for _, logprob, _ in kept.values())):
             raise FloatingPointError("the policy's logits are not finite")
         self.stats.update(steps=1, busy=len(kept))
         self.on_step(self)
         return timed(self.stats, "seconds_replies", lambda: {
-            e: e.add_token(int(token), *rest) for e, (token, *rest) in kept.items()})
+            e: e.add_token(int(i), logprob, entropy) for e, (i, logprob, entropy) in kept.items()})
 
     def take_answer(self, episode: Episode) -> bool:
         """Take the answer of an episode's environment -> whether the trajectory goes on. One that
