@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -666,8 +666,8 @@ class Chat:
         Several threads may encode at the same time."""
         text = "".join(part for part, _ in parts)
         # In each character.
-        forbidden = sum(([self.forbidden.get(role, self.control)] * len(part)
-                         for part, role in parts), [])
+        forbidden = [*chain.from_iterable(repeat(self.forbidden.get(role, self.control), len(part))
+                                          for part, role in parts)]
         cuts = {0, len(text)}
         while True:
             starts = sorted(cuts)

@@ -118,9 +118,9 @@ def resume(folder: Path, trained: Trained) -> dict:
 
 
 def step_in(path: Path) -> int:
-    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050; -1 for
-    another name."""
-    number = path.name.removeprefix("step_").removesuffix(".jsonl")
+    """The step in the name of a checkpoint or of a file of trajectories, as in step_000050 or
+    eval_000050; -1 for another name."""
+    number = path.name.removeprefix("step_").removeprefix("eval_").removesuffix(".jsonl")
     return int(number) if number.isdecimal() else -1
 
 
@@ -173,7 +173,7 @@ def tidy(run: str | Path, step: int) -> None:
     steps. Later checkpoints, which `newest` found damaged, get the name damaged_step_..."""
     for folder in [*Path(run).glob("checkpoints/*.partial"), Path(run) / "final.partial"]:
         shutil.rmtree(folder, ignore_errors=True)
-    for file in Path(run).glob("trajectories/step_*.jsonl"):
+    for file in Path(run).glob("trajectories/????_*.jsonl"):  # step_, eval_
         if step_in(file) >= step:
             file.unlink()
     for folder in named(run):

@@ -282,12 +282,9 @@ class Ragged:
             else:
                 groups.append(([slot], length, length))
 
-        # An empty slot in between sees its first key: a softmax over no key would be NaN.
-        self.last_keys = torch.tensor([max(0, len(x) - 1) for x in self.ids], device=self.device)
         self.decode_views, self.masks, start = [], {}, 0
         for slots, longest, total in groups:
-            row = slice(start, start + len(slots))
-            start = row.stop
+            row, start = slice(start, start + len(slots)), start + len(slots)
             num_slots = slots[-1] + 1 - slots[0]  # those in between included
             places = self.token_slots[row] - slots[0] if num_slots > len(slots) else None
             self.decode_views.append(DecodeView(row, slice(slots[0], slots[-1] + 1), longest,
@@ -356,8 +353,7 @@ class Ragged:
             last_keys = self.token_positions[: self.slots]
             self.prefills, self.decode_count = [], self.slots
             every = slice(self.slots)
-            self.last_keys, self.masks = last_keys, {}
-            self.decode_views = [DecodeView(every, every, width, None, False)]
+            self.decode_views, self.masks = [DecodeView(every, every, width, None, False)], {}
             if self.fits_flash:
                 one_each = torch.arange(self.slots + 1, dtype=torch.int32, device=self.device)
                 starts, last_keys = one_each * capacity, last_keys.int()
@@ -466,7 +462,10 @@ class Ragged:
         """The mask of each view [slots, 1, 1, keys], cut out of one; None: it sees all keys. The
         same in all layers with this sliding window."""
         if window not in self.masks:
-            whole = seen_keys(self.last_keys, self.needed_capacity, window, like)[:, None, None]
+            slots, keys = (x[: self.decode_count] for x in (self.token_slots, self.token_positions))
+            # Other slots see their first key: a softmax over no key would be NaN.
+            last_keys = self.fed.new_zeros(self.slots + 1).index_copy_(0, slots, keys)
+            whole = seen_keys(last_keys, self.needed_capacity, window, like)[:, None, None]
             self.masks[window] = [None if view.is_full and (window or view.width) >= view.width
                                   else whole[view.slots, ..., : view.width]
                                   for view in self.decode_views]

@@ -133,9 +133,7 @@ class Dealer:
     numbers = itertools.count()  # of the dealers in this process
 
     def __init__(self, count: int, signals: "StopSignals"):
-        self.count = count
-        self.dealt = 0
-        self.signals = signals
+        self.count, self.dealt, self.signals = count, 0, signals
         self.number = next(self.numbers)
 
     def deal(self, room: int) -> range:
@@ -225,6 +223,12 @@ def device_of(model: nn.Module) -> torch.device:
     """The device on which the model computes. Offloaded parameters are elsewhere."""
     p = next(model.parameters())
     return torch.device(p.device_mesh.device_type) if hasattr(p, "device_mesh") else p.device
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on the device, without waiting for what a GPU is computing. A large copy
+    would wait for it if the memory were not pinned."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def through(model: nn.Module, function: Callable[..., Any], *args: object) -> Any:

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 import algos
 from envs import NOT_NEGATIVE, flag
 from models.packed import pack, use_attention
-from parallel import blocks, device_of, is_lack_of_resources, ranks, sharded, through
+from parallel import blocks, device_of, is_lack_of_resources, ranks, sent, sharded, through
 
 TINY_MODEL = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_MODEL = Path(__file__).parent / "data" / "smollm2"  # made by data/get_smollm2.py
@@ -287,8 +287,8 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperatur
     for none; among all if there are only zeros. Raises ValueError for a mask of another dtype, or
     True in the first column.
 
-    With ids, mask and allowed on the CPU nothing here waits for a GPU: it computes the micro-batch
-    before, while this one is packed.
+    If ids, mask and allowed are on the CPU, and the model's sequences are packed, nothing here
+    waits for the GPU, which may still be computing the micro-batch before.
     """
     if mask.dtype != torch.bool or mask[:, 0].any():
         raise ValueError("mask must be bool, and False in its first column: no logits precede it")
@@ -313,7 +313,7 @@ def _token_logprobs(model, ids, mask, temperature, entropy_gradient, allowed):
         return score(logits, sampled, unused, config, temperature, entropy_gradient)
 
     hidden, places = hidden_before(model.base_model, ids, mask)  # [S, D], S sampled tokens
-    on_device = partial(Tensor.to, device=hidden.device, non_blocking=True)
+    on_device = partial(sent, device=hidden.device)
     # [S, A]. First come the tokens that were sampled among all, then those among some.
     columns = ids.new_zeros(len(hidden), 0) if allowed is None else allowed[mask]
     is_free = (columns == 0).all(1)
@@ -363,11 +363,11 @@ def hidden_before(body: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Ten
     """The last hidden states at the positions before the sampled tokens.
 
     ids [B, T] long, mask [B, T] bool, on the CPU, never True in the first column -> [S, D], the S
-    sampled tokens in the order of the mask; their rows and columns in it, [S] each. If
-    `packs(body)`, the B sequences are laid out in one row without padding, each up to its last
-    sampled token, and a prefix that several of them share is computed once.
+    sampled tokens in the order of the mask, and their rows and columns, [S] long each; all on the
+    model's device. If `packs(body)`, the B sequences are laid out in one row without padding, each
+    up to its last sampled token, and a prefix that several of them share is computed once.
     """
-    on_device = partial(Tensor.to, device=device_of(body), non_blocking=True)
+    on_device = partial(sent, device=device_of(body))
     row, column = places = tuple(map(on_device, mask.nonzero(as_tuple=True)))
     if not packs(body):
         hidden = body(input_ids=on_device(ids[:, :-1]), use_cache=False).last_hidden_state

@@ -148,9 +148,9 @@ def training_loop(run: Run) -> None:
             run.step = step + 1
             if run.step % cfg.save_every == 0:
                 save_checkpoint(run)
+    last = evaluate_held_out(run) if cfg.eval_every else {}
     finish(run)
-    if cfg.eval_every:
-        last = evaluate_held_out(run)
+    if last:
         of_rank_0(lambda: print(metrics.held_out_summary(run.rows, last)))
 
 

@@ -31,7 +31,7 @@ import rl
 from envs import ABOVE_0, NOT_NEGATIVE, UserError, flag, load_function
 from metrics import explained_variance, timed
 from models.packed import common_prefix_length
-from parallel import device_of, gather, ranks, sharded, sum_over_ranks
+from parallel import device_of, gather, ranks, sent, sharded, sum_over_ranks, through
 from rl import Sampling
 from trajectory import Trajectory, reply_spans
 
@@ -223,8 +223,9 @@ def advantages_of(trajectories: Sequence[Trajectory], settings: Loss, device: to
 
     if critic is not None:
         with rl.compute_in(settings.dtype, device):
-            step.values = map_rows(lambda critic, part: critic(part["ids"], part["mask"]), critic,
-                                   batch, settings.microbatch_tokens)
+            step.values = map_rows(
+                lambda critic, part: through(critic, critic.forward, part["ids"], part["mask"]),
+                critic, batch, settings.microbatch_tokens)
     batch["advantages"] = settings.advantage(step)
     if critic is not None:
         batch |= {"old_values": step.values, "returns": step.returns}
@@ -329,15 +330,14 @@ def minibatches(trajectories: Sequence[Trajectory], settings: Loss, step: int,
 
 def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, part: Batch,
                      observed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch: clipped surrogate, KL to the reference, entropy bonus. observed:
-    the number of the mini-batch's tokens of observations, if the loss needs their log-probs.
-    -> loss, stats, which are sums over its tokens."""
-    scored = part["mask"] | part["observed"] if observed else part["mask"]
+    """The loss of a micro-batch on the CPU: clipped surrogate, KL to the reference, entropy bonus.
+    observed: the number of the mini-batch's tokens of observations, if the loss needs their
+    log-probs. -> loss, stats, which are sums over its tokens."""
+    here, part = part, {name: sent(x, device_of(policy)) for name, x in part.items()}
+    mask, scored = part["mask"], here["mask"] | (here["observed"] & (observed > 0))
     with rl.compute_in(settings.dtype, device_of(policy)):
-        logp, entropy = rl.token_logprobs(policy, part["ids"], scored, settings.temperature,
-                                          settings.entropy_coef > 0, part.get("allowed"))
-    part = {name: x.to(logp.device, non_blocking=True) for name, x in part.items()}
-    mask = part["mask"]
+        logp, entropy = rl.token_logprobs(policy, here["ids"], scored, settings.temperature,
+                                          settings.entropy_coef > 0, here.get("allowed"))
     loss, stats, *others = settings.loss_function(part | {"logprobs": logp})
     if loss.shape != mask.shape:  # a mean would be broadcast over all tokens
         raise UserError(f"--loss {settings.loss} has to return the loss of each token, [B, T]")
@@ -361,11 +361,11 @@ def policy_objective(policy: PreTrainedModel, settings: Loss, denominator: int, 
 
 def value_objective(critic: rl.Critic, settings: Loss, denominator: int,
                     part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss of a micro-batch -> loss, no stats."""
-    with rl.compute_in(settings.dtype, device_of(critic)):
-        values = critic(part["ids"], part["mask"])
-    part = {name: x.to(values.device, non_blocking=True) for name, x in part.items()}
+    """The critic's loss of a micro-batch on the CPU -> loss, no stats."""
+    here, part = part, {name: sent(x, device_of(critic)) for name, x in part.items()}
     mask = part["mask"]
+    with rl.compute_in(settings.dtype, device_of(critic)):
+        values = through(critic, critic.forward, here["ids"], here["mask"])
     loss = algos.value_loss(values, part["old_values"], part["returns"], mask, settings.value_clip)
     return algos.aggregate(loss, mask, settings.aggregation, denominator, part["num_sampled"]), {}
 
@@ -574,7 +574,6 @@ def adam_step_norm(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         mean, square = (x.to_local() if sharded(model) else x
                         for x in (state["exp_avg"], state["exp_avg_sq"]))
         steps = float(state["step"])
-        denominator = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-        squares = (mean / denominator).square_().sum(dtype=torch.float64)
-        total += float(squares) * (group["lr"] / (1 - beta1**steps)) ** 2
+        change = (square / (1 - beta2**steps)).sqrt_().add_(group["eps"]).reciprocal_().mul_(mean)
+        total += (float(change.norm()) * group["lr"] / (1 - beta1**steps)) ** 2
     return math.sqrt(sum(gather([total])) if sharded(model) else total)

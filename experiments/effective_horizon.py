@@ -6,6 +6,7 @@ FILE: trajectories of train.py or of `eval.py --trajectories`, in worlds with an
 for each: its episodes, the share that is solved, the mean turns of those, and their effective
 horizon: the sum of their turns over the sum of the turns in which the expert solves the same items.
 1: as short as the expert's. Items that the expert does not solve within MOST_TURNS are left out.
+The expert plays in a world without --env_args.
 """
 
 import functools

@@ -10,13 +10,13 @@ check    models/check.py: the engine and the packed update have the log-probs of
 decode   tokens/s of the engine with 1, 32 and 256 slots of 1,024 tokens, as a share of the limit
          that the memory sets: the bytes of weights, keys and values that a step reads, over the
          bandwidth of a copy. Whether the steps were CUDA graphs.
+slots    a rollout of 128 trajectories in BabyAI, six turns each, replies of 20 to 200 tokens: the
+         share of its 32 slots that are fed in a step, and of its time that waits for environments.
 update   MFU of forward, backward and AdamW step, with gradient checkpointing and without: 6
          operations per parameter and token and those of attention, over the speed of a large
          matrix product. The head counts for half of the tokens, which are sampled ones; recomputed
          operations are not counted. With --lora_rank 4 operations per parameter, because frozen
          weights have no gradients.
-slots    a rollout of 128 trajectories in BabyAI, six turns each, replies of 20 to 200 tokens: the
-         share of its 32 slots that are fed in a step, and of its time that waits for environments.
 memory   the update's peak over the estimate of `benches memory`, with gradient checkpointing.
 ranks    a step of train.py with FSDP2 on two GPUs and on one: the same loss and gradient norm.
 
@@ -198,12 +198,13 @@ def check_slots(setting: Setting) -> Iterator[Line]:
     rl.set_compute_paths(model, rl.FASTEST)
     if setting.device.type == "cuda":
         rl.compile_model(model)
-    stats, slots = {}, setting.slots[1]
-    begin = time.perf_counter()
+    slots = setting.slots[1]
     with EnvPool() as pool:
-        rollout(model, rl.load_tokenizer("tiny"), pool, items("babyai", "train")[:slots], 6,
-                samples=4, slots=slots, max_tokens=3 * setting.steps + 8,
-                episode_class=Told, stats=stats)
+        for samples in (1, 4):  # the first rollout compiles
+            stats, begin = {}, time.perf_counter()
+            rollout(model, rl.load_tokenizer("tiny"), pool, items("babyai", "train")[:slots], 6,
+                    samples=samples, slots=slots, max_tokens=3 * setting.steps + 8,
+                    episode_class=Told, stats=stats)
     share = stats["busy"] / stats["steps"] / slots
     waiting = stats["seconds_waiting"] / (time.perf_counter() - begin)
     yield Line("slots", f"{share:.2f} busy, {waiting:.2f} of the time waiting", f">= {BUSY_SHARE}",
@@ -237,7 +238,7 @@ def update(setting, recomputes):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     length = min(4096, setting.tokens)
-    ids = torch.randint(config.vocab_size, (setting.tokens // length, length)).to(device)
+    ids = torch.randint(config.vocab_size, (setting.tokens // length, length))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, : length // 2] = False  # half of the tokens count as sampled
 

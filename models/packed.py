@@ -15,6 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from parallel import sent
+
 
 def common_prefix_length(a: list[int], b: list[int], threshold: int = 0) -> int:
     """The length of the longest common prefix of two lists; 0 if it is `threshold` or less.
@@ -69,11 +71,10 @@ def pack(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tenso
             counts.append(len(ids) - start)
             keys.append(places)
     lengths = list(map(len, keys))
-    ends = [torch.tensor([0, *numbers]).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
-            for numbers in (counts, lengths)]
+    ends = [sent(torch.tensor([0, *n]).cumsum(0).int(), device) for n in (counts, lengths)]
     spans = (*ends, max(counts), max(lengths))
-    parts = Parts(counts, lengths, torch.cat(keys).to(device, non_blocking=True), spans)
-    return torch.tensor([ids, positions]).to(device, non_blocking=True), parts, index
+    parts = Parts(counts, lengths, sent(torch.cat(keys), device), spans)
+    return sent(torch.tensor([ids, positions]), device), parts, index
 
 
 @contextmanager

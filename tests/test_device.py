@@ -48,8 +48,8 @@ def computed(function, args, kwargs):
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
     others = {id(x.values): x for x in tensors if isinstance(x, Other)}
     on_other = bool(others)
-    to_other = torch.device(kwargs.get("device") or DEVICE) == DEVICE
-    crosses = function == aten._to_copy.default and to_other != on_other
+    device = kwargs.get("device") if function == aten._to_copy.default else None
+    crosses = device is not None and (torch.device(device) == DEVICE) != on_other
     masks = [x for x in others.values() if x.dtype == torch.bool and "index" in str(function)]
     if crosses and not kwargs.get("non_blocking") or others and function in READS or masks:
         WAITS.append(function)
@@ -90,6 +90,7 @@ class Constants(TorchFunctionMode):
             WAITS.append(function)
             return Other(function(*args, **kwargs | {"device": "cpu"}))
         if function is torch.Tensor.tolist and isinstance(args[0], Other):
+            WAITS.append(function)
             return args[0].values.tolist()
         if function is torch.Tensor.__getitem__ and isinstance(args[1], list):
             args = (args[0], torch.tensor(args[1]))

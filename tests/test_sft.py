@@ -148,8 +148,7 @@ def test_a_run_learns_and_leaves_what_train_py_and_view_py_need(reference, tiny)
     assert rows[0]["held_out_loss"] == pytest.approx(
         sft.mean_loss(run_at_its_start(tiny), held_out), rel=1e-5)
     assert effective_horizon(held_out) == 1
-    held_out[0].turns += 3
-    held_out[1].success = False
+    held_out[0].turns, held_out[1].success = held_out[0].turns + 3, False
     total = sum(t.turns for t in held_out if t.success)
     assert effective_horizon(held_out) == total / (total - 3)
     assert json.loads((reference / "config.json").read_text())["algo"] == "sft"

@@ -200,7 +200,8 @@ def test_a_seeded_run_repeats_bit_for_bit_and_a_killed_one_resumes_exactly(refer
     child.kill()
     child.wait()
     assert not (out / "final").exists()
-    left = {out / f"trajectories/{name}": b"{}" for name in ("step_000009.jsonl", "mine.jsonl")}
+    left = {out / f"trajectories/{name}.jsonl": b"{}" for name in (
+        "step_000009", "eval_000009", "mine")}
     for path, text in left.items():
         path.write_bytes(text)
 

@@ -138,7 +138,7 @@ def evaluate(world, run, model, samples, out):
 
 def evaluate_midway(run, out, metrics, parts):
     """Evaluate the checkpoints that are nearest to these parts of the environment turns, one sample
-    per item -> [{"turns", "seconds", "success", "items"}, ...], after those of --eval_every."""
+    per item -> what `point` gives for each, after the evaluations of --eval_every."""
     steps = {folder: int(folder.name[5:]) for folder in out.glob("checkpoints/step_*")}
     total = run.turns or turns_played(metrics)
     # With the weights before the row's step.
