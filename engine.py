@@ -459,8 +459,8 @@ class Ragged:
         return out[None], None
 
     def _decode_masks(self, window, like):
-        """The mask of each view [slots, 1, 1, keys], cut out of one; None: it sees all keys. The
-        same in all layers with this sliding window."""
+        """For each of `decode_views` its mask [slots, 1, 1, keys] (see `seen_keys`), or None if all
+        keys are seen. All are parts of one mask, which the layers with this window share."""
         if window not in self.masks:
             slots, keys = (x[: self.decode_count] for x in (self.token_slots, self.token_positions))
             # Other slots see their first key: a softmax over no key would be NaN.

@@ -226,8 +226,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on the device, without waiting for what a GPU is computing. A large copy
-    would wait for it if the memory were not pinned."""
+    """Copy a CPU tensor of any shape and dtype to the device, without waiting for what a GPU is
+    computing. A large copy from memory that is not pinned would wait."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 

@@ -39,7 +39,8 @@ def expert_turns(item):
 
 
 def effective_horizon(trajectories):
-    """None: no episode is solved whose item the expert solves."""
+    """The effective horizon of some trajectories -> a ratio of turns; None if none of them solves
+    an item that the expert solves, too."""
     pairs = [(t.turns, expert_turns(t.item)) for t in trajectories if t.success]
     turns, expert = map(sum, zip(*(pair for pair in pairs if pair[1]), (0, 0)))
     return turns / expert if expert else None
